@@ -86,7 +86,7 @@ def who() -> Figure:
     note(axes, 7.8, 1.38, "values")
     arrow(axes, ppo, critic, -0.35)
     arrow(axes, ppo, policy, -0.38)
-    note(axes, 5.6, 0.42, "make tokens likelier that went better than the critic predicted, and others less likely")
+    note(axes, 5.6, 0.42, "make tokens that went better than the critic predicted likelier, and others less likely")
     for x, color, text in ((0.25, TRAINED, "learns in part 2"), (1.75, FROZEN, "does not")):
         axes.text(
             x, 0.12, f" {text} ", fontsize=9, va="center", bbox={"facecolor": color, "edgecolor": "#555555", "pad": 2}
@@ -136,12 +136,12 @@ def clip() -> Figure:
 def update() -> Figure:
     """The tensors of small/ppo.py, step by step; an arrow leads to the step that reads them."""
     figure, axes = canvas(10, 5.4)
-    queries = box(axes, 1.6, 4.95, 2.0, "1  sample queries\nqueries (64, 24)")
+    queries = box(axes, 1.6, 4.95, 2.0, "1  next queries\nqueries (64, 24)")
     tokens = box(axes, 5.2, 4.95, 2.3, "2  generate responses\ntokens (64, 48)", TRAINED)
-    logprobs = box(axes, 1.6, 3.75, 2.0, "of the policy\nlogprobs (64, 24)")
-    values = box(axes, 4.0, 3.75, 1.9, "of the critic\nvalues (64, 24)")
-    reference = box(axes, 6.4, 3.75, 2.1, "3  of the reference\nref_logprobs (64, 24)", FROZEN)
-    scores = box(axes, 8.8, 3.75, 2.1, "4  of the reward model\nscores (64,)", FROZEN)
+    logprobs = box(axes, 1.6, 3.75, 2.0, "2  policy reads\nlogprobs (64, 24)")
+    values = box(axes, 4.0, 3.75, 1.9, "2  critic reads\nvalues (64, 24)")
+    reference = box(axes, 6.4, 3.75, 2.1, "3  reference reads\nref_logprobs (64, 24)", FROZEN)
+    scores = box(axes, 8.8, 3.75, 2.1, "4  truncate, then score\nscores (64,)", FROZEN)
     rewards = box(
         axes,
         7.4,
@@ -150,7 +150,7 @@ def update() -> Figure:
         "5  rewards (64, 24)\n$-$kl_coef · (logprobs $-$ ref_logprobs),\nplus the score on the last token",
     )
     advantages = box(
-        axes, 3.4, 2.35, 3.3, "6  advantages, returns (64, 24)\nwhitening, and GAE\nfrom the last token to the first"
+        axes, 3.3, 2.35, 3.1, "6  advantages, returns (64, 24)\nwhitening, and GAE\nfrom the last token to the first"
     )
     steps = box(
         axes,
@@ -172,6 +172,7 @@ def update() -> Figure:
     arrow(axes, values, advantages)
     arrow(axes, rewards, advantages)
     arrow(axes, advantages, steps)
+    arrow(axes, values, steps, -0.16, shift=(0.85, 0, 1.85, 0))
     arrow(axes, logprobs, steps, shift=(-0.55, 0, -0.9, 0))
     arrow(axes, rewards, coefficient, shift=(0.7, 0, 0, 0))
     note(axes, 8.1, 1.52, "KL of the batch")

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import markdown, read_numbers
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.lib.base.errors import InputError, exit_with
+from ppo_rlhf.lib.services.run import read_meta
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmark" / "results"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tyro
 
-from ppo_rlhf.lib.errors import InputError, run_script
+from ppo_rlhf.lib.base.errors import InputError, run_script
 from ppo_rlhf.worlds import building, posts, sums, tales
 
 # Name of a world: a function that finds it, and what it is made of.

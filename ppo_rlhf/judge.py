@@ -46,8 +46,10 @@ from typing import Any, Literal
 
 import torch
 
-from ppo_rlhf.lib import cli, errors, files, run, scorers
-from ppo_rlhf.lib.errors import InputError, Stopped
+from ppo_rlhf.lib.base import console, errors, files
+from ppo_rlhf.lib.base.errors import InputError, Stopped
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli, run
 
 EVALUATION = "evaluation.jsonl"  # what a run's folder holds
 END_OF_TEXT = "<|endoftext|>"  # ends the references of the published data
@@ -724,16 +726,16 @@ def print_report(report: dict[str, Any], rows: Sequence[dict[str, Any]], seed: i
         for name, value in report.items()
         if name != "args" and value not in (None, "")
     }
-    numbers = [{"number": name, "value": run.one_line(value)} for name, value in shown.items()]
-    run.print_table("Judgement", numbers, show_lines=False)
+    numbers = [{"number": name, "value": console.one_line(value)} for name, value in shown.items()]
+    console.print_table("Judgement", numbers, show_lines=False)
     examples = []
     for name, points in (("win", (0.75, 1.0)), ("loss", (0.0, 0.25)), ("tie", (0.5,))):
         some = [row for row in rows if row["result"] in points]
         for row in random.Random(seed).sample(some, min(EXAMPLES, len(some))):
-            texts = {side: run.one_line(row[side].strip()) for side in ("query", "candidate", "baseline")}
+            texts = {side: console.one_line(row[side].strip()) for side in ("query", "candidate", "baseline")}
             texts["query"] = texts["query"] if len(texts["query"]) <= 240 else f"{texts['query'][:240]} …"
             examples.append({"result": name, **texts})
-    run.print_table("Examples", examples)
+    console.print_table("Examples", examples)
 
 
 def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
@@ -768,7 +770,7 @@ def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
     files.write_json(folder / "judgement.json", report)
     if shown:
         print_report(report, rows, args.seed)
-        print(f"all numbers and rows: {run.one_line(str(folder))}")
+        print(f"all numbers and rows: {console.one_line(str(folder))}")
     return report
 
 

@@ -25,8 +25,9 @@ from typing import Annotated, Any
 import tyro
 from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib import cli, derivation, errors, files, run, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors, files, paths
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli, derivation, run, traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,11 @@ def report(args: Args) -> Path:
         script="".join((Path(__file__).parent / name).read_text("utf-8") for name in SCRIPTS),
     )
     files.replace_file(path, text.encode(errors="replace").decode())  # half a character has no place in a file
-    print(f"report  {run.shown(path.absolute())}")
+    print(f"report  {paths.shown(path.absolute())}")
     return path
 
 
-SCRIPTS = ("lib/derivation.js", "lib/charts.js", "report.js")
+SCRIPTS = ("lib/services/derivation.js", "lib/services/charts.js", "report.js")
 
 
 def title_of(runs: list["OneRun"]) -> str:
@@ -103,7 +104,7 @@ def newest_run(runs: Path) -> Path:
     """The run that was written to last."""
     metas = sorted(runs.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
     if not metas:
-        raise InputError(f"there is no run below {run.shown(runs.absolute())}; name one with --run")
+        raise InputError(f"there is no run below {paths.shown(runs.absolute())}; name one with --run")
     return metas[-1].parent
 
 
@@ -655,7 +656,7 @@ def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
 
 
 def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The panels of metrics.toml that the runs have metrics for, each with what lib/charts.js draws."""
+    """The panels of metrics.toml that the runs have metrics for, each with what lib/services/charts.js draws."""
     panels = METRICS["panel"]
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
     own = {

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ppo_rlhf import rlvr_math
-from ppo_rlhf.lib import cli, models, problems, processes
+from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services import cli
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -157,7 +160,7 @@ class PpoArgs:
 
     @property
     def limits_of_a_pass(self) -> dict[str, int]:
-        """For lib/passes.py."""
+        """For lib/nets/passes.py."""
         return {"rows": self.local_micro_batch_size, "most_tokens": self.local_micro_batch_tokens}
 
     @property

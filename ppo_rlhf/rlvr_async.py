@@ -61,8 +61,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ppo_rlhf import rlvr_args, rlvr_checks, rlvr_data, rlvr_math, rlvr_policy
-from ppo_rlhf.lib import checkpoints, cli, engine, errors, processes, run
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import checkpoints, console, errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli, engine, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ class Workers:
                     if self.closed:
                         raise
                     self.lost += 1
-                    run.say(f"a worker is lost ({type(error).__name__}); another takes its place")
+                    console.say(f"a worker is lost ({type(error).__name__}); another takes its place")
             raise InputError(
                 f"a piece of a batch has cost {LIVES} workers; is there memory for them, are there as many free "
                 f"processors and GPUs, and are {cli.flag('time_out')} {self.time_out:g} seconds enough?"
@@ -563,13 +564,13 @@ def check_arguments(args: Args) -> None:
         )
     threads, busy, cores = torch.get_num_threads(), args.workers + (args.staleness > 0), os.cpu_count() or 1
     if busy * threads > cores and not args.ray_address and not torch.cuda.is_available():
-        run.say(
+        console.say(
             f"{busy} processes of {threads} threads each share {cores} cores and slow each other down; "
             f"PPO_RLHF_THREADS={max(1, cores // busy)} would be faster"
         )
     if args.correction == "none" and (args.staleness or args.engine == "vllm"):
         # [V82] As open-instruct did until 7917d41 (March 2026).
-        run.say(
+        console.say(
             f"{cli.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
             f"and nothing makes up for that"
         )

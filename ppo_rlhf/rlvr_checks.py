@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from ppo_rlhf import rlvr_args, rlvr_math
-from ppo_rlhf.lib import cli, foreign, problems
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import foreign
+from ppo_rlhf.lib.services import cli
 
 
 def check_arguments(args: rlvr_args.Args) -> None:

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_args, rlvr_math
-from ppo_rlhf.lib import cli, networks, problems, rewards as verifiers, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import rewards as verifiers
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import networks
+from ppo_rlhf.lib.services import cli, traces
 
 # ---- Steps 1 and 2: what a sampler gets and gives --------------------------------------------------------------
 

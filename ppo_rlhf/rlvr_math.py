@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppo_rlhf.lib import launch
+from ppo_rlhf.lib.base import launch
 
 # ---- Tokens ----------------------------------------------------------------------------------------------------
 

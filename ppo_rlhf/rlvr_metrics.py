@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf import rlvr_args, rlvr_data, rlvr_math
-from ppo_rlhf.lib import cli, lm, problems, processes, rewards, run, texts, traces
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import console, paths, processes
+from ppo_rlhf.lib.data import problems, texts
+from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.services import cli, run, traces
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -163,14 +167,14 @@ def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None
         return
     if rows[-1]["val/unscorable"] == 1:
         if all(row["val/unscorable"] < 1 for row in rows[:-1]):
-            run.say(
+            console.say(
                 f"No response of update {len(rows)} got a score, so nothing was learned: {flag('rewards.verifier')} "
                 f"{args.rewards.verifier}, or what else scores, returned None or NaN for each; samples.jsonl has some"
             )
         return
     if len(rows) == PATIENCE and not any(row["objective/verifiable_correct_rate"] for row in rows):
         ends = sum(row["val/stop_token_rate"] for row in rows) / PATIENCE
-        run.say(
+        console.say(
             f"No response was correct in {PATIENCE} updates, and {ends:.0%} of them ended: try easier problems, a "
             f"longer {flag('task.response_length')} ({args.task.response_length}), {flag('task.examples')}, or "
             f"another {flag('task.prompt_suffix')}; samples.jsonl has responses, and {flag('rewards.verifier')} "
@@ -181,7 +185,7 @@ def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None
     before = any(all(is_equal[i : i + PATIENCE]) for i in range(len(rows) - PATIENCE))
     if args.ppo.samples_per_prompt > 1 and len(rows) >= PATIENCE and all(is_equal[-PATIENCE:]) and not before:
         right = sum(row["objective/verifiable_correct_rate"] for row in rows[-PATIENCE:]) / PATIENCE
-        run.say(
+        console.say(
             f"In {PATIENCE} updates, all responses to a problem had the same score, so nothing was learned; "
             f"{right:.0%} were correct. Try {'harder' if right > 0.5 else 'easier'} problems, a larger "
             f"{flag('ppo.samples_per_prompt')} ({args.ppo.samples_per_prompt}), a higher {flag('task.temperature')} "
@@ -234,7 +238,7 @@ def sample_rows(setup: rlvr_data.Setup, episodes: rlvr_data.Rollout, batch: rlvr
 def numbers_of_trace(
     setup: rlvr_data.Setup, ppo: rlvr_args.PpoArgs, *, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch
 ) -> dict[str, Any]:
-    """What a trace keeps of episodes, as the recorder of lib/traces.py takes it. ppo: of the update."""
+    """What a trace keeps of episodes, as the recorder of lib/services/traces.py takes it. ppo: of the update."""
     names = ["query_responses", "logprobs", "sampler_logprobs", "ref_logprobs"]
     names += ["scores", "raw_scores", "stopped", "groups"]
     names += ["exact_kl"] if setup.args.rewards.kl_estimator == "full" else []
@@ -377,3 +381,38 @@ def panels(args: rlvr_args.Args, verifiers: list[str], evaluation: list[str]) ->
     if args.tools:
         found["answers of the tool per response"] = ["val/tool_calls"]
     return found
+
+
+def report(
+    this_run: run.Run, verifier: str, kind_column: str, after: dict[str, float], rows: list[dict[str, Any]]
+) -> None:
+    """Print in plain words what has become of the held-out problems, and where to read more.
+
+    after: the last evaluation, rows: of it; the result before the first update is in the first row of the metrics.
+    """
+    if not this_run.is_main:
+        return
+    both = [row for row in rows if row.get("a_right_sample") and row.get("a_wrong_sample")]
+    columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
+    shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
+    if shown:
+        console.print_table("Held-out problems after training: a correct sample and a wrong one", shown)
+    greedy = f"eval/{verifier}"
+    of_kind, pass_at = f"{greedy}_{kind_column}_", "eval/pass@"
+    names = {"correct, likeliest response": greedy}
+    names |= {f"    {kind_column} {name[len(of_kind) :]}": name for name in after if name.startswith(of_kind)}
+    names |= {f"correct, samples: {name[5:]}": name for name in after if name.startswith(pass_at)}
+    names |= {"tokens, likeliest response": "eval/length", "tokens, samples": "eval/sampled_length"}
+    print(f"\n{f'{len(rows):,} held-out problems':<30}{'before':>9}{'after':>9}")
+    for said, name in names.items():
+        form = "{:.1f}" if name.endswith("length") else "{:.1%}"
+        cells = [form.format(numbers[name]) if name in numbers else "-" for numbers in (this_run.rows[0], after)]
+        print(f"{said:<30}{cells[0]:>9}{cells[1]:>9}")
+    places = {"learning curves": "learning_curves.png", "solutions": "evaluation.jsonl", "samples": "samples.jsonl"}
+    print(
+        "pass@k: one of k samples, or more, is correct.",
+        f"It took {this_run.meta['wall_time'] / 60:.1f} minutes.\n",
+        *(f"{said:<17}{paths.shown(this_run.folder / name)}" for said, name in places.items()),
+        f"model            {paths.shown(this_run.model_folder / 'policy')}",
+        sep="\n",
+    )

@@ -44,21 +44,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_checks, rlvr_math, rlvr_metrics, worlds
-from ppo_rlhf.lib import (
-    checkpoints,
-    cli,
-    errors,
-    lm,
-    models,
-    networks,
-    packing,
-    passes,
-    problems,
-    processes,
-    run,
-)
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.networks import AdaptiveKLController
+from ppo_rlhf.lib.base import checkpoints, console, errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
+from ppo_rlhf.lib.nets.networks import AdaptiveKLController
+from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr_args import PRESETS, Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr_data import (
     Batch,
@@ -700,7 +691,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     rlvr_checks.check_arguments(args)
     worlds.check_names(args)
     for doubt in rlvr_checks.doubts(args):
-        run.say(doubt)
+        console.say(doubt)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args, args = args, worlds.find_paths(args)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -708,7 +699,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
     for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
-        run.say(doubt)
+        console.say(doubt)
     with cli.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
@@ -855,7 +846,7 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
     panels = rlvr_metrics.panels(args, [name for name in rows[0] if f"eval/{name}" in evaluation], list(evaluation))
     this_run.finish(panels, **evaluation, **last, **left_out)
-    problems.report(this_run, verifier, kind_column=args.task.kind_column, after=evaluation, rows=rows)
+    rlvr_metrics.report(this_run, verifier, kind_column=args.task.kind_column, after=evaluation, rows=rows)
     this_run.upload("policy", *(["value"] if actor_critic.critic else []))
     return this_run.model_folder / "policy"
 

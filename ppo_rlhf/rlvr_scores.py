@@ -14,8 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import rlvr_args, rlvr_data
-from ppo_rlhf.lib import foreign, models, networks, packing, problems, processes, rewards
-from ppo_rlhf.lib.errors import NumericalError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base.errors import NumericalError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import foreign, models, networks, packing
 
 
 def load_sources(

@@ -17,7 +17,7 @@ the end of the call, the tool's answer is inserted, and generation continues:
        from the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is followed by
        the first token after the answer.
     3. A tool never ends a run. A call that fails is answered by a short error text, from which the policy can learn
-       to call correctly. See lib/tools.py.
+       to call correctly. See lib/scoring/tools.py.
 
 A response ends at its stop id, at response_length tokens (the tool's included), or at one call too many.
 
@@ -46,8 +46,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_rlhf import rlvr_args, rlvr_data, rlvr_policy
-from ppo_rlhf.lib import cli, lm, passes, problems, processes, texts, tools
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems, texts
+from ppo_rlhf.lib.nets import lm, passes
+from ppo_rlhf.lib.scoring import tools
+from ppo_rlhf.lib.services import cli
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

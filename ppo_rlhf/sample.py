@@ -33,21 +33,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import (
-    cli,
-    files,
-    lm,
-    models,
-    passes,
-    posts,
-    problems,
-    processes,
-    rewards,
-    run,
-    scorers,
-    texts,
-)
-from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import console, files, paths, processes
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.data import posts, problems, texts
+from ppo_rlhf.lib.nets import lm, models, passes
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli
 
 SHOWN = 50  # rows that are printed, of more
 
@@ -102,7 +94,7 @@ class Continuations:
         """
         task = {"reshuffle": False} | task  # which models from earlier versions lack
         self.task, self.tokenizer = cli.from_dict(texts.TaskArgs, task), tokenizer
-        trained_on = run.find_path(self.task.query_dataset, root).resolve()
+        trained_on = paths.find_path(self.task.query_dataset, root).resolve()
         source = meant("task.query_dataset", source, self.task.query_dataset, root)
         # Of another file than that which PPO trained on, every text is new.
         self.split = "all" if Path(source).is_file() and Path(source).resolve() != trained_on else "test"
@@ -288,8 +280,8 @@ class Comparison:
             if info[field] and info[field] not in kind.own_functions:
                 scorers.import_function(info[field], f"rewards.{field}")
         if info.get("tool"):
-            run.say(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
-        root = run.absolute(str(folder)).parent.parent.parent  # where the policy's run looked for what it names
+            console.say(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
+        root = paths.absolute(str(folder)).parent.parent.parent  # where the policy's run looked for what it names
         reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
         judges = {"reward_model": reward_model, "judge": args.judge}
         for argument, judge in judges.items():
@@ -340,7 +332,7 @@ class Comparison:
             except InputError as error:
                 if argument == "judge" or args.reward_model or Path(judge).is_dir():
                     raise
-                run.say(f"the texts get no scores, unless --reward_model says whose: {error}")
+                console.say(f"the texts get no scores, unless --reward_model says whose: {error}")
         own_name = re.split("[:.]", info["monitor"])[-1]
         taken = own_name in (*self.scorers, self.texts.verdict, "log-prob", "KL")
         monitor = "gold" if own_name == "gold_scores" or taken else own_name
@@ -445,16 +437,16 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
         numbers = {key.split(" ")[1]: value for key, value in row.items() if key.startswith(f"{name} ")}
         numbers |= {"KL": row["kl"]} if name == "policy" else {}
         return (
-            run.one_line(row[name].strip())
+            console.one_line(row[name].strip())
             + "\n\n"
             + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
         )
 
     cells = []
     for row in rows:
-        before = {name: run.one_line(row[name].strip()) for name in ("query", "answer") if name in row}
+        before = {name: console.one_line(row[name].strip()) for name in ("query", "answer") if name in row}
         cells.append({**before, "base model": cell(row, "base"), "policy": cell(row, "policy")})
-    run.print_table(title, cells)
+    console.print_table(title, cells)
 
 
 def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -484,7 +476,7 @@ def distinct_words(text: str) -> float:
 
 
 def print_changes(rows: list[dict[str, Any]]) -> None:
-    run.print_table(f"{len(rows)} held-out queries, before and after", changes(rows), show_lines=False)
+    console.print_table(f"{len(rows)} held-out queries, before and after", changes(rows), show_lines=False)
     print(f"KL from the base model: {statistics.fmean(row['kl'] for row in rows):.2f} nats per response")
 
 

@@ -46,22 +46,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import (
-    checkpoints,
-    cli,
-    lm,
-    models,
-    networks,
-    packing,
-    passes,
-    posts,
-    processes,
-    run,
-    scorers,
-    traces,
-)
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.networks import AdaptiveKLController
+from ppo_rlhf.lib.base import checkpoints, console, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
+from ppo_rlhf.lib.nets.networks import AdaptiveKLController
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli, run, traces
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -1040,7 +1031,7 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
-        run.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
+        console.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"

@@ -33,8 +33,11 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, processes, run, tracking
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import checkpoints, console, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.services import cli, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         results |= normalised
 
     texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
-    this_run.write_table("lengths", tracking.rows_of_lengths(ids.pad, **texts))
+    this_run.write_table("lengths", console.rows_of_lengths(ids.pad, **texts))
     folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
         info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}

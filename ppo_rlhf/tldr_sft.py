@@ -32,7 +32,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, cli, lm, models, packing, passes, posts, processes, run
+from ppo_rlhf.lib.base import checkpoints, processes
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.services import cli, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

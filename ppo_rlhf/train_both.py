@@ -20,8 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import cli, models, rewards, run, sequence
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import paths
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services import cli, run, sequence
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,11 @@ def train(args: Args) -> tuple[Path, Path]:
         cli.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         rewards.import_functions(policy_args.rewards)
     cli.check_task(args.task)
-    paths = worlds.find_paths(args)
-    tokenizer = models.load_tokenizer(paths.base_model, args.trust_remote_code)
+    found = worlds.find_paths(args)
+    tokenizer = models.load_tokenizer(found.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):
         cli.load_monitor(policy_args.rewards.monitor, tokenizer, cli.vocabulary_size(tokenizer))
-    train_policy.QueryStream(paths.task, tokenizer, split="test")  # the report at the end needs held-out queries
+    train_policy.QueryStream(found.task, tokenizer, split="test")  # the report at the end needs held-out queries
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
@@ -120,12 +123,12 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, tru
         "",
         *summary(rows, reward_meta, policy_meta),
         "",
-        f"learning curves  {run.shown(policy_run / 'learning_curves.png')}",
-        f"                 {run.shown(reward_run / 'learning_curves.png')}",
-        f"samples          {run.shown(policy_run / 'comparison.jsonl')}",
-        f"models           {run.shown(policy_folder)}",
-        f"                 {run.shown(reward_folder)}",
-        f"read more        python ppo_rlhf/sample.py --policy {run.shown(policy_folder)}",
+        f"learning curves  {paths.shown(policy_run / 'learning_curves.png')}",
+        f"                 {paths.shown(reward_run / 'learning_curves.png')}",
+        f"samples          {paths.shown(policy_run / 'comparison.jsonl')}",
+        f"models           {paths.shown(policy_folder)}",
+        f"                 {paths.shown(reward_folder)}",
+        f"read more        python ppo_rlhf/sample.py --policy {paths.shown(policy_folder)}",
         sep="\n",
     )
 

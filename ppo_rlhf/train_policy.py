@@ -46,8 +46,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, run, sources
-from ppo_rlhf.lib.cli import InputError, vocabulary_size
+from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib.services.cli import InputError, vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

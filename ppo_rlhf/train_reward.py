@@ -7,8 +7,7 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     2. one pass over the comparisons in random order, with a learning rate that falls linearly
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
-Four modules of ours are imported, and you can skip them: run (the run's folder and logs), cli (command line, checks,
-memory), worlds (small worlds by name), sources (where texts and labels come from).
+You can skip what is imported of ours: run (a run's folder and logs), cli (command line), worlds, sources (of texts).
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/reference.
@@ -39,8 +38,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, run, sources
-from ppo_rlhf.lib.cli import InputError, NumericalError, vocabulary_size
+from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib.services.cli import InputError, NumericalError, vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

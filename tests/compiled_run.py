@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import cli
+from ppo_rlhf.lib.services import cli
 
 compile_module = torch.nn.Module.compile
 graphs = 0

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import checkpoints, files, run
+from ppo_rlhf.lib.base import checkpoints, files
+from ppo_rlhf.lib.services import run
 
 countdown = 0
 

@@ -21,8 +21,11 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import launch, lm, models, networks, passes, plots, posts, processes
-from ppo_rlhf.lib.posts import Comparisons, Posts, TaskArgs, TaskIds
+from ppo_rlhf.lib.base import launch, processes
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.data.posts import Comparisons, Posts, TaskArgs, TaskIds
+from ppo_rlhf.lib.nets import lm, models, networks, passes
+from ppo_rlhf.lib.services import plots
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
 EOS, PAD = 0, 40

@@ -19,8 +19,10 @@ import torch
 
 from benchmark.interoperability import hub_check
 from ppo_rlhf import tldr_all, train_both
-from ppo_rlhf.lib import errors, label_files, models, posts, problems, sources, texts
-from ppo_rlhf.lib.tracking import upload_model
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services.tracking import upload_model
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 

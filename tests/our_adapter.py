@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf import rlvr_math, tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import lm, rewards
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.nets import lm
 
 
 def truncate(responses, stop_id, pad_id, after):

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import cli, errors
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.services import cli
 
 rank = int(os.environ.get("RANK", 0))
 sampled: list[torch.Tensor] = []  # of each update

@@ -28,10 +28,10 @@ from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
 from ppo_rlhf import judge, rlvr_async
-from ppo_rlhf.lib import plots
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.run import Run
-from ppo_rlhf.lib.sequence import Stages
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import plots
+from ppo_rlhf.lib.services.run import Run
+from ppo_rlhf.lib.services.sequence import Stages
 from ppo_rlhf.worlds import building
 
 DEEP = "[" * 100_000  # no JSON reader follows so many brackets

@@ -34,7 +34,8 @@ from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ppo_rlhf.lib import launch, processes, run
+from ppo_rlhf.lib.base import launch, processes
+from ppo_rlhf.lib.services import run
 
 NAME = "standin"
 DEVICE = torch.device("privateuseone", 0)  # has the name above once it is registered

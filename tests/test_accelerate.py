@@ -12,7 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from processes import launch_together
 from runs import policy_arguments, world_arguments
 
-from ppo_rlhf.lib import cli
+from ppo_rlhf.lib.services import cli
 
 FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
 CONFIGS = {  # processes, nodes, sharded, weights given back after the forward pass
@@ -70,7 +70,7 @@ def test_deepspeed_is_refused(tiny_world, tmp_path):
 
 LATE = """
 import datetime, sys, time
-from ppo_rlhf.lib import launch
+from ppo_rlhf.lib.base import launch
 
 launch.PATIENCE.timeout = datetime.timedelta(seconds=int(sys.argv[1]))
 accelerator = launch.make_accelerator()

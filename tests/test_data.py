@@ -19,19 +19,12 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
-from ppo_rlhf.lib import (
-    hub,
-    hub_files,
-    label_files,
-    models,
-    posts as posts_of_chapter_2,
-    published,
-    scorers,
-    sources,
-    texts,
-)
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.texts import QueryStream, TaskArgs
+from ppo_rlhf.lib.base import hub, hub_files
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import label_files, posts as posts_of_chapter_2, published, sources, texts
+from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.sample import Comparison, Continuations
 
 PAD = 95

@@ -1,4 +1,4 @@
-"""lib/derivation.py computes what the scripts compute, also in the recorded updates that the chapters' pages show."""
+"""derivation.py computes what the scripts compute, also in the recorded updates that the chapters' pages show."""
 
 import random
 import re
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import derivation
-from ppo_rlhf.lib.files import read_json
+from ppo_rlhf.lib.base.files import read_json
+from ppo_rlhf.lib.services import derivation
 
 ROOT = Path(__file__).parent.parent
 RECORDED = read_json(ROOT / "benchmark/results/one_update.json")

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_rlhf.lib import checkpoints, engine, engine_vllm, models, problems
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import checkpoints
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services import engine, engine_vllm
 from ppo_rlhf.rlvr_async import Args, check_arguments, correction_of
 
 FAKE = str(Path(__file__).with_name("fake_vllm"))

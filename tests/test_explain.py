@@ -19,8 +19,8 @@ from runs import only, policy_arguments, posts_arguments, world_arguments
 from test_report import browser, data_of, opened  # noqa: F401, they are fixtures
 
 from ppo_rlhf import report, rlvr_math, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import cli, derivation, plots, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli, derivation, plots, traces
 
 RUNS = {
     "1": "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 0.01 --ppo.gamma 0.9",

@@ -23,13 +23,14 @@ from ppo_rlhf import (
     train_reward,
     worlds,
 )
-from ppo_rlhf.lib import cli as lib_cli, models, sequence
-from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
-from ppo_rlhf.lib.files import flatten
-from ppo_rlhf.lib.processes import anew_with_lower, check_finite
-from ppo_rlhf.lib.sequence import flags_of
-from ppo_rlhf.lib.sources import load_texts
-from ppo_rlhf.lib.texts import task_ids
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
+from ppo_rlhf.lib.base.files import flatten
+from ppo_rlhf.lib.base.processes import anew_with_lower, check_finite
+from ppo_rlhf.lib.data.sources import load_texts
+from ppo_rlhf.lib.data.texts import task_ids
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services import cli as lib_cli, sequence
+from ppo_rlhf.lib.services.sequence import flags_of
 
 STAGES = {train_both: ("reward", "policy"), tldr_all: ("sft", "reward", "policy")}
 PRESET = {train_both: "tales", tldr_all: "posts"}

@@ -15,8 +15,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ppo_rlhf.lib import foreign, problems
-from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import foreign
 
 PAD = 29  # of the policy with the tiny tokenizer
 CHATTY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"

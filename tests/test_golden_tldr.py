@@ -39,9 +39,10 @@ from oracles import on_processes
 from transformers import GPT2Config, GPT2Model
 
 from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import lm, models, posts
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.posts import TaskArgs
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.data.posts import TaskArgs
+from ppo_rlhf.lib.nets import lm, models
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32.

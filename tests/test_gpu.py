@@ -13,7 +13,8 @@ from processes import launch
 
 from benchmark.cost import gpu
 from ppo_rlhf import rlvr_async
-from ppo_rlhf.lib import cli, engine_vllm, passes
+from ppo_rlhf.lib.nets import passes
+from ppo_rlhf.lib.services import cli, engine_vllm
 
 ROOT = Path(__file__).parent.parent
 PEER = "/nowhere/bin/python"  # an interpreter that does not exist

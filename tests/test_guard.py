@@ -11,9 +11,10 @@ from runs import metrics_of, only
 from safetensors.torch import load_file
 
 from ppo_rlhf import sample, tldr_reward, tldr_sft, train_policy, train_reward
-from ppo_rlhf.lib import plots, processes
-from ppo_rlhf.lib.errors import NumericalError
-from ppo_rlhf.lib.files import write_json
+from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base.errors import NumericalError
+from ppo_rlhf.lib.base.files import write_json
+from ppo_rlhf.lib.services import plots
 
 BROKEN_UPDATE = 2  # of 0, 1, 2, 3
 

@@ -20,7 +20,7 @@ import pytest
 from processes import Launched, launch
 
 from ppo_rlhf.judge import Args, EndpointArgs, judge, length_controlled_win_rate, parse_verdict, win_rate
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
 
 KEY = "sk-a-key-that-nobody-may-see"
 ANIMALS = ("otter", "heron", "badger", "magpie", "weasel", "falcon")

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from benchmark import lab
 from benchmark.experiments import arithmetic, critic, estimators, gdpo_and_ipo, staleness
 from ppo_rlhf import rlvr_async, rlvr_checks, rlvr_math, rlvr_policy
-from ppo_rlhf.lib import cli
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli
 
 DECLARED = critic.EXPERIMENT, staleness.EXPERIMENT, estimators.EXPERIMENT, arithmetic.EXPERIMENT
 DECLARED += (gdpo_and_ipo.EXPERIMENT,)

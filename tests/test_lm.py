@@ -1,11 +1,11 @@
-"""lib/lm.py beyond what chapter 1 has too: sampling that ends where the responses end."""
+"""lib/nets/lm.py beyond what chapter 1 has too: sampling that ends where the responses end."""
 
 import pytest
 import torch
 from test_policy_math import PAD, VOCAB, prefer, token_ids
 from torch.testing import assert_close
 
-from ppo_rlhf.lib import lm
+from ppo_rlhf.lib.nets import lm
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 

@@ -22,8 +22,9 @@ from transformers import (
     LlamaConfig,
 )
 
-from ppo_rlhf.lib import errors, lm, memory, models, packing, processes
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import lm, memory, models, packing
 from ppo_rlhf.tldr_policy import ActorCritic
 
 VOCAB = PAD = 29

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import cli, lm, models, packing
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.models import check_model, read_info, same_logits
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import lm, models, packing
+from ppo_rlhf.lib.nets.models import check_model, read_info, same_logits
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,

@@ -10,7 +10,8 @@ from test_passes import Read, numbers
 from test_rlvr_update import ARCHITECTURES, CONTEXT, PAD, RESPONSE, same_parameters, updated
 from torch.testing import assert_close
 
-from ppo_rlhf.lib import errors, lm, models, packing, passes
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.nets import lm, models, packing, passes
 from ppo_rlhf.rlvr_math import ESTIMATORS
 from ppo_rlhf.rlvr_policy import RewardsArgs
 

@@ -13,8 +13,9 @@ from pyarrow import parquet
 from test_problems import TOKENIZER, byte_tokenizer
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import problem_rows, problems, rewards
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problem_rows, problems
 
 VERL = {
     "data_source": "openai/gsm8k",

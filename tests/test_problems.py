@@ -1,4 +1,4 @@
-"""lib/problems.py: rows of problems, prompts, answers, batches."""
+"""lib/data/problems.py: rows of problems, prompts, answers, batches."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import problems
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.problems import TaskArgs
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.data.problems import TaskArgs
 from ppo_rlhf.worlds import arithmetic
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"

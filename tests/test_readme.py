@@ -32,8 +32,8 @@ from ppo_rlhf import (
     train_policy,
     train_reward,
 )
-from ppo_rlhf.lib import cli, plots
-from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.lib.base.files import flatten
+from ppo_rlhf.lib.services import cli, plots
 from ppo_rlhf.worlds import tales
 
 ROOT = Path(__file__).parent.parent
@@ -216,7 +216,7 @@ def test_the_first_page_is_short():
     assert len(README.split()) <= 850
 
 
-BUDGETS = {"README": 300, "chapter1": 2_900, "chapter2": 1_750, "chapter3": 2_700, "check": 1_150, "status": 250}
+BUDGETS = {"README": 300, "chapter1": 3_200, "chapter2": 1_750, "chapter3": 2_700, "check": 1_150, "status": 250}
 BUDGETS |= {"differences": 850, "experiments": 850, "questions": 2_000, "real": 1_650}
 BUDGETS |= {"results": 2_850, "running": 2_000}
 

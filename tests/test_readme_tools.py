@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_rlhf.lib import tools as lib_tools
+from ppo_rlhf.lib.scoring import tools as lib_tools
 
 ROOT = Path(__file__).parent.parent
 CHAPTER3, RESULTS = ((ROOT / "docs" / name).read_text() for name in ("chapter3.md", "results.md"))

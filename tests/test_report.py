@@ -16,8 +16,9 @@ import torch
 from runs import explained_metrics
 
 from ppo_rlhf import report
-from ppo_rlhf.lib import files, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import files
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import traces
 
 EVIL = "</script><script>window.hacked = 1</script><b>&amp; \x1b[31mred"
 UPDATES = (0, 3, 5)

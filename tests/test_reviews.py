@@ -16,8 +16,9 @@ from runs import metrics_of, only
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ppo_rlhf import sample, tldr_all, tldr_policy, train_reward, worlds
-from ppo_rlhf.lib import cli, posts
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import reviews, smollm
 
 pytest.importorskip("vaderSentiment")

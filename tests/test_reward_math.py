@@ -10,16 +10,16 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.lib.label_files import Labels
-from ppo_rlhf.lib.models import (
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.data.label_files import Labels
+from ppo_rlhf.lib.nets.models import (
     load_pretrained,
     load_reward_model,
     load_tokenizer,
     save_reward_model,
     vocabulary_size,
 )
-from ppo_rlhf.lib.passes import few_rows_at_a_time
+from ppo_rlhf.lib.nets.passes import few_rows_at_a_time
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     RewardModel,

@@ -28,8 +28,10 @@ from test_traces import gae, standardised
 from torch.testing import assert_close
 
 from ppo_rlhf import report, rlvr_async, rlvr_data, rlvr_policy
-from ppo_rlhf.lib import checkpoints, cli, derivation, engine, lm, plots, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import checkpoints
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.services import cli, derivation, engine, plots, traces
 from ppo_rlhf.rlvr_async import Args, Workers, correct
 
 ray = pytest.importorskip("ray")
@@ -460,7 +462,7 @@ CONNECTS = """
 import sys, time
 sys.path.insert(0, "")
 from ppo_rlhf import rlvr_async
-from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.base import errors
 
 def main():
     with rlvr_async.connected(rlvr_async.Args()):

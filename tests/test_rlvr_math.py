@@ -15,7 +15,7 @@ from oracles import on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_async
-from ppo_rlhf.lib import derivation
+from ppo_rlhf.lib.services import derivation
 from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs
 from ppo_rlhf.rlvr_data import Reading, Rollout, make_batch, scores_differ
 from ppo_rlhf.rlvr_math import (

@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from benchmark.experiments import forgetting
 from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_scores, rlvr_tools, sample
-from ppo_rlhf.lib import cli, foreign, lm, models, plots, pretrained, problems, run, traces
-from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import foreign, lm, models, pretrained
+from ppo_rlhf.lib.services import cli, plots, run, traces
 from ppo_rlhf.rlvr_args import PRESETS
 from ppo_rlhf.rlvr_math import ESTIMATORS, IN_GROUPS
 
@@ -760,7 +762,7 @@ def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
     rows = [row, row | {"prompt": "2+2?\n", "a_wrong_sample": None}]
     places = {"folder": tmp_path / "runs/r", "model_folder": tmp_path / "models/r"}
     this_run = SimpleNamespace(is_main=True, rows=[before, after], meta={"wall_time": 90.0}, **places)
-    problems.report(this_run, "boxed", "steps", after, rows)
+    rlvr_metrics.report(this_run, "boxed", "steps", after, rows)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any("1+1?" in line for line in lines) and not any("2+2?" in line or "⏎" in line for line in lines)
     start = lines.index("2 held-out problems before after")
@@ -775,5 +777,5 @@ def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
     ]
     assert "It took 1.5 minutes." in lines
     this_run.is_main = False
-    problems.report(this_run, "boxed", "steps", after, rows)
+    rlvr_metrics.report(this_run, "boxed", "steps", after, rows)
     assert not capsys.readouterr().out

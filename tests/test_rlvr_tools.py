@@ -16,8 +16,12 @@ from runs import TINY_TOOLS, explained_metrics, metrics_of, only
 from transformers import AutoTokenizer
 
 from ppo_rlhf import report, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_tools, sample
-from ppo_rlhf.lib import cli, derivation, errors, lm, problems, processes, tools, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.scoring import tools
+from ppo_rlhf.lib.services import cli, derivation, traces
 from ppo_rlhf.worlds import sums
 
 # ---- Conversations ---------------------------------------------------------------------------------------------

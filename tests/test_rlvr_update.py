@@ -13,7 +13,8 @@ from test_rlvr_math import numbers, rollout_of, setup_of
 from torch.testing import assert_close
 
 from ppo_rlhf import rlvr_data, rlvr_math, rlvr_policy
-from ppo_rlhf.lib import lm, memory, passes, problems
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import lm, memory, passes
 from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr_data import Correction, Pool, Rollout
 from ppo_rlhf.rlvr_math import ESTIMATORS

@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
 from test_problems import TOKENIZER
 
-from ppo_rlhf.lib import label_files, posts, problems, sources, texts
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.label_files import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
+from ppo_rlhf.lib.data.label_files import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels
 
 # The same examples every time, and nothing kept from one time to the next.
 FUZZ = settings(

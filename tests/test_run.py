@@ -31,12 +31,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.lib import checkpoints, cli, errors, files, processes, run as run_module
-from ppo_rlhf.lib.cli import flag_value, from_dict, parse_args
-from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, run_script
-from ppo_rlhf.lib.launch import advice
-from ppo_rlhf.lib.run import Run
-from ppo_rlhf.lib.scorers import import_function
+from ppo_rlhf.lib.base import checkpoints, console, errors, files, paths, processes
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, run_script
+from ppo_rlhf.lib.base.launch import advice
+from ppo_rlhf.lib.scoring.scorers import import_function
+from ppo_rlhf.lib.services import cli, run as run_module
+from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
+from ppo_rlhf.lib.services.run import Run
 
 SCRIPTS = [train_policy, train_reward]
 
@@ -222,7 +223,7 @@ def test_the_commit_is_this_projects_own(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@example.com"]
     subprocess.run([*git, "init", "-q"], check=True)
     for root in (tmp_path, tmp_path / "site-packages"):
-        file = root / "ppo_rlhf/lib/run.py"
+        file = root / "ppo_rlhf/lib/services/run.py"
         file.parent.mkdir(parents=True)
         file.write_text("")
         monkeypatch.setattr(run_module, "ROOT", root)
@@ -401,7 +402,7 @@ def test_a_run_that_was_moved_out_of_runs_keeps_its_models_in_its_folder(tmp_pat
     moved = shutil.move(run.folder, tmp_path / "disk" / "long")
     again = start(accelerator, moved)
     assert again.model_folder == tmp_path / "disk" / "models" / "long"
-    assert run_module.root_of("disk/long") == run_module.root_of("", {"runs": "disk"}) == tmp_path / "disk"
+    assert paths.root_of("disk/long") == paths.root_of("", {"runs": "disk"}) == tmp_path / "disk"
     again.finish({})
 
 
@@ -411,14 +412,14 @@ def test_a_path_is_looked_for_beside_the_run_first(tmp_path, monkeypatch):
         path.mkdir(parents=True)
     (there / "texts.txt").write_text("x")
     monkeypatch.chdir(here)
-    assert run_module.root_of("../there/runs/a") == there
-    assert run_module.root_of("", {"runs": "../there/runs"}).resolve() == there
-    assert run_module.root_of("") == run_module.root_of("", {"runs": "runs"}) == here
-    found = {path: run_module.find_path(path, there) for path in ("both", "theirs", "ours", "texts.txt", "x" * 999)}
+    assert paths.root_of("../there/runs/a") == there
+    assert paths.root_of("", {"runs": "../there/runs"}).resolve() == there
+    assert paths.root_of("") == paths.root_of("", {"runs": "runs"}) == here
+    found = {path: paths.find_path(path, there) for path in ("both", "theirs", "ours", "texts.txt", "x" * 999)}
     assert found["both"] == there / "both" and found["theirs"] == there / "theirs"
     assert found["texts.txt"] == there / "texts.txt"
     assert found["ours"] == Path("ours") and found["x" * 999] == Path("x" * 999)
-    assert run_module.find_path(str(here / "both"), there) == here / "both"
+    assert paths.find_path(str(here / "both"), there) == here / "both"
 
 
 def test_a_run_goes_on_with_the_files_that_it_began_with(accelerator, tmp_path):
@@ -614,7 +615,7 @@ def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, 
 
 TIDIES_UP = """
 import time
-from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.base import errors
 
 def main():
     print("begun", flush=True)
@@ -695,7 +696,7 @@ def test_a_fork_ends_when_it_is_told_to(request):
 ONE_FAILS = """
 import os
 import torch
-from ppo_rlhf.lib import errors, processes
+from ppo_rlhf.lib.base import errors, processes
 
 def main():
     accelerator = processes.make_accelerator()
@@ -719,9 +720,7 @@ def test_the_first_process_says_in_one_line_that_another_has_ended(tmp_path):
 
 def test_control_characters_do_not_reach_the_terminal(capsys):
     def main():
-        run_module.print_table(
-            "a \x1b[2J", [{"text": run_module.one_line("one\n\x1b]0;owned\x07\x9b1m two"), "n": 1.0}]
-        )
+        console.print_table("a \x1b[2J", [{"text": console.one_line("one\n\x1b]0;owned\x07\x9b1m two"), "n": 1.0}])
         raise InputError("the server says \x1b]0;owned\x07\n\x7f")
 
     with pytest.raises(SystemExit):
@@ -736,7 +735,7 @@ def test_stdout_may_lack_characters_or_be_closed(monkeypatch):
     buffer = io.BytesIO()
     for stdout in (io.TextIOWrapper(buffer, encoding="latin-1"), None):
         monkeypatch.setattr(sys, "stdout", stdout)
-        run_script(lambda: run_module.print_table("é 😀", [{"text": run_module.one_line("é\n😀")}]))
+        run_script(lambda: console.print_table("é 😀", [{"text": console.one_line("é\n😀")}]))
         assert not sys.stdout.isatty()
         sys.stdout.flush()
     assert "é ?" in buffer.getvalue().decode("latin-1")
@@ -792,13 +791,13 @@ def test_a_clock_may_stand_still_or_be_set_back(accelerator, monkeypatch):
 
 
 def test_a_table_takes_any_text(capsys):
-    run_module.print_table("[/b] title", [{"query": "[/i] \\[ text", "score": 1.0}])
+    console.print_table("[/b] title", [{"query": "[/i] \\[ text", "score": 1.0}])
     assert "[/i]" in capsys.readouterr().out
 
 
 ALLOCATE = """
 import resource, torch
-from ppo_rlhf.lib import processes
+from ppo_rlhf.lib.base import processes
 
 def new_pages():
     faults = []

@@ -25,7 +25,7 @@ from runs import both_arguments, metrics_of, only, world_arguments
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf.lib.checkpoints import sealed
+from ppo_rlhf.lib.base.checkpoints import sealed
 
 TIME_LIMIT = 300  # seconds
 GOLD = ["--rewards.function", "ppo_rlhf.worlds.tales:sentiment.gold_scores"]

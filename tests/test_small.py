@@ -30,7 +30,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import ppo_rlhf
 from ppo_rlhf import rlvr_policy, train_both, train_policy
 from ppo_rlhf.check import faults
-from ppo_rlhf.lib import label_files, lm, problems, rewards, run, texts
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.data import label_files, problems, texts
+from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.services import run
 from ppo_rlhf.worlds import sums, tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import speed, speed_runs
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import cli
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,

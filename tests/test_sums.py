@@ -14,8 +14,8 @@ import torch
 from runs import TINY_SUMS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf.lib import problems
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
 from ppo_rlhf.worlds import building, find_paths, sums, tales
 from ppo_rlhf.worlds.sums import SumsArgs
 

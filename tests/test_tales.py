@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.label_files import read_labels
-from ppo_rlhf.lib.texts import QueryStream, TaskArgs, to_texts
+from ppo_rlhf.lib.data.label_files import read_labels
+from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs, to_texts
 from ppo_rlhf.worlds import building, posts, tales
 
 SENTENCES = 14

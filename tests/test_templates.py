@@ -1,4 +1,4 @@
-"""lib/templates.py in all chapters: chat templates, the first token, marks that people write, how texts end."""
+"""lib/nets/templates.py in all chapters: chat templates, the first token, marks that people write, how texts end."""
 
 import copy
 import dataclasses
@@ -13,8 +13,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 from ppo_rlhf import rlvr_args, rlvr_metrics, rlvr_scores, sample, tldr_policy, train_policy, train_reward
-from ppo_rlhf.lib import cli, foreign, lm, models, posts, pretrained, problems, rewards, scorers, templates, texts
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts, problems, texts
+from ppo_rlhf.lib.nets import foreign, lm, models, pretrained, templates
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli
 
 TOKENIZER = byte_tokenizer()
 END, PAD = 258, 259  # of byte_tokenizer: <|im_end|>, and the id above all

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ppo_rlhf.lib import posts
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.posts import CUT_MARGIN, TaskArgs
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.data.posts import CUT_MARGIN, TaskArgs
 
 EOS, PAD = 0, 128
 IDS = posts.TaskIds(pad=PAD, eos=EOS, stops=(EOS,))

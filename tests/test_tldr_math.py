@@ -25,10 +25,10 @@ from oracles import (
 )
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.lm import episode_noise, has_stop, truncate_at
-from ppo_rlhf.lib.models import scheduled_lr
-from ppo_rlhf.lib.posts import trim_padding
-from ppo_rlhf.lib.processes import deal, map_rows
+from ppo_rlhf.lib.base.processes import deal, map_rows
+from ppo_rlhf.lib.data.posts import trim_padding
+from ppo_rlhf.lib.nets.lm import episode_noise, has_stop, truncate_at
+from ppo_rlhf.lib.nets.models import scheduled_lr
 from ppo_rlhf.tldr_policy import (
     PpoArgs,
     compute_advantages,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.posts import TASKS
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data.posts import TASKS
 from ppo_rlhf.worlds import posts as posts_world, tales
 from ppo_rlhf.worlds.posts import PostsArgs
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, tldr_all, tldr_policy
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
@@ -555,7 +555,8 @@ import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 from ppo_rlhf import {module} as script
-from ppo_rlhf.lib import cli, processes
+from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.services import cli
 
 deal, steps = processes.deal, []
 

@@ -35,10 +35,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf import tldr_policy, tldr_reward
-from ppo_rlhf.lib import passes
-from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.lib.lm import RewardModel, has_stop
-from ppo_rlhf.lib.models import (
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.data.posts import Comparisons, TaskArgs, TaskIds
+from ppo_rlhf.lib.nets import passes
+from ppo_rlhf.lib.nets.lm import RewardModel, has_stop
+from ppo_rlhf.lib.nets.models import (
     LoraArgs,
     add_adapters,
     load_pretrained,
@@ -46,8 +47,7 @@ from ppo_rlhf.lib.models import (
     save_policy_and_critic,
     save_reward_model,
 )
-from ppo_rlhf.lib.networks import Reference, load_critic
-from ppo_rlhf.lib.posts import Comparisons, TaskArgs, TaskIds
+from ppo_rlhf.lib.nets.networks import Reference, load_critic
 from ppo_rlhf.tldr_policy import (
     ActorCritic,
     Args,

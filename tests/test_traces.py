@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
-from ppo_rlhf.lib import models, traces
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services import traces
 
 CONTINUATIONS = (
     "--rewards.function letters:gold --rewards.monitor ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 "

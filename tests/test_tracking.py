@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from test_run import FakeArgs, read_events
 from wandb.proto import wandb_internal_pb2
 
-from ppo_rlhf.lib import run as run_module, tracking
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import console
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import run as run_module, tracking
 
 RESULTS = {"test_accuracy": 0.75, "validation/rouge1": 0.25, "test_labels": 40, "ceiling": None}
 SAMPLES = [{"query": "q", "score": 1.5}]
@@ -121,7 +122,7 @@ def test_a_model_without_a_tracked_run_has_a_card_without_a_link(monkeypatch, tm
 
 
 def test_lengths_leave_padding_out():
-    rows = tracking.rows_of_lengths(9, query=torch.tensor([[1, 9, 9], [1, 2, 3]]), sample=torch.tensor([[[9, 4]]]))
+    rows = console.rows_of_lengths(9, query=torch.tensor([[1, 9, 9], [1, 2, 3]]), sample=torch.tensor([[[9, 4]]]))
     assert rows == [
         {"text": "query", "texts": 2, "fewest": 1, "mean": 2.0, "most": 3},
         {"text": "sample", "texts": 1, "fewest": 1, "mean": 1.0, "most": 1},

@@ -29,10 +29,12 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib import cli, errors, plots, processes, run, scorers
-from ppo_rlhf.lib.cli import AdaptiveKLArgs, parse_args
-from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.lib.models import load_reward_model
+from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.nets.models import load_reward_model
+from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.services import cli, plots, run
+from ppo_rlhf.lib.services.cli import AdaptiveKLArgs, parse_args
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     Args,
@@ -418,9 +420,9 @@ def test_the_replayed_run_leaves_nothing_out(expected: Left, args: Args):
 # ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
 
-FILES = ("train_policy.py", "lib/cli.py", "lib/run.py")
+FILES = ("train_policy.py", "lib/services/cli.py", "lib/services/run.py")
 MISTAKES = titles("train_policy.py", "train", "make_rollout", "group_advantages", "draw_permutations", "ppo_update")
-MISTAKES += [*titles("lib/cli.py", "ppo_sizes"), *titles("lib/run.py", "sample_rows")]
+MISTAKES += [*titles("lib/services/cli.py", "ppo_sizes"), *titles("lib/services/run.py", "sample_rows")]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -537,7 +539,8 @@ def test_a_sampler_that_disagrees_with_training_stops_the_run(args: Args, tmp_pa
 DIFFERENT_COEFFICIENTS = """
 import os
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import cli, errors
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.services import cli
 
 right = train_policy.AdaptiveKLController.update
 

@@ -25,8 +25,9 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import models, plots
-from ppo_rlhf.lib.label_files import LabelKind
+from ppo_rlhf.lib.data.label_files import LabelKind
+from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.services import plots
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,
@@ -258,13 +259,13 @@ def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):
 
 # ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
-FILES = ("train_reward.py", "lib/cli.py")
+FILES = ("train_reward.py", "lib/services/cli.py")
 MISTAKES = titles(
     "train_reward.py",
     *("train", "sample_and_normalize", "normalize", "gain_and_bias", "target_scale", "label_loss", "load_models"),
     "evaluate",
 )
-MISTAKES += titles("lib/cli.py", "reward_sizes")
+MISTAKES += titles("lib/services/cli.py", "reward_sizes")
 KIND_OF: dict[str, LabelKind] = {  # of label, where it isn't a choice
     "normalize: learned bias is kept": "score",
     "normalize: ratings on another scale": "score",
@@ -320,7 +321,8 @@ RECORDED = """
 import json, os
 from pathlib import Path
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import cli, errors
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.services import cli
 
 seen, right = [], train_reward.reward_update
 

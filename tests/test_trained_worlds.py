@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark import train_worlds
-from ppo_rlhf.lib import problems
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
 from ppo_rlhf.worlds import building, posts, sums, tales
 
 GENERATORS = {"sums": sums.SumsArgs(), "sums-long": sums.LongArgs(), "sums-tools": sums.ToolsArgs()}

@@ -11,7 +11,7 @@
     ppo       episodes per second of GPT-2 with batch 512, compiled or not, next to TRL 1.12; the share of the card's
               rate; memory next to the formula
     grpo      the same of GRPO with the shape of Qwen2.5-0.5B, next to TRL 1.16
-    passes    the time of a pass, and of a group of rows in attention: constants for lib/passes.py and lib/packing.py
+    passes    the time of a pass, and of a group of rows in attention: constants for passes.py and packing.py
     padding   what it gains to read no padding
     vllm      how far vLLM's log-probs are from ours, with and without batch invariance; are two runs bit-equal?
 
@@ -44,10 +44,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import speed, speed_runs
 from benchmark.curves.compare import markdown
-from ppo_rlhf.lib import lm, packing, passes, processes
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import write_json
-from ppo_rlhf.lib.run import commit, cpu_name
+from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base.errors import InputError, exit_with
+from ppo_rlhf.lib.base.files import write_json
+from ppo_rlhf.lib.nets import lm, packing, passes
+from ppo_rlhf.lib.services.run import commit, cpu_name
 from ppo_rlhf.worlds import posts, sums, tales
 
 ROOT = speed.ROOT
@@ -378,7 +379,7 @@ def line(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def fit_passes(costs: dict[int, float]) -> dict[str, float]:
-    """The constants of lib/passes.py from what a pass costs two models, in tokens. costs: by number of parameters."""
+    """The constants of passes.py from what a pass costs two models, in tokens. costs: by number of parameters."""
     (small, of_small), (large, of_large) = sorted(costs.items())
     launches = (of_small - of_large) / (1 / small - 1 / large)
     return {"COST_OF_LAUNCHES": launches, "COST_OF_WEIGHTS": of_large - launches / large}
@@ -460,7 +461,7 @@ def padding(args: Args) -> Iterator[Outcome]:
 
 # ---- vLLM ------------------------------------------------------------------------------------------------------
 
-OUTPUT_LAYER = '"hf_overrides": {"head_dtype": "float32"},'  # of lib/engine_vllm.py
+OUTPUT_LAYER = '"hf_overrides": {"head_dtype": "float32"},'  # of lib/services/engine_vllm.py
 
 
 def vllm_words(code: Path, case: Case, dtype: str, python: str) -> list[str | Path]:
@@ -487,7 +488,7 @@ def vllm(args: Args) -> Iterator[Outcome]:
             place = args.folder / "vllm" / f"{dtype}-{head}-{invariant}-{turn}"
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(SCRIPTS, place / "code/ppo_rlhf", ignore=shutil.ignore_patterns("__pycache__"))
-            engine = place / "code/ppo_rlhf/lib/engine_vllm.py"
+            engine = place / "code/ppo_rlhf/lib/services/engine_vllm.py"
             if OUTPUT_LAYER not in engine.read_text():
                 raise RuntimeError(f"{engine} has no line {OUTPUT_LAYER}")
             if not head:

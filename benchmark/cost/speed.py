@@ -67,11 +67,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from benchmark.curves.compare import markdown
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import write_json
-from ppo_rlhf.lib.lm import RewardModel
-from ppo_rlhf.lib.models import save_reward_model
-from ppo_rlhf.lib.run import commit, cpu_name
+from ppo_rlhf.lib.base.errors import InputError, exit_with
+from ppo_rlhf.lib.base.files import write_json
+from ppo_rlhf.lib.nets.lm import RewardModel
+from ppo_rlhf.lib.nets.models import save_reward_model
+from ppo_rlhf.lib.services.run import commit, cpu_name
 from ppo_rlhf.worlds import smollm, sums
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -111,8 +111,8 @@ class Stopwatch:
 def ours(settings: Settings) -> Result:
     """ppo_rlhf/train_policy.py as it is, with a stopwatch around the functions that it calls."""
     from ppo_rlhf import train_policy
-    from ppo_rlhf.lib import cli
-    from ppo_rlhf.lib.run import Run
+    from ppo_rlhf.lib.services import cli
+    from ppo_rlhf.lib.services.run import Run
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch, updates, phases = Stopwatch(device), [], []
@@ -159,8 +159,9 @@ def rlvr(settings: Settings) -> Result:
     Problems come in the order of their file, as in `grpo`.
     """
     from ppo_rlhf import rlvr_policy
-    from ppo_rlhf.lib import cli, problems
-    from ppo_rlhf.lib.run import Run
+    from ppo_rlhf.lib.data import problems
+    from ppo_rlhf.lib.services import cli
+    from ppo_rlhf.lib.services.run import Run
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch, updates, phases, queries, responses = Stopwatch(device), [], [], [], []

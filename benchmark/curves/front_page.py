@@ -17,8 +17,8 @@ import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.lib.base.errors import InputError, exit_with
+from ppo_rlhf.lib.services.run import read_meta
 
 STATIC = Path(__file__).resolve().parent.parent.parent / "static"
 SMOOTHED = 10  # updates in a mean, the newest included

@@ -35,10 +35,11 @@ from typing import Any
 
 import tyro
 
-from ppo_rlhf.lib import run as ppo_run
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import read_json, write_json
-from ppo_rlhf.lib.run import lock_folder, print_table
+from ppo_rlhf.lib.base.console import print_table
+from ppo_rlhf.lib.base.errors import InputError, exit_with
+from ppo_rlhf.lib.base.files import read_json, write_json
+from ppo_rlhf.lib.services import run as ppo_run
+from ppo_rlhf.lib.services.run import lock_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # of a command that failed

@@ -22,7 +22,7 @@ from benchmark import lab
 from benchmark.experiments import forgetting
 from benchmark.lab import Args, cell
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.files import read_json, write_json
+from ppo_rlhf.lib.base.files import read_json, write_json
 
 VARIANTS = {
     "dr_grpo": "",

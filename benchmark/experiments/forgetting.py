@@ -17,7 +17,9 @@ import tyro
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import cli, lm, models, posts, problems
+from ppo_rlhf.lib.data import posts, problems
+from ppo_rlhf.lib.nets import lm, models
+from ppo_rlhf.lib.services import cli
 
 QUESTIONS = """
 What is the capital of France?

@@ -22,13 +22,13 @@ from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
 from ppo_rlhf import tldr_all, train_both
-from ppo_rlhf.lib.errors import InputError, run_script
-from ppo_rlhf.lib.hub import OPENAI_REPOSITORY, hub_is_reachable
-from ppo_rlhf.lib.hub_files import HubFiles
-from ppo_rlhf.lib.posts import COMPARISON_FILES, POSTS_REPOSITORY
-from ppo_rlhf.lib.pretrained import load_tokenizer
-from ppo_rlhf.lib.problems import GSM8K_FILES
-from ppo_rlhf.lib.published import HUB_FILES, read_json_array
+from ppo_rlhf.lib.base.errors import InputError, run_script
+from ppo_rlhf.lib.base.hub import OPENAI_REPOSITORY, hub_is_reachable
+from ppo_rlhf.lib.base.hub_files import HubFiles
+from ppo_rlhf.lib.data.posts import COMPARISON_FILES, POSTS_REPOSITORY
+from ppo_rlhf.lib.data.problems import GSM8K_FILES
+from ppo_rlhf.lib.data.published import HUB_FILES, read_json_array
+from ppo_rlhf.lib.nets.pretrained import load_tokenizer
 
 WORLDS = ("tales", "posts", "smollm2-135m")
 SHOWN = 60  # characters of a first row

@@ -31,7 +31,7 @@ import torch
 import ppo_rlhf
 from ppo_rlhf.check import cases, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base.errors import InputError
 
 PACKAGE = Path(ppo_rlhf.__file__).parent
 IMPORT_SECONDS = 300  # some libraries take long

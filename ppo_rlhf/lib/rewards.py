@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from ppo_rlhf.lib import processes, scorers
-from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.scoring import scorers
 
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
@@ -477,7 +478,7 @@ def import_verifier(name: str, field: str) -> Callable:
 
 
 def import_functions(shaping: Any) -> None:
-    """As in lib/scorers.py; chapter 3's arguments may also name verifiers."""
+    """As in lib/scoring/scorers.py; chapter 3's arguments may also name verifiers."""
     scorers.import_functions(shaping)
     for field in ("verifier", "format"):
         name = getattr(shaping, field, "")

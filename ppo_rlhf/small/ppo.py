@@ -10,12 +10,12 @@ dislikes unpleasant ones, but its choices are noisy.) From these choices alone, 
 In the words of reinforcement learning, writing is a game with one move per token. The state is the query and what has
 been written so far. An action is the next token, and the policy is the language model, which gives each action a
 probability. An episode is one response. Its reward is the score, which comes with the last action, less a penalty for
-actions that the language model would hardly have taken. PPO makes actions likelier that went better than expected.
+actions that the language model would hardly have taken. PPO makes actions that went better than expected likelier.
 
     python ppo_rlhf/worlds/tales.py                          # once: the stories, the language model, the choices
-    python ppo_rlhf/small/ppo.py                             # about ten minutes; later runs take its reward model
+    python ppo_rlhf/small/ppo.py                             # about ten minutes; later runs reuse its reward model
     python ppo_rlhf/small/ppo.py --updates 20                # gold score from -0.1 to 2.4, KL 1.7
-    python ppo_rlhf/small/ppo.py --updates 20 --kl_coef 0    # gold score 3.8, KL 8.0; see --help for other flags
+    python ppo_rlhf/small/ppo.py --updates 20 --kl_coef 0    # gold score 3.8, but at KL 8.0; --help has more flags
 
 "The original" is "Fine-Tuning Language Models from Human Preferences" (Ziegler et al., 2019, arXiv 1909.08593) with
 its code, openai/lm-human-preferences on GitHub. It had eight processes, and each did step 6 for its own part of a
@@ -112,7 +112,7 @@ UNPLEASANT = """gloomy cruel rotten bitter wicked nasty hateful dreadful filthy 
 
 
 def gold_score(texts: list[str]) -> float:
-    """How good texts truly are for the annotator, on average. We only print it: of people, nobody would know it."""
+    """How good texts truly are for the annotator, on average. We only print it: of real people, nobody knows it."""
     words = re.findall(r"\w+", " ".join(texts))
     good, bad = (sum(word in kind.split() for word in words) for kind in (PLEASANT, UNPLEASANT))
     return (good - bad) / len(texts)
@@ -122,7 +122,7 @@ def gold_score(texts: list[str]) -> float:
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
-    """Random numbers that depend on this key alone: a flag that changes one part leaves the noise of the others."""
+    """Random numbers that depend on this key alone: a change of one part leaves the noise of others as it is."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
 
@@ -284,10 +284,10 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
     stop, kl_coef = tokenizer.encode(".")[0], args.kl_coef
     for update in range(args.updates):
         with torch.no_grad():
-            # 1. Sample queries. Each update has new ones, so that the policy learns to continue any story.
+            # 1. The next queries, in random order. Each update has new ones: the policy learns to continue any story.
             queries = all_queries.roll(-update * args.batch, dims=0)[: args.batch]  # (batch, QUERY_LENGTH)
 
-            # 2. Generate responses. Keep their log-probs and values: step 7 measures how far both have moved since.
+            # 2. Generate responses. Compute log-probs and values, as step 7 will, which measures how far they move.
             tokens = generate(policy, queries, args.seed, "policy", update)  # (batch, QUERY_ + RESPONSE_LENGTH)
             logprobs, states = read_responses(policy, tokens)  # (batch, RESPONSE_LENGTH), and a state for each
             values = value_head(states).squeeze(2)  # (batch, RESPONSE_LENGTH)
@@ -307,10 +307,10 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
             rewards = -kl_coef * kl  # (batch, RESPONSE_LENGTH)
             rewards[:, -1] += scores
 
-            # 6. Advantages and returns. A return is the sum of the rewards from a token on, which the critic learns
-            #    to predict. An advantage says how much better things went than predicted, so a token is credited with
+            # 6. Advantages and returns. A return estimates the sum of the rewards from a token on; the critic learns
+            #    to predict it. An advantage says how much better it went than predicted, so a token is credited with
             #    what it changed, not with an easy query. Whitening keeps returns, and the size of steps, on one scale
-            #    whatever that of scores. Rewards keep their mean: it is part of every return.
+            #    whatever that of the scores. Rewards keep their mean: it is part of every return.
             advantages, returns = compute_gae(whiten(rewards, keep_mean=True), values, args.gamma, args.lam)
             advantages = whiten(advantages, keep_mean=False)  # (batch, RESPONSE_LENGTH), like returns
 
@@ -327,8 +327,8 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
                 losses = -advantages[mb_inds] * ratio
                 clipped_losses = -advantages[mb_inds] * ratio.clamp(1 - args.clip, 1 + args.clip)
                 policy_loss = torch.maximum(losses, clipped_losses).mean()
-                # Values are clipped too, because returns are noisy: no batch may move a value far. The 0.5 makes the
-                # gradient the error. It reaches the policy, whose network the critic shares: hence its small weight.
+                # Values are clipped too, with the same maximum: returns are noisy, so no batch may move them far.
+                # The 0.5 makes the gradient the error. It reaches the policy, too, hence its small weight.
                 new_values, mb_values, mb_returns = value_head(states).squeeze(2), values[mb_inds], returns[mb_inds]
                 clipped_values = new_values.clamp(mb_values - args.value_clip, mb_values + args.value_clip)
                 errors, clipped_errors = (new_values - mb_returns) ** 2, (clipped_values - mb_returns) ** 2

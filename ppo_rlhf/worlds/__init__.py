@@ -12,8 +12,10 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import hub, pretrained, run, sources
-from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.lib.base import hub, paths
+from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.nets import pretrained
 
 
 def of(world: str) -> Any:
@@ -82,7 +84,7 @@ def find_value(argument: str, value: str, root: Path) -> str:
     """
     if value in WORLDS[argument]:
         return str(WORLDS[argument][value]())
-    return str(run.find_path(value, root)) if value and value not in OTHER_NAMES.get(argument, ()) else value
+    return str(paths.find_path(value, root)) if value and value not in OTHER_NAMES.get(argument, ()) else value
 
 
 def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> Any:
@@ -96,8 +98,9 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
         values = {field.name: getattr(group, field.name) for field in fields(group)}
         parts = {name: found(part, f"{prefix}{name}.") for name, part in values.items() if is_dataclass(part)}
         read = [name for name in values if prefix + name in WORLDS and prefix + name not in unused]
-        paths = {name: find_value(prefix + name, values[name], run.root_of(args.resume, joint)) for name in read}
-        return replace(group, **parts, **paths)
+        root = paths.root_of(args.resume, joint)
+        meant = {name: find_value(prefix + name, values[name], root) for name in read}
+        return replace(group, **parts, **meant)
 
     return found(args, "")
 
@@ -107,7 +110,7 @@ def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collecti
 
     It loads, builds and downloads nothing, so that a slip is found at once. The parameters are those of find_paths.
     """
-    root, shaping = run.root_of(args.resume, joint), getattr(args, "rewards", None)
+    root, shaping = paths.root_of(args.resume, joint), getattr(args, "rewards", None)
     for argument in WORLDS:
         part, _, field = argument.rpartition(".")
         value = getattr(getattr(args, part, None) if part else args, field, None)
@@ -125,7 +128,7 @@ def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collecti
 
 def check_name(argument: str, value: str, root: Path) -> None:
     """Raise an InputError if the value of an argument is neither a path to something nor a name."""
-    path = run.find_path(value, root)
+    path = paths.find_path(value, root)
     if value in (*WORLDS[argument], *OTHER_NAMES.get(argument, ())) or (not value and argument in MAY_BE_EMPTY):
         return
     if argument == "base_model" and (path.is_dir() or not hub.HUB_NAME.fullmatch(value)):
@@ -158,6 +161,6 @@ def data_files(task: Any, *names: str) -> dict[str, list[Path]]:
         path = Path(value).absolute()
         local = bool(value) and value not in OTHER_NAMES.get(argument, ())
         is_folder = argument in IN_FOLDERS and path.is_dir()
-        paths = sorted(path.glob(IN_FOLDERS[argument])) if is_folder else [path]
-        found[argument] = [path for path in paths if local and path.is_file()]
+        parts = sorted(path.glob(IN_FOLDERS[argument])) if is_folder else [path]
+        found[argument] = [part for part in parts if local and part.is_file()]
     return found

@@ -17,7 +17,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.worlds import building
 
 LARGEST = 19

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import errors, files
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors, files
+from ppo_rlhf.lib.base.errors import InputError
 
 TRAINED = Path(__file__).with_name("trained")
 WEIGHTS = "model/model.safetensors"

@@ -43,8 +43,9 @@ from typing import Any
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, processes
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import building, tales
 
 # ---- Arguments -------------------------------------------------------------------------------------------------

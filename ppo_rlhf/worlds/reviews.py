@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import cli, errors
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import building, posts, smollm
 
 RATINGS = smollm.IndexFile(

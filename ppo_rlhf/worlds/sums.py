@@ -41,8 +41,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, lm, problems, processes, rewards, texts, tools
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems, texts
+from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.scoring import tools
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import building, tales
 
 # ---- Arguments -------------------------------------------------------------------------------------------------

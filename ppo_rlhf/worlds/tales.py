@@ -32,8 +32,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib import cli, errors, label_files, lm, processes, texts
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import label_files, texts
+from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import building
 
 # ---- Arguments -------------------------------------------------------------------------------------------------

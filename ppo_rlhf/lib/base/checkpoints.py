@@ -1,0 +1,157 @@
+"""Checkpoints: everything that a run needs to be resumed, in checkpoints/<step> of its folder.
+
+tensors.safetensors holds the weights that learn and the optimiser's moments, and state.json the rest and a checksum.
+A checkpoint is written under a temporary name and renamed when it is complete, so kill -9 never leaves half of one.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ppo_rlhf.lib.base import errors, files
+from ppo_rlhf.lib.base.errors import InputError
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a run's folder, in order."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
+
+
+def write(
+    run_folder: Path, run_id: str, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int
+) -> int:
+    """Write checkpoints/<step> completely, then give it its name; keep the newest few. Returns its bytes.
+
+    run_id: the id in the run's meta.json, which the checkpoint keeps.
+    """
+    folder = run_folder / "checkpoints"
+    temporary = folder / f"{step}.tmp"
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(contiguous, temporary / "tensors.safetensors")
+        files.give_usual_mode(temporary)
+        state = {"run": run_id, "step": step, **state}
+        files.write_json(temporary / "state.json", sealed(state, temporary / "tensors.safetensors"))
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise InputError(
+            f"the checkpoint of step {step} cannot be written ({error}); those before it are kept"
+        ) from error
+    shutil.rmtree(folder / str(step), ignore_errors=True)
+    temporary.rename(folder / str(step))
+    remove_old(run_folder, keep)
+    return sum(file.stat().st_size for file in (folder / str(step)).iterdir())
+
+
+def remove_old(run_folder: Path, keep: int) -> None:
+    """Remove all checkpoints of a run but the newest few."""
+    for old in checkpoint_steps(run_folder)[:-keep]:
+        shutil.rmtree(run_folder / "checkpoints" / str(old))
+
+
+def read(run_folder: Path, run_id: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint. Raises an InputError if it is damaged or belongs to another run."""
+    folder = run_folder / "checkpoints" / str(step)
+    file = folder / "tensors.safetensors"
+    try:
+        state = files.read_json(folder / "state.json")
+        if not isinstance(state, dict) or state.get("step") != step:
+            raise ValueError("state.json does not name its step")
+        unsealed = {name: value for name, value in state.items() if name != "sha256"}
+        if sealed(unsealed, file) != state:
+            raise ValueError("its files are not what was written")
+        if unsealed.pop("run", run_id) != run_id:
+            raise ValueError("it belongs to another run")
+        return load_file(file), unsealed
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InputError(
+            f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
+            f"remove that folder to resume from the one before"
+        ) from error
+
+
+def sealed(state: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A checkpoint's state with a checksum of the state and of the file with its tensors."""
+    with file.open("rb") as tensors:
+        digest = hashlib.file_digest(tensors, "sha256")
+    digest.update(json.dumps(state).encode())
+    return state | {"sha256": digest.hexdigest()}
+
+
+# ---- What learns, as tensors -----------------------------------------------------------------------------------
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that learn, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Trained weights and the optimiser's moments for a checkpoint, by flat names. Every process must call this."""
+    tensors = {f"model.{name}": parameter for name, parameter in trained_parameters(model).items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
+    return {name: gather_for_saving(tensor) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def restore_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """The inverse of training_state.
+
+    The optimiser must have the model's trained parameters, in their order. It needn't have made a step.
+    """
+    trained = trained_parameters(model)
+    parameters = list(trained.values())
+    shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        groups = optimizer.state_dict()["param_groups"]
+        names = (f"optimizer.{i}.{moment}" for group in groups for i in group["params"])
+        shapes |= {
+            name: parameter.shape for name, parameter in zip(names, parameters, strict=True) if name in tensors
+        }
+    steps = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
+    if len(steps) > 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
+        raise InputError("the checkpoint holds other tensors than the model that its arguments name")
+    for name, parameter in trained.items():
+        parameter.copy_(sliced_like(tensors[f"model.{name}"], parameter))
+    state = optimizer.state_dict()
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, moment = name.split(".")
+            slices = tensor if moment == "step" else sliced_like(tensor, parameters[int(index)])
+            state["state"].setdefault(int(index), {})[moment] = slices
+    for group in state["param_groups"]:
+        if "steps" in group:  # an AdamTensorFlowStyle counts them
+            (group["steps"],) = steps
+    optimizer.load_state_dict(state)
+
+
+def gather_for_saving(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor from the slices of all processes, on the CPU of the first, which saves.
+
+    The others get the sum: is it finite?
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = tensor.full_tensor()
+    return (whole if errors.is_first_process() else whole.sum()).cpu()
+
+
+def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The inverse of gather_for_saving: this process's slice of a tensor, if `other` is one."""
+    if isinstance(other, DTensor):
+        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
+    return tensor

@@ -1,0 +1,76 @@
+"""JSON files, what was read from one, and who may read a file."""
+
+import contextlib
+import json
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from ppo_rlhf.lib.base.errors import InputError
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"ppo": {"lr": 1}} becomes {"ppo.lr": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value that was read from JSON has the type of a field."""
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(fits(value, choice) for choice in typing.get_args(hint))
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError or ValueError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def give_usual_mode(path: Path) -> None:
+    """Give a file, or the safetensors in a folder, the mode that the umask allows.
+
+    The library safetensors makes its files for the owner alone.
+    """
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
+        with contextlib.suppress(PermissionError):  # of file systems that have no modes
+            file.chmod(0o666 & ~umask)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write to a temporary name, then rename: a reader never sees half a file.
+
+    If that fails, nothing is left of the temporary file, and the OSError names the path that was wanted.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file. Its numbers must be finite: JSON has no others."""
+    replace_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuse a text with a lone surrogate, which no tokenizer accepts."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} is not valid Unicode: {error}") from error

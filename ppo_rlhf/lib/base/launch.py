@@ -1,0 +1,206 @@
+"""The processes that a launcher started: where they run, how a batch is divided, and what they must agree on.
+
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import InitProcessGroupKwargs
+
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
+
+# How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
+PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a tensor leaves for the next tensor, instead of giving it back to the kernel.
+
+    Otherwise a large tensor is new memory each time, which the kernel clears page by page as it is touched: a fifth
+    of the training time of GPT-2 on a CPU. glibc only; elsewhere nothing happens.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "mallopt"):
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        library.mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
+        library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
+
+
+def default_device() -> torch.device:
+    """Where models run: on a GPU if PyTorch finds one, NVIDIA's, AMD's or Apple's, otherwise on the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+WITHOUT_FLOAT64 = {"mps"}  # kinds of devices: Apple's GPUs
+
+
+def widened(values: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The same numbers in float64, or in float32 on a device that has no float64. device: None: where they are."""
+    device = device or values.device
+    return values.to(torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64).to(device)
+
+
+def device_of_noise(device: torch.device) -> torch.device:
+    """Where the random numbers are with which a model on this device samples. They need float64."""
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
+
+
+def advice(dtype: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """A line for the console if bfloat16 makes matrix products slower, as on processors that can't multiply it."""
+    if dtype != "bfloat16" or device.type != "cpu" or not cpuinfo.is_file():
+        return ""
+    features = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
+    if features is None or "bf16" in features[1]:  # avx512_bf16, amx_bf16, or bf16 on ARM
+        return ""
+    return "This processor has no instructions for bfloat16, which is several times as slow here; use float32."
+
+
+@contextlib.contextmanager
+def launcher(*, sharding: bool = True) -> Iterator[None]:
+    """For the block that makes the Accelerator: what is wrong with the launch ends in one line. Then threads are set.
+
+    sharding: whether the script can shard, should the launcher ask for it.
+    """
+    errors.environment_number("RANK", default=0, least=0)
+    started = errors.environment_number("WORLD_SIZE", default=1, least=1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+    share = max(1, cores // errors.environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
+    threads = errors.environment_number("PPO_RLHF_THREADS", default=share, least=1, most=1024)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
+    if not sharding and started > 1 and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        raise InputError(
+            "chapter 1 keeps whole models on every process; launch without FSDP: benchmark/accelerate/ddp.yaml"
+        )
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
+    found = PartialState()
+    if found.num_processes != started:
+        raise InputError(
+            f"the launcher started {started} processes, but accelerate sees {found.num_processes}; "
+            f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
+        )
+    # `accelerate launch` prepares for several processes even where it starts only one.
+    alone = found.num_processes == 1 and "WORLD_SIZE" not in os.environ
+    if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys():
+        errors.say_once(
+            "accelerate launch was asked for several processes and started one: on several GPUs add --multi_gpu, "
+            "on a CPU use torchrun --nproc_per_node <number>"
+        )
+    if found.device.type == "cpu":
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+
+
+def make_accelerator() -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
+    with launcher():
+        return Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
+
+
+def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Reduce 0-d tensors over all processes, in one flat vector."""
+    # [D75] The mean of each metric, in float64.   utils/core.py#L491-L524
+    flat = torch.stack([widened(value.detach()) for value in values.values()])
+    return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
+
+
+def sum_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Add up 0-d tensors over all processes, in one flat vector: what each adds is a share of the whole."""
+    flat = torch.stack([widened(value.detach()) for value in values.values()])
+    return dict(zip(values, accelerator.reduce(flat, "sum").tolist(), strict=True))
+
+
+def check_finite(values: dict[str, float], step: int, remedy: str) -> None:
+    """Raise a NumericalError that names what is not finite, in the order given: causes first."""
+    if broken := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+        others = f" (and {len(broken) - 4} more)" if len(broken) > 4 else ""
+        raise NumericalError(
+            f"{', '.join(broken[:4])}{others} in step {step}; the run stops and saves nothing more; {remedy}"
+        )
+
+
+def anew_with_lower(argument: str) -> str:
+    """Advice for a training that diverged: the remedy of check_finite."""
+    return f"if it happens again after --resume, start again with a lower {flag(argument)}"
+
+
+FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
+
+
+def check_update(metrics: dict[str, float], update: int, dtype: str, gap: str = "ppo/val/first_ratio_gap") -> None:
+    """Raise a NumericalError if the metrics of an update of PPO, over all processes, are impossible.
+
+    gap: the one that says how far the ratio is off 1 before the first step.
+    """
+    check_finite(metrics, update, anew_with_lower("ppo.lr"))
+    # [D25] Before the first step, the policy that trains is the one that sampled.
+    if metrics[gap] > FIRST_RATIO_TOLERANCE[dtype]:
+        raise NumericalError(
+            f"the ratio is off 1 by {metrics[gap]:.2g} on the first pass of update {update}: rollout and training "
+            f"pass disagree about the policy; the run stops and saves nothing more"
+        )
+
+
+def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
+    """Raise a NumericalError on every process if a number is not the same on all of them, bit for bit."""
+    if accelerator.num_processes > 1:
+        values = accelerator.gather(torch.tensor([value], dtype=torch.float64, device=accelerator.device))
+        if (values != values[0]).any():
+            raise NumericalError(f"{name} differs between processes: {values.tolist()}; the run stops")
+
+
+def fail_together(problem: str) -> None:
+    """Raise an InputError on every process if one of them has a problem; an empty text is none.
+
+    For what may go wrong on one process alone, which the others would wait for.
+    """
+    problems: list[str] = [problem]
+    if torch.distributed.is_initialized():
+        problems = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem)
+    if problem := next(filter(None, problems), ""):
+        raise InputError(problem)
+
+
+# ---- Shares ----------------------------------------------------------------------------------------------------
+
+
+def split_evenly(field: str, value: int, parts: int, what: str) -> int:
+    """value / parts, if that is exact. what: what the parts are, for the message."""
+    if value % parts:
+        offer = math.ceil(value / parts) * parts
+        raise InputError(f"{typed(field)} {value} does not divide by {parts} ({what}); {flag(field)} {offer} does")
+    return value // parts
+
+
+def rows_at_a_time(prefix: str, group: Any, field: str, whole: int) -> int:
+    """A memory knob, a field of a dataclass: how many of the rows to take at a time; 0: all.
+
+    prefix: of its name on the command line.
+    """
+    size, name = getattr(group, field) or whole, prefix + field
+    if whole % size:
+        offer = math.gcd(size, whole)
+        raise InputError(
+            f"{typed(name)} {size} does not divide the {whole} of one process; {flag(name)} {offer} does"
+        )
+    return size

@@ -1,0 +1,581 @@
+"""Where the posts, summaries and comparisons of chapter 2 come from: the Hugging Face hub, local files, or a world.
+
+    --task.posts, --task.comparisons
+        tldr        OpenAI's filtered Reddit TL;DR and its comparisons, from the hub (POSTS_REPOSITORY, ...)
+        posts       the built-in world of worlds/posts.py
+        reviews     sentences from film reviews, which people have rated: worlds/reviews.py
+        <folder>    posts_<split>.jsonl and comparisons_<split>.jsonl in the format of those
+
+A row of posts is {"id", "subreddit", "title", "post", "summary"}. A row of comparisons is {"info": a post without a
+summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1, "batch", "split", "extra":
+{"confidence"}}; `info` may have an "article" in place of the post.
+
+With `--task.query_format plain`, any prompts and completions can take their place: {"post": prompt, "summary":
+completion}, both read as they are. A completion then begins with its space. The "post" of a comparison may be empty.
+
+Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
+"""
+
+import bisect
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.lib.base import files, hub_files, processes
+from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.data import texts
+from ppo_rlhf.lib.nets import lm, models, templates
+from ppo_rlhf.lib.scoring import scorers
+
+POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
+COMPARISON_FILES = hub_files.HubFiles(
+    "openai/summarize_from_feedback", ("comparisons/{split}/*.parquet",), revision="refs/convert/parquet"
+)
+
+# In tokens. A cut in a text changes how the text before it is tokenized, but only within this distance of the cut.
+CUT_MARGIN = 100
+
+# ---- Task ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskArgs(templates.FormatArgs):
+    posts: str = "tldr"
+    """where posts and reference summaries come from: tldr, posts, reviews, or a folder with posts_<split>.jsonl"""
+    comparisons: str = "tldr"
+    """where comparisons come from: tldr, posts, reviews, or a folder with comparisons_<split>.jsonl"""
+    query_format: Literal["tldr", "plain"] = "tldr"
+    """tldr: a query is SUBREDDIT, TITLE, POST and TL;DR:, and a summary begins with a space, unless it is the turn of
+    a chat; plain: a query is the post alone, and post and summary are read as they are"""
+    query_length: int = 512
+    """tokens of a query, with its chat template, padded on the left; posts that are too long are cut at their end,
+    plain ones at their beginning"""
+    response_length: int = 53
+    """tokens of a sampled summary, and the most that a reference may have, with its end-of-text token"""
+    comparison_length: int = 169
+    """the most tokens of a compared summary, with its end-of-text token; longer ones are cut"""
+    article_query_length: int = 1_919
+    """as query_length, for the news articles among the validation comparisons"""
+    stop_text: str | None = None
+    """text of the one token that ends a sampled summary; None: the tokenizer's end-of-text token, where the reward
+    model has learned to be read, or another that the model's generation_config.json names"""
+    temperature: float = 0.7
+    """sampling temperature of the policy and of the reference in PPO"""
+    eval_temperature: float = 0.01
+    """sampling temperature of evaluations: nearly the likeliest token"""
+
+
+TASKS = {
+    "tldr": TaskArgs(),
+    "posts": TaskArgs(posts="posts", comparisons="posts", query_length=84, response_length=24, comparison_length=28),
+    # All beginnings and sentences fit, and so do 97 % of what follows the beginnings.
+    "reviews": TaskArgs(
+        posts="reviews",
+        comparisons="reviews",
+        query_format="plain",
+        query_length=24,
+        response_length=40,
+        comparison_length=72,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskIds:
+    """The task's special tokens as ids of one tokenizer."""
+
+    pad: int  # one above the largest id of the tokenizer
+    eos: int  # ends a reference
+    stops: tuple[int, ...]  # each of them ends a sampled summary
+    prefix: Sequence[int] = ()  # of every query: a first token, or the beginning of a chat template
+    suffix: Sequence[int] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids can be sampled: those below the padding. The output layer of a model may have more rows."""
+        return self.pad
+
+
+def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
+    """Check the task's numbers and find its special tokens."""
+    for name in ("query_length", "response_length", "comparison_length", "article_query_length"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    for name in ("temperature", "eval_temperature"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.   sft.py#L300-L308
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
+    stop = texts.one_token(tokenizer, task.stop_text, "stop_text")
+    prefix, suffix = templates.affixes(task, tokenizer)
+    if len(prefix) + len(suffix) >= task.query_length:
+        raise InputError(
+            f"{flag('task.query_length')} {task.query_length} has no room for a post: what is around it has "
+            f"{len(prefix) + len(suffix)} tokens"
+        )
+    stops = templates.end_ids(tokenizer) if stop is None else (stop,)
+    return TaskIds(pad=models.vocabulary_size(tokenizer), eos=eos, stops=stops, prefix=prefix, suffix=suffix)
+
+
+# ---- Queries ---------------------------------------------------------------------------------------------------
+
+
+def format_post(subreddit: str, title: str, post: str) -> str:
+    """The text of a query. Its last character is a colon: the space before a summary belongs to the summary."""
+    # [T03] Subreddit, title, post and TL;DR, with blank lines between them.   tldr_dataset.py#L68-L93
+    return f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
+
+
+def format_article(article: str) -> str:
+    """The text of a query about a news article. The newline at its end only counts when the article is cut."""
+    return f"Article:\n{article}\n\nTL;DR:\n"
+
+
+def fit_query(
+    post: str, format_query: Callable[[str], str], encode: Callable[[str], list[int]], query_length: int
+) -> list[int]:
+    """Token ids of a query whose post is cut until they are at most query_length.
+
+    A post loses what follows its last newline, and the newline; one without a newline loses its last character. What
+    is around the post is never cut: if it alone is too long, an InputError says so. White space at the end of the
+    query has a share in its length, but is left out.
+    """
+    # [T04] Only the post is cut, line by line, then by characters.   tldr_dataset.py#L125-L151
+    newlines = [match.start() for match in re.finditer("\n", post)]
+    line_by_line, in_the_first_line = reversed(newlines), reversed(range(newlines[0] if newlines else len(post)))
+    ends = [len(post), *line_by_line, *in_the_first_line]
+    # A shorter post has fewer tokens, up to a few at the cut: those with many too many need not be tried one by one.
+    first = bisect.bisect_left(
+        ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + CUT_MARGIN
+    )
+    for end in ends[first:]:
+        if len(tokens := encode(text := format_query(post[:end]))) <= query_length:
+            # [T03] The summary of an article follows the colon too, with a space and no newline between them.
+            #       tldr_dataset.py#L298-L313
+            return tokens if text == text.rstrip() else encode(text.rstrip())
+    raise InputError(
+        f"query_length {query_length} does not hold a query whose post is empty, of "
+        f"{len(encode(format_query('')))} tokens: {format_query('')[:60]!r}"
+    )
+
+
+def pad_rows(rows: list[list[int]], length: int, pad_id: int, *, left: bool = False) -> torch.Tensor:
+    """Rows of token ids as one tensor (rows, length), padded on the right, or on the left."""
+    padded = torch.full((len(rows), length), pad_id)
+    for row, tokens in zip(padded, rows, strict=True):
+        if tokens:
+            row[slice(-len(tokens), None) if left else slice(len(tokens))] = torch.tensor(tokens)
+    return padded
+
+
+class Encoder:
+    """Encodes queries and summaries with one tokenizer; special tokens are only around a query, and at the end."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_id: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
+    ):
+        self.tokenizer, self.eos_id, self.prefix, self.suffix = tokenizer, eos_id, prefix, suffix
+
+    def encode(self, text: str) -> list[int]:
+        # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
+        #       tldr_dataset.py#L154, tldr_dataset.py#L202-L212
+        return texts.encode_text(self.tokenizer, text)
+
+    def in_place(self, text: str) -> list[int]:
+        """The text of a query in its chat template, or after the first token."""
+        return [*self.prefix, *self.encode(text), *self.suffix]
+
+    def query(self, row: dict[str, Any], task: TaskArgs) -> list[int]:
+        """The query of a row with subreddit, title and post, or with an article."""
+        if row.get("article"):
+            return fit_query(row["article"], format_article, self.in_place, task.article_query_length)
+        if task.query_format == "plain":
+            room = task.query_length - len(self.prefix) - len(self.suffix)
+            return [*self.prefix, *self.encode(row["post"])[-room:], *self.suffix]
+        return fit_query(
+            row["post"],
+            lambda post: format_post(row["subreddit"], row["title"], post),
+            self.in_place,
+            task.query_length,
+        )
+
+    def summary(self, text: str, query_format: Literal["tldr", "plain"] = "tldr") -> list[int]:
+        """A summary, with a space before it, unless the format is plain, and the end-of-text token after it.
+
+        In a chat, where the template has an end, it begins a turn, without a space.
+        """
+        # [T07] It begins with a space and ends with the end-of-text token.
+        #       tldr_dataset.py#L187-L190, tldr_dataset.py#L262-L266
+        if query_format == "tldr":
+            text = text.removeprefix(" ") if self.suffix else f" {text.removeprefix(' ')}"
+        return [*self.encode(text), self.eos_id]
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> Encoder:
+    return Encoder(tokenizer, ids.eos, ids.prefix, ids.suffix)
+
+
+def bare(queries: torch.Tensor, ids: TaskIds) -> torch.Tensor:
+    """Queries (n, query_length) as people and functions of texts read them: padding in place of what is around."""
+    place = (queries != ids.pad).cumsum(1)  # (n, query_length), from 1 on
+    inside = (place > len(ids.prefix)) & (place <= place[:, -1:] - len(ids.suffix))
+    return queries.masked_fill(~inside, ids.pad)
+
+
+# ---- Posts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Posts:
+    """Posts with their reference summaries."""
+
+    queries: torch.Tensor  # (posts, query_length), padded on the left
+    references: torch.Tensor  # (posts, response_length), the end-of-text token, then padding on the right
+    too_long: int  # posts that were left out, because their reference has more than response_length tokens
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def rows(self, inds: torch.Tensor | slice) -> "Posts":
+        return Posts(self.queries[inds], self.references[inds], 0)
+
+    def first(self, n: int) -> "Posts":
+        """The first n posts."""
+        return self.rows(slice(n))
+
+    def lengths(self, pad_id: int) -> torch.Tensor:
+        """Tokens of each post with its reference: (posts,)."""
+        return (self.queries != pad_id).sum(1) + (self.references != pad_id).sum(1)
+
+
+QUERY_COLUMNS = {"tldr": ("subreddit", "title", "post"), "plain": ("post",)}  # by --task.query_format
+Row = tuple[str, dict[str, Any]]  # of a data set: its place, for messages, and its columns
+
+
+def read_jsonl(path: Path, field: str) -> list[Row]:
+    """The objects of a JSON-lines file."""
+    rows: list[Row] = []
+    where = str(path)
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                rows.append((where, json.loads(line)))
+                if not isinstance(rows[-1][1], dict):
+                    raise ValueError("is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{flag(f'task.{field}')} {where}: {error}") from error
+    return rows
+
+
+def hub_rows(source: str, split: str, rows: Iterable[dict[str, Any]]) -> Iterable[Row]:
+    """The rows of a data set from the hub, each with its place."""
+    return ((f"{source}, {split} row {number}", row) for number, row in enumerate(rows))
+
+
+def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
+    """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
+    if source == "tldr":
+        remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
+        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
+            from datasets import load_dataset
+
+            if field == "posts":
+                return hub_rows(source, split, load_dataset(POSTS_REPOSITORY, split=split))
+            downloaded = list(COMPARISON_FILES.download(split))
+            return hub_rows(source, split, load_dataset("parquet", data_files=downloaded, split="train"))
+    folder = Path(source)
+    if not folder.is_dir():
+        raise InputError(
+            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, and folders with "
+            f"{field}_*.jsonl"
+        )
+    return read_jsonl(folder / f"{field}_{split}.jsonl", field)
+
+
+def check_row(row: dict[str, Any], keys: tuple[str, ...], what: str) -> None:
+    """Refuse a row that lacks a text, or has one that is not valid Unicode."""
+    for key in keys:
+        if not isinstance(row.get(key), str):
+            raise InputError(f"{what} has no text under {key!r}")
+        files.check_text(row[key], f"{what}, {key!r},")
+
+
+def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
+    """Posts of a split as token ids. limit: only the first so many rows; 0: all.
+
+    A post whose reference has more than response_length tokens is left out and counted: cut, it would lose the
+    end-of-text token, and teach that summaries need not end.
+    """
+    # A post with one reference; none loses its end-of-text token.
+    #       tldr_dataset.py#L184, tldr_dataset.py#L409-L418
+    ids = task_ids(task, tokenizer)
+    encoder = encoder_of(tokenizer, ids)
+    queries, references, too_long = [], [], 0
+    for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
+        what = f"{flag('task.posts')} {where}"
+        check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
+        reference = encoder.summary(row["summary"], task.query_format)
+        if len(reference) > task.response_length:
+            too_long += 1
+            continue
+        references.append(reference)
+        queries.append(encoder.query(row, task))
+        if not queries[-1]:
+            raise InputError(f"{what} has an empty query, so that there is nothing to continue")
+    if not queries:
+        raise InputError(
+            f"{flag('task.posts')} {task.posts}: none of the {split} rows has a summary of at most "
+            f"{flag('task.response_length')} {task.response_length} tokens ({too_long} are longer)"
+        )
+    # [T05] Queries are padded on the left, to exactly query_length.   tldr_dataset.py#L96-L118, tldr_dataset.py#L153
+    return Posts(
+        queries=pad_rows(queries, task.query_length, ids.pad, left=True),
+        references=pad_rows(references, task.response_length, ids.pad),
+        too_long=too_long,
+    )
+
+
+# ---- Comparisons -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparisons:
+    """Pairs of summaries, and which of the two a person preferred."""
+
+    queries: torch.Tensor  # (comparisons, query_length), padded on the left
+    chosen: torch.Tensor  # (comparisons, comparison_length), padded on the right
+    rejected: torch.Tensor  # (comparisons, comparison_length), padded on the right
+    groups: list[dict[str, str]]  # of each comparison: split, batch, confidence
+    cut: int  # summaries that were longer than comparison_length
+    identical: int  # comparisons that were left out, because their two summaries are the same
+    ceiling: float | None  # accuracy of a perfect judge, where it is known
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def tokens(self, inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Posts, chosen and rejected summaries of some of the comparisons."""
+        return self.queries[inds], self.chosen[inds], self.rejected[inds]
+
+    def lengths(self, pad_id: int) -> torch.Tensor:
+        """Tokens of each post with the longer of its summaries: (comparisons,)."""
+        queries, chosen, rejected = ((t != pad_id).sum(1) for t in (self.queries, self.chosen, self.rejected))
+        return queries + torch.maximum(chosen, rejected)
+
+
+def check_comparison(row: dict[str, Any], query_format: str, what: str) -> None:
+    """Refuse a row that is not a comparison."""
+    info, summaries, choice = (row.get(key) for key in ("info", "summaries", "choice"))
+    if not isinstance(info, dict):
+        raise InputError(f"{what} has no object under 'info'")
+    check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
+    if not isinstance(summaries, list) or len(summaries) != 2 or not all(isinstance(s, dict) for s in summaries):
+        raise InputError(f"{what} has no two summaries")
+    for summary in summaries:
+        check_row(summary, ("text",), what)
+    if type(choice) is not int or choice not in (0, 1):
+        raise InputError(f"{what} has choice {choice!r}; it must be 0 or 1")
+
+
+def read_comparisons(
+    task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0, *, articles: bool = False
+) -> Comparisons:
+    """Comparisons of a split as token ids. limit: only the first so many rows; 0: all.
+
+    articles: those of news articles, in place of posts.
+
+    A summary of more than comparison_length tokens is cut and has no end-of-text token then. A comparison whose two
+    summaries are the same ids, by that or from the start, says nothing and is left out.
+    """
+    # A post, two summaries and a choice; compared summaries may be longer than sampled ones.
+    #       tldr_dataset.py#L256-L259
+    ids = task_ids(task, tokenizer)
+    encoder = encoder_of(tokenizer, ids)
+    queries, pairs, groups, cut, identical = [], [], [], 0, 0
+    for where, row in islice(load_rows(task.comparisons, "comparisons", split), limit or None):
+        check_comparison(row, task.query_format, f"{flag('task.comparisons')} {where}")
+        if bool(row["info"].get("article")) != articles:
+            continue
+        summaries = [encoder.summary(summary["text"], task.query_format) for summary in row["summaries"]]
+        cut += sum(len(summary) > task.comparison_length for summary in summaries)
+        summaries = [summary[: task.comparison_length] for summary in summaries]
+        if summaries[0] == summaries[1]:
+            identical += 1
+            continue
+        queries.append(encoder.query(row["info"], task))
+        pairs.append((summaries[row["choice"]], summaries[1 - row["choice"]]))
+        extra = row.get("extra") or {}
+        groups.append(
+            {
+                "split": str(row.get("split")),
+                "batch": str(row.get("batch")),
+                "confidence": str(extra.get("confidence") if isinstance(extra, dict) else None),
+            }
+        )
+    if not queries and not articles:
+        raise InputError(
+            f"{flag('task.comparisons')} {task.comparisons}: no {split} row compares two different summaries"
+        )
+    chosen, rejected = ([pair[side] for pair in pairs] for side in (0, 1))
+    return Comparisons(
+        queries=pad_rows(queries, task.article_query_length if articles else task.query_length, ids.pad, left=True),
+        chosen=pad_rows(chosen, task.comparison_length, ids.pad),
+        rejected=pad_rows(rejected, task.comparison_length, ids.pad),
+        groups=groups,
+        cut=cut,
+        identical=identical,
+        ceiling=known_ceiling(task.comparisons),
+    )
+
+
+def known_ceiling(source: str) -> float | None:
+    """The accuracy of a perfect judge on the validation comparisons, which world.json of a world of posts gives."""
+    folder = Path(source)
+    if not (folder / "world.json").is_file():
+        return None
+    try:
+        ceiling = files.read_json(folder / "world.json").get("ceiling")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{folder / 'world.json'} is damaged: {error}") from error
+    if not isinstance(ceiling, float) or not 0 < ceiling <= 1:
+        raise InputError(f"{folder / 'world.json'}: the ceiling is {ceiling!r}; it must be a number in 0..1")
+    return ceiling
+
+
+# ---- Texts -----------------------------------------------------------------------------------------------------
+
+
+def trim_padding(*tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Tensors (n, ...) of token ids side by side, without the columns that are padding in every row.
+
+    The first column stays, so that there is one.
+    """
+    joined = torch.cat(tokens, dim=1)
+    kept = (joined != pad_id).any(0)
+    kept[0] = True
+    return joined[:, kept]
+
+
+def without_ends(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> torch.Tensor:
+    """Summaries with padding in place of the tokens that end a text."""
+    ends = tokens.new_tensor(templates.end_ids(tokenizer))
+    return tokens.masked_fill(torch.isin(tokens, ends), ids.pad)
+
+
+COLUMNS = ("query", "response", "reference", "tokens", "reference_tokens")
+
+
+def evaluation_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: TaskIds,
+    queries: torch.Tensor,
+    responses: torch.Tensor,
+    references: torch.Tensor,
+    /,
+    **numbers: torch.Tensor,
+) -> list[dict[str, Any]]:
+    """The rows of evaluation.jsonl, one for each query: texts without special tokens, and their lengths.
+
+    queries: (n, query_length); responses, truncated, and references: (n, response_length); numbers: (n,).
+    """
+    # Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
+    summaries = [without_ends(tokens, tokenizer, ids) for tokens in (responses, references)]
+    decoded = [texts.to_texts(tokenizer, tokens, ids.pad) for tokens in (bare(queries, ids), *summaries)]
+    lengths = [(tokens != ids.pad).sum(1).tolist() for tokens in (responses, references)]
+    columns = [*decoded, *lengths, *(values.tolist() for values in numbers.values())]
+    return [dict(zip((*COLUMNS, *numbers), row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+@torch.no_grad()
+def summarise(
+    lm_backbone: PreTrainedModel,
+    held_out: Posts,
+    ids: TaskIds,
+    task: TaskArgs,
+    generator: torch.Generator,
+    chunk: int,
+    accelerator: Accelerator,
+    measure: Callable[..., Iterable[torch.Tensor]],
+    temperature: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Summarise posts, chunk posts of each process at a time. temperature: None is that of evaluations.
+
+    measure: (queries, truncated responses, references) of a chunk -> numbers (rows,). Returns the responses
+    (posts, response_length), truncated, and all such numbers (posts,). Every process must call this.
+    """
+    uniforms = torch.rand(len(held_out), task.response_length, generator=generator, dtype=torch.float64)
+    temperature = task.eval_temperature if temperature is None else temperature
+
+    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        contexts = trim_padding(held_out.queries[inds], pad_id=ids.pad)
+        tensors = (held_out.queries[inds], held_out.references[inds], contexts)
+        queries, references, contexts = (tensor.to(accelerator.device) for tensor in tensors)
+        responses, _ = lm.generate_until(
+            lm_backbone,
+            contexts,
+            uniforms[inds].to(processes.device_of_noise(accelerator.device)),
+            pad_id=ids.pad,
+            vocab_size=ids.vocab_size,
+            temperature=temperature,
+            stop_ids=ids.stops,
+        )
+        return responses, *measure(queries, responses, references)
+
+    lengths = (held_out.queries != ids.pad).sum(1)
+    return processes.map_rows(of_rows, len(held_out), chunk, accelerator, lengths)
+
+
+def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> scorers.Scorer:
+    """Score with a function of texts; the texts do not show the end-of-text token."""
+    scorer = scorers.text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
+
+    def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
+        if references is not None:  # a prompt that somebody types has none
+            references = without_ends(references, tokenizer, ids)
+        return scorer(bare(queries, ids), without_ends(responses, tokenizer, ids), references)
+
+    return score
+
+
+def score_references(
+    scorers: dict[str, scorers.Scorer], held_out: Posts, chunk: int, accelerator: Accelerator
+) -> dict[str, torch.Tensor]:
+    """Scores (posts,) of the reference summaries by each scorer, under its name. Every process must call this."""
+
+    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, references = (t[inds].to(accelerator.device) for t in (held_out.queries, held_out.references))
+        return tuple(scorer(queries, references, references) for scorer in scorers.values())
+
+    return dict(zip(scorers, processes.map_rows(of_rows, len(held_out), chunk, accelerator), strict=True))
+
+
+def sample_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of evaluation.jsonl without the lengths, for printing."""
+    return [{k: v for k, v in row.items() if k not in ("tokens", "reference_tokens")} for row in rows]
+
+
+def rouge(responses: list[str], references: list[str]) -> dict[str, float]:
+    """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure over all pairs, without stemming."""
+    from rouge_score.rouge_scorer import RougeScorer  # slow
+
+    # [T23] Mean over examples.
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    scores = [scorer.score(reference, response) for reference, response in zip(references, responses, strict=True)]
+    return {name: math.fsum(score[name].fmeasure for score in scores) / len(scores) for name in scores[0]}
+
+
+def rouge_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The same of rows of evaluation.jsonl."""
+    return rouge([row["response"] for row in rows], [row["reference"] for row in rows])

@@ -1,0 +1,487 @@
+"""Where the problems of chapter 3 come from, and how they become prompts.
+
+--task.problems, --task.test_problems
+    gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
+    sums               a built-in world of worlds/sums.py; others are sums-long and sums-tools
+    arithmetic         sums and differences of two small numbers, worlds/arithmetic.py
+    reasoning_gym:<task>  a generator of reasoning-gym, an extra; see problem_rows.py, also for the forms of rows
+    <owner>/<name>     a data set on the hub, or <owner>/<name>:<configuration>
+    <folder>           problems_train.jsonl and problems_test.jsonl
+    <file>             .jsonl, .parquet or .csv; each 50th row is held out, unless --task.test_problems says what is
+
+A row is an object with a question and an answer, which holds what a response must say:
+
+    {"question": "Petra has 7 apples. Felix gives her 5. How many ...", "answer": "7+5=12\\n#### 12"}
+
+Files and lines next to marks are those of verl-project/verl at commit b178a3c.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib.base import hub_files, processes
+from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.data import posts, problem_rows, sources, texts
+from ppo_rlhf.lib.nets import lm, models, templates
+
+GSM8K_FILES = hub_files.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
+SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
+
+# ---- Task ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskArgs(templates.FormatArgs):
+    problems: str = "gsm8k"
+    """where problems come from: gsm8k, sums, arithmetic, reasoning_gym:<task>, a data set on the hub, a folder with
+    problems_<split>.jsonl, or a file: .jsonl, .parquet or .csv"""
+    test_problems: str = ""
+    """where the held-out problems come from; empty: the test split of the same"""
+    question_column: str = "question"
+    """key of a row's question; where it isn't there, prompt or problem"""
+    answer_column: str = "answer"
+    """key of a row's answer, with dots for nested ones; where it isn't there, reward_model.ground_truth, solution or
+    completion"""
+    kind_column: str = ""
+    """key by whose values evaluations group problems, such as steps; empty: no groups"""
+    answer_format: Literal["hashes", "boxed", "whole"] = "hashes"
+    """the part of an answer that a response must give: the number after ####, or all of it if that is a number; the
+    content of its last box, or all of it if it has none; or the whole text"""
+    prompt_format: Literal["chat", "plain"] = "chat"
+    """whether the tokenizer's chat template is put around a question"""
+    prompt_suffix: str = ' Let\'s think step by step and output the final answer after "####".'
+    """text after each question"""
+    response_prefix: str = ""
+    """text that every response begins with, such as <think>: the policy reads it at the end of its prompt"""
+    examples: str = ""
+    """a .jsonl file of solved problems that every prompt shows before its question (few-shot), rows like those of
+    problems; empty: none"""
+    prompt_length: int = 1_024
+    """the most tokens of a prompt; longer ones are left out"""
+    response_length: int = 512
+    """the most tokens of a response, with the token that ends it"""
+    temperature: float = 1.0
+    """sampling temperature of the policy and of the reference"""
+
+    @property
+    def query_length(self) -> int:
+        """The prompt_length, as other chapters call it."""
+        return self.prompt_length
+
+
+SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 64, "response_length": 88}
+TASKS = {
+    "gsm8k": TaskArgs(),
+    "sums": TaskArgs(problems="sums", kind_column="steps", **SUMS_TASK),
+    "sums-long": TaskArgs(
+        problems="sums-long", kind_column="steps", **SUMS_TASK | {"prompt_length": 72, "response_length": 120}
+    ),
+    "sums-tools": TaskArgs(problems="sums-tools", kind_column="steps", **SUMS_TASK | {"response_length": 96}),
+    "arithmetic": TaskArgs(
+        problems="arithmetic",
+        kind_column="operation",
+        answer_format="whole",
+        system_prompt="You are a calculator. You answer with a number only.",
+        prompt_suffix="",
+        response_prefix="The answer is ",
+        prompt_length=64,
+        response_length=8,
+        temperature=0.7,  # at 1, this small and quantised model writes garbage
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TaskIds:
+    """The task's special tokens as ids of one tokenizer."""
+
+    pad: int  # one above the largest id of the tokenizer
+    stops: tuple[int, ...]  # each of them ends a response
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids can be sampled: those below the padding. The output layer of a model may have more rows."""
+        return self.pad
+
+
+def task_ids(
+    task: TaskArgs, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+) -> TaskIds:
+    """Check the task's numbers and find its special tokens. generation_config: that of the model."""
+    for name in ("prompt_length", "response_length", "temperature"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    if not (stops := templates.end_ids(tokenizer, generation_config)):
+        raise InputError("neither the tokenizer nor the model names a token that ends a response")
+    return TaskIds(pad=models.vocabulary_size(tokenizer), stops=stops)
+
+
+# ---- Prompts ---------------------------------------------------------------------------------------------------
+
+
+def read_examples(task: TaskArgs) -> list[tuple[str, str]]:
+    """Questions and answers of task.examples."""
+    if not task.examples:
+        return []
+    rows = posts.read_jsonl(Path(task.examples), "examples")
+    if not rows:
+        raise InputError(f"{flag('task.examples')} {task.examples} holds no example")
+    found = []
+    for where, row in rows:
+        what = f"{flag('task.examples')} {where}"
+        question = problem_rows.question_of(row, task.question_column, what)
+        if not isinstance(question, str):
+            raise InputError(f"{what}: an example is a question and an answer; it has {len(question)} messages")
+        found.append((question, problem_rows.answer_of(row, task.answer_column, what)))
+    return found
+
+
+def render_prompt(
+    question: str | list[dict[str, str]],
+    task: TaskArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Iterable[tuple[str, str]] = (),
+) -> str:
+    """The text that a response continues. question: a text, or messages, of which the last is the user's.
+
+    examples: as read_examples gives them. In a chat, the names of special tokens in the question are marked for
+    `encode_prompt`; templates.shown takes the marks out.
+    """
+    templates.check(task)
+    if task.prompt_format == "chat" and isinstance(question, str):
+        question = templates.as_letters(question, tokenizer)
+    elif task.prompt_format == "chat":
+        question = [one | {"content": templates.as_letters(one["content"], tokenizer)} for one in question]
+    earlier = [] if isinstance(question, str) else question[:-1]
+    # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
+    content = (question if isinstance(question, str) else question[-1]["content"]) + task.prompt_suffix
+    # An example looks as a question and a correct response do.
+    shown = [(asked + task.prompt_suffix, task.response_prefix + answer) for asked, answer in examples]
+    if task.prompt_format == "plain":
+        content = "\n".join([*(message["content"] for message in earlier), content])
+        return "".join(f"{asked}{answer}\n\n" for asked, answer in shown) + content + task.response_prefix
+    turns = [text for example in shown for text in example]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*turns, content])]
+    own = [message for message in earlier if message["role"] == "system"]
+    messages[-1:-1] = [message for message in earlier if message["role"] != "system"]
+    return templates.render([*(own or templates.system_of(task)), *messages], task, tokenizer) + task.response_prefix
+
+
+def response_start(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The end of every prompt that belongs to its response: a <think> that is open, and the response_prefix."""
+    # [V21] A template may end with the opening tag.
+    before = render_prompt("?", task, tokenizer).removesuffix(task.response_prefix)
+    opened = re.search(r"<think>\s*\Z", before)
+    if opened and task.response_prefix.startswith("<think>"):
+        raise InputError(
+            f"{flag('task.response_prefix')} {task.response_prefix!r}: the prompt ends with a <think> already; "
+            f"leave it out"
+        )
+    return (opened[0] if opened else "") + task.response_prefix
+
+
+def reader_of_prompts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[dict[str, str]]]:
+    """A function that makes messages of a rendered prompt again, for models with another template than the policy's.
+
+    They are the system message, if the task has one, and what the user asks, without the examples before it.
+    """
+    mark = "a question of no task"
+    before, _, after = render_prompt(mark, task, tokenizer, read_examples(task)).partition(mark)
+    if task.prompt_format == "plain":
+        before = tokenizer.decode(templates.first_ids(tokenizer)) + before
+
+    def messages_of(prompt: str) -> list[dict[str, str]]:
+        asked = prompt.removeprefix(before).removesuffix(after)
+        return [*templates.system_of(task), {"role": "user", "content": asked + task.prompt_suffix}]
+
+    return messages_of
+
+
+def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text begins with one at most."""
+    if task.prompt_format == "plain":
+        return [*templates.start_of_plain(tokenizer), *texts.encode_text(tokenizer, prompt)]
+    return templates.encode(prompt, tokenizer)
+
+
+# ---- Problems --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    """Prompts, and the answers of correct responses."""
+
+    prompts: list[list[int]]  # token ids, of different lengths
+    texts: list[str]  # the same as texts, as they were rendered
+    answers: list[str]  # what verifiers compare responses with
+    kinds: list[str]  # the values under task.kind_column
+    too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
+    unscorable: int  # problems that were left out, because no response to them can be correct
+    empty: int  # problems that were left out, because their prompt has no token
+    refused: list[str] = field(default_factory=list)  # the answers of those that are unscorable
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    def batch(self, inds: Iterable[int], pad_id: int) -> torch.Tensor:
+        """Prompts with these numbers, padded on the left to the longest of them: (prompts, longest)."""
+        # To the longest of the whole batch: its shape does not depend on how it is split.
+        #       experimental/agent_loop/agent_loop.py#L534-L586
+        rows = [self.prompts[i] for i in inds]
+        return posts.pad_rows(rows, max(map(len, rows)), pad_id, left=True)
+
+
+def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
+    """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
+    if source == "gsm8k":
+        remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
+        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
+            from datasets import load_dataset
+
+            split = split or "test"
+            downloaded = list(GSM8K_FILES.download(split))
+            return posts.hub_rows(source, split, load_dataset("parquet", data_files=downloaded, split="train"))
+    path = Path(source)
+    if path.is_dir():
+        return posts.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
+    if problem_rows.is_elsewhere(source):
+        return problem_rows.load(source, field, split or "test")
+    if path.suffix not in problem_rows.FILES:
+        raise InputError(
+            f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, reasoning_gym:<task>, data "
+            f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(problem_rows.FILES)}"
+        )
+    rows = problem_rows.read_file(path, field)
+    if split == "test" and len(rows) < sources.HELD_OUT:
+        raise InputError(
+            f"{flag(f'task.{field}')} {source} has {len(rows)} rows; every {sources.HELD_OUT}th row of a file is "
+            f"held out, so give {sources.HELD_OUT} rows or more, or name a file of held-out problems: "
+            f"{flag('task.test_problems')} <file>.jsonl"
+        )
+    held_out = {"train": False, "test": True}.get(split)
+    return [row for i, row in enumerate(rows) if held_out in (None, i % sources.HELD_OUT == sources.HELD_OUT - 1)]
+
+
+def answer_of(solution: str, answer_format: str) -> str:
+    """The text that a correct response must contain; empty if the solution doesn't give it in this format."""
+    if isinstance(solution, rewards.Gold):
+        return solution
+    match answer_format:
+        case "hashes":
+            # [V04] The number after the hashes, without commas.   examples/data_preprocess/gsm8k.py#L30-L35
+            #       Where more is there than a number, as in 3/4 or 12:30, nothing of it is the answer.
+            return rewards.hashed_answer(solution if "####" in solution else f"#### {solution}")
+        case "boxed":
+            content = rewards.last_boxed(solution)
+            return solution.strip() if content is None else content
+        case _:
+            return solution.strip()
+
+
+def read_problems(
+    task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0, verifier: str = ""
+) -> Problems:
+    """Problems of a split. split: train or test. limit: only the first so many rows; 0: all.
+
+    A problem is left out and counted if its prompt is too long or empty, or if no response to it can be correct.
+    verifier: the one that says so; empty: any answer will do.
+    """
+    source, field = task.problems, "problems"
+    if split == "test" and task.test_problems:
+        source, field, split = task.test_problems, "test_problems", ""
+    elif split == "train" and task.test_problems and Path(source).suffix in problem_rows.FILES:
+        split = ""  # nothing of it is held out
+    examples = read_examples(task)
+    before = len(encode_prompt(render_prompt("", task, tokenizer, examples), task, tokenizer)) if examples else 0
+    if before >= task.prompt_length:
+        raise InputError(
+            f"{flag('task.examples')} {task.examples}: a prompt with its {len(examples)} examples has {before} "
+            f"tokens before its question; give fewer, or a {flag('task.prompt_length')} above {before}"
+        )
+    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "answers", "kinds", "refused")}
+    too_long = unscorable = empty = 0
+    for where, row in islice(load_rows(source, field, split), limit or None):
+        what = f"{flag(f'task.{field}')} {where}"
+        question = problem_rows.question_of(row, task.question_column, what)
+        solution = problem_rows.answer_of(row, task.answer_column, what)
+        answer = answer_of(solution, task.answer_format)
+        # [V04] [V19] The verifier must accept the answer itself. It never accepts 12:00, for example, in a box.
+        if not answer or not rewards.can_be_right(verifier, answer):
+            unscorable += 1
+            kept["refused"].append(solution.rpartition("####")[2].strip()[-40:])
+            continue
+        prompt = render_prompt(question, task, tokenizer, examples)
+        tokens = encode_prompt(prompt, task, tokenizer)
+        if not tokens:  # there is nothing that the first token could follow
+            empty += 1
+            continue
+        # [V06] A prompt that is too long is left out, never cut.   utils/dataset/rl_dataset.py#L181-L258
+        if len(tokens) > task.prompt_length:
+            too_long += 1
+            continue
+        kept["prompts"].append(tokens)
+        kept["texts"].append(templates.shown(prompt))
+        kept["answers"].append(answer)
+        kept["kinds"].append(str(row.get(task.kind_column, "")))
+    if not kept["prompts"]:
+        by = f" that {flag('rewards.verifier')} {verifier} can accept" if verifier else ""
+        raise InputError(
+            f"{flag(f'task.{field}')} {source}: none of its {split or 'test'} rows can be used: {unscorable} give no "
+            f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}{such_as(kept['refused'])}, "
+            f"{empty} have a prompt of "
+            f"no tokens, and {too_long} one of more than {flag('task.prompt_length')} {task.prompt_length}"
+        )
+    return Problems(**kept, too_long=too_long, unscorable=unscorable, empty=empty)
+
+
+def such_as(answers: list[str]) -> str:
+    """Examples of answers for a message."""
+    return f" (such as {', '.join(repr(answer) for answer in [*dict.fromkeys(answers)][:3])})" if answers else ""
+
+
+def audit_line(verifier: str, answers: list[str]) -> str:
+    """The audit in a line for the console; empty if there is nothing to audit."""
+    found, number = rewards.audit(verifier, answers), min(rewards.AUDITED, len({*answers}))
+    parts = []
+    for what, examples in found.items():
+        such = f" (such as {' '.join(examples[0].split())[:60]})" if examples else ""
+        parts.append(f"{len(examples)} accept {what}{such}")
+    return f"{flag('rewards.verifier')} {verifier}, of {number} answers: {', '.join(parts)}" if found else ""
+
+
+def doubts(found: Problems, split: str, verifier: str) -> Iterator[str]:
+    """What one should know of the problems before a run: answers that were left out, and the verifier's audit."""
+    if found.unscorable:
+        rows = len(found) + found.too_long + found.empty + found.unscorable
+        yield (
+            f"{found.unscorable} of {rows} problems to {split} on are left out, because {flag('rewards.verifier')} "
+            f"{verifier} accepts no response to them{such_as(found.refused)}"
+        )
+    if line := audit_line(verifier, found.answers):
+        yield line
+
+
+def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torch.Tensor:
+    """Which problems make a batch: (batch,). number: how many batches came before it, since the run began."""
+    # Each epoch has an order of its own, by seed and epoch alone; what does not fill a batch is left out of it.
+    #       trainer/main_ppo.py#L411-L442
+    epoch, place = divmod(number, problems // batch)
+    order = torch.randperm(problems, generator=lm.keyed_generator(seed, "problems", epoch))
+    return order[place * batch : (place + 1) * batch]
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------
+
+GREEDY = 1e-6  # temperature at which the likeliest token is drawn
+
+
+def to_texts(tokenizer: PreTrainedTokenizerBase, responses: torch.Tensor, ids: TaskIds) -> list[str]:
+    """Responses (rows, response_length) as verifiers and people read them, without what ends them."""
+    hidden = {ids.pad, *ids.stops}
+    kept = [[token for token in row if token not in hidden] for row in responses.tolist()]
+    # [V21] Some tokenizers have the tags of thought and answer among their special tokens.
+    return [tokenizer.decode(row) for row in kept]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """A response to each problem."""
+
+    texts: list[str]
+    lengths: torch.Tensor  # (problems,), tokens with the stop id
+    stopped: torch.Tensor  # (problems,), 1 where the response ends with one
+    right: torch.Tensor  # (problems, verifiers), 1 where the response is correct
+
+
+def solve(
+    held_out: Problems,
+    sample: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    verifiers: list[Callable[[list[str], list[str], list[str]], list[float]]],
+    tokenizer: PreTrainedTokenizerBase,
+    ids: TaskIds,
+    local_batch: int,
+    accelerator: Accelerator,
+    temperature: float,
+    uniforms: torch.Tensor,
+) -> list[Solved]:
+    """Sample responses to each problem, with uniforms (problems, responses, response_length).
+
+    local_batch: how many responses at a time, on one process. Every process must call this.
+    """
+    n = uniforms.shape[1]
+
+    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The responses to a prompt are next to each other, so it is read once for all of them.
+        rows = inds.repeat_interleave(n)
+        contexts = held_out.batch(rows.tolist(), ids.pad).to(accelerator.device)
+        responses, _ = sample(
+            contexts,
+            uniforms[inds].flatten(0, 1).to(processes.device_of_noise(contexts.device)),
+            temperature=temperature,
+        )
+        prompts, answers = ([texts[i] for i in rows] for texts in (held_out.texts, held_out.answers))
+        texts = to_texts(tokenizer, responses, ids)
+        values = [torch.tensor(verifier(prompts, texts, answers)) for verifier in verifiers]
+        names = [getattr(verifier, "verifier", "") for verifier in verifiers]
+        right = torch.stack([rewards.is_right(*pair) for pair in zip(values, names, strict=True)], 1)
+        return responses.unflatten(0, (-1, n)), processes.widened(right.to(responses.device)).unflatten(0, (-1, n))
+
+    found = processes.map_rows(of_rows, len(held_out), max(1, local_batch // n), accelerator)
+    return [solved(tokenizer, ids, *rows) for rows in zip(*(part.unbind(1) for part in found), strict=True)]
+
+
+def solved(tokenizer: PreTrainedTokenizerBase, ids: TaskIds, responses: torch.Tensor, right: torch.Tensor) -> Solved:
+    stopped = torch.isin(responses, torch.tensor(ids.stops)).any(1)
+    return Solved(
+        texts=to_texts(tokenizer, responses, ids),
+        lengths=(responses != ids.pad).sum(1),
+        stopped=stopped.double(),
+        right=right,
+    )
+
+
+def evaluation(
+    held_out: Problems, kind_column: str, names: list[str], greedy: Solved, samples: list[Solved]
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Means of an evaluation, and the rows of evaluation.jsonl. names: of the verifiers, that of the run first."""
+    n, accuracy = len(held_out), greedy.right.mean(0)  # (verifiers,)
+    means = {f"eval/{name}": value for name, value in zip(names, accuracy.tolist(), strict=True)}
+    means["eval/standard_error"] = (accuracy[0] * (1 - accuracy[0]) / n).sqrt().item()
+    means |= {"eval/stopped": greedy.stopped.mean().item(), "eval/length": greedy.lengths.double().mean().item()}
+    means["eval/length_max"] = greedy.lengths.max().item()
+    for kind in sorted({*held_out.kinds} - {""}):
+        of_kind = torch.tensor([other == kind for other in held_out.kinds])
+        printable = repr(kind)[1:-1]  # a line break becomes \\n
+        means[f"eval/{names[0]}_{kind_column}_{printable}"] = greedy.right[of_kind, 0].mean().item()
+    columns = {"prompt": held_out.texts, "answer": held_out.answers, "kind": held_out.kinds}
+    columns |= {"response": greedy.texts, "tokens": greedy.lengths.tolist()}
+    columns |= {name: greedy.right[:, i].tolist() for i, name in enumerate(names)}
+    if samples:
+        right = torch.stack([one.right[:, 0] for one in samples], 1)  # (problems, samples)
+        correct = right.sum(1).long().tolist()
+        # [V98] The mean of all samples, and how often one of k would be correct.
+        #       trainer/ppo/metric_utils.py#L420-L640
+        means[f"eval/mean@{len(samples)}"] = right.mean().item()
+        if n > 1:  # one problem has no spread
+            means["eval/mean_standard_error"] = right.mean(1).std().item() / n**0.5
+        for k in (2**power for power in range(len(samples).bit_length())):
+            means[f"eval/pass@{k}"] = sum(rewards.pass_at_k(len(samples), c, k) for c in correct) / n
+        means["eval/sampled_length"] = torch.stack([one.lengths for one in samples]).double().mean().item()
+        columns["right_samples"] = correct
+        for name, wanted in (("a_right_sample", 1), ("a_wrong_sample", 0)):  # the first such, if there is one
+            numbers = [row.index(wanted) if wanted in row else None for row in right.tolist()]
+            columns[name] = [None if k is None else samples[k].texts[i] for i, k in enumerate(numbers)]
+    return means, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

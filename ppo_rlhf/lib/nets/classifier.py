@@ -1,0 +1,83 @@
+"""Reward models and critics as ordinary sequence-classification models.
+
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import copy
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ppo_rlhf.lib.base import files
+from ppo_rlhf.lib.nets import pretrained
+
+FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
+
+
+def check(config: PreTrainedConfig, base_model: str, trust_remote_code: bool) -> None:
+    """Raise an InputError if a base model cannot be saved as a classifier."""
+    with pretrained.model_errors(base_model), torch.device("meta"):
+        AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def save_reward_model(
+    folder: Path,
+    reward_model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict,
+    trust_remote_code: bool = False,
+) -> None:
+    """Save as an ordinary sequence-classification model that gives the same scores, gain and bias included.
+
+    The score of such a model is linear in the final hidden state and has no constant. So the gain goes into the
+    weight w of the score, and the constant c into the bias of the final layer norm, along w: w (h + c w / |w|^2)
+    = w h + c. Where that norm has no bias, c is in the configuration as `score_constant` and must be added.
+    `reward_head.safetensors` keeps what this changed, so that `load_reward_model` restores our model bit for bit.
+    """
+    # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+    backbone, pad_id = reward_model.lm_backbone.base_model, pretrained.vocabulary_size(tokenizer)
+    kept = {name: tensor for name, tensor in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
+    weight = reward_model.gain.detach() * reward_model.reward_head.weight.detach()  # (1, width)
+    constant = (reward_model.gain * reward_model.reward_head.bias + reward_model.bias).item()
+    # Some models refuse a padding id beyond their embedding, so it is set once the embedding has a row for it.
+    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"pad_token_id": None})
+    config.num_labels = 1
+    norm_bias = next((name for name in FINAL_NORM_BIASES if name in backbone.state_dict()), None)
+    config.score_constant = 0.0 if norm_bias else constant
+    classifier = AutoModelForSequenceClassification.from_config(
+        config, dtype=weight.dtype, trust_remote_code=trust_remote_code
+    ).to(weight.device)
+    classifier.base_model.load_state_dict(backbone.state_dict())
+    with torch.no_grad():
+        classifier.score.weight.copy_(weight)
+        if norm_bias:
+            kept[f"lm_backbone.{norm_bias}"] = backbone.state_dict()[norm_bias].clone()
+            classifier.base_model.state_dict()[norm_bias].add_(constant * weight[0] / (weight**2).sum())
+        rows = classifier.get_input_embeddings().num_embeddings
+        if rows <= pad_id:
+            classifier.resize_token_embeddings(pad_id + 1, mean_resizing=False)
+            classifier.get_input_embeddings().weight[rows:] = 0.0
+    classifier.config.pad_token_id = pad_id
+    classifier.save_pretrained(folder)
+    with_padding(tokenizer, pad_id).save_pretrained(folder)
+    save_file(kept, folder / "reward_head.safetensors")
+    files.give_usual_mode(folder)
+    files.write_json(folder / "ppo_rlhf.json", info)
+
+
+def with_padding(tokenizer: PreTrainedTokenizerBase, pad_id: int) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer that pads texts on the right with our padding id, or refuses to pad.
+
+    A sequence classifier reads the score at the last token that isn't the padding id of its configuration. If its
+    tokenizer padded with another id, such as the end of text, the score would be that of a padding token.
+    """
+    padding = copy.deepcopy(tokenizer)
+    padding.padding_side = "right"
+    padding.add_special_tokens({"pad_token": pretrained.PAD_TOKEN})
+    if padding.pad_token_id != pad_id:  # the ids have a hole, and the new token is in it
+        padding = copy.deepcopy(tokenizer)
+        padding.pad_token = None
+    return padding

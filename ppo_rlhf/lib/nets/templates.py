@@ -1,0 +1,220 @@
+"""What stands around a query: a chat template, or the token that a model expects first; and which tokens end a text.
+
+All chapters have two formats, --task.prompt_format:
+
+    plain   a query is the text itself, after the token that the tokenizer puts before every text, if it has one
+    chat    a query is the user's turn in the tokenizer's chat template, and the response is the assistant's turn
+
+Special tokens come from the template and from what was typed. In the texts of a data set their names are letters.
+
+Files and lines next to marks are those of verl-project/verl at commit b178a3c.
+"""
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ppo_rlhf.lib.base.errors import InputError, flag, say_once
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatArgs:
+    """The part of a task's arguments that says how a query becomes a prompt."""
+
+    prompt_format: Literal["plain", "chat"] = "plain"
+    """plain: a response continues the text of a query; chat: the query is the user's turn in the tokenizer's chat
+    template, and the response the assistant's"""
+    system_prompt: str | None = None
+    """first message of a chat, which may be empty; None: left to the chat template, which may have its own"""
+    template_options: str = ""
+    """variables of the chat template, separated by commas, such as enable_thinking=false"""
+
+
+def check(task: FormatArgs) -> None:
+    """Refuse arguments that cannot be meant."""
+    for name, default in (("system_prompt", None), ("template_options", "")):
+        if task.prompt_format == "plain" and getattr(task, name) != default:
+            raise InputError(
+                f"{flag(f'task.{name}')} is for a chat, and the prompts here are plain; leave it out, or add "
+                f"{flag('task.prompt_format')} chat"
+            )
+    options_of(task)
+
+
+def check_task(task: Any) -> None:
+    """Refuse numbers of chapter 1's task that cannot be meant."""
+    for name in ("query_length", "response_length", "temperature"):
+        if not getattr(task, name) > 0:
+            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    if not 0 <= task.truncate_after <= task.response_length:
+        raise InputError(
+            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
+        )
+
+
+def options_of(task: FormatArgs) -> dict[str, Any]:
+    """The template's variables. A value is JSON, such as false or 3, or else a text."""
+    found: dict[str, Any] = {}
+    for option in filter(None, map(str.strip, task.template_options.split(","))):
+        name, equals, value = map(str.strip, option.partition("="))
+        if not equals or not name.isidentifier():
+            raise InputError(
+                f"{flag('task.template_options')} {option!r} is not name=value; enable_thinking=false is, for example"
+            )
+        try:
+            found[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+# ---- Plain texts, and a template around a text -----------------------------------------------------------------
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that is data. Adds no special tokens, and treats the name of one as ordinary text."""
+    return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+
+
+@functools.lru_cache(maxsize=8)
+def first_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text by itself, such as BOS; for most models nothing."""
+    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    places = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return whole[: next(places, 0)]
+
+
+def start_of_plain(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids with which plain prompts begin; a line says so, if there are any."""
+    # [X19] Llama, Mistral and Gemma have never read a text without it.
+    if first := first_ids(tokenizer):
+        say_once(f"every prompt begins with {tokenizer.decode(first)}, as all texts do for this tokenizer")
+    return first
+
+
+PLACE = "\ue000query\ue000"  # in place of a query: private characters, which no template and no argument has
+
+
+def affixes(
+    task: FormatArgs, tokenizer: PreTrainedTokenizerBase, before: str = "", after: str = ""
+) -> tuple[list[int], list[int]]:
+    """Token ids that come before and after every query. before, after: texts around it in the user's turn."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    if task.prompt_format == "plain":
+        return [*start_of_plain(tokenizer), *encode(before)], encode(after)
+    message = {"role": "user", "content": f"{before}{PLACE}{after}"}
+    around = render([*system_of(task), message], task, tokenizer).split(PLACE)
+    if len(around) != 2:
+        raise InputError(
+            f"the tokenizer's chat template shows a message {len(around) - 1} times; it must be once, or "
+            f"{flag('task.prompt_format')} plain"
+        )
+    return encode(around[0]), encode(around[1])
+
+
+def system_of(task: FormatArgs) -> Messages:
+    # [V02] No system message is another thing than an empty one: for the first, some templates have a text.
+    return [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+
+
+def render(messages: Messages, task: FormatArgs, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Messages in the tokenizer's chat template, up to the beginning of the reply."""
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{flag('task.prompt_format')} chat: the tokenizer has no chat template; plain prompts need none"
+        )
+    options = options_of(task)
+    for name in options:
+        if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
+            raise InputError(
+                f"{flag('task.template_options')} {name}: the tokenizer's chat template has no such variable"
+            )
+    try:
+        # [V01] The messages, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program, and may raise anything
+        raise InputError(
+            f"the tokenizer's chat template fails on these messages: {type(error).__name__}: {error}; "
+            f"{flag('task.prompt_format')} plain does without a template"
+        ) from error
+
+
+# ---- Names of special tokens in texts that people wrote --------------------------------------------------------
+
+BREAK = "\ufdd0"  # a code point that is no character; within the name of a special token it makes letters of it
+
+
+@functools.lru_cache(maxsize=8)
+def names_of_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Longest first, as the tokenizer finds them."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(added | {*tokenizer.all_special_tokens}, key=len, reverse=True)
+
+
+def as_letters(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A text for a template's message in which `encode` reads the names of special tokens as letters."""
+    # [V114] Nobody ends a turn by writing its mark.
+    names = "|".join(map(re.escape, names_of_special_tokens(tokenizer)))
+    return re.sub(names, lambda found: f"{found[0][0]}{BREAK}{found[0][1:]}", text) if names else text
+
+
+def encode(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a rendered template. What went through as_letters is text; all else may name special tokens."""
+    names = "|".join(re.escape(f"{name[0]}{BREAK}{name[1:]}") for name in names_of_special_tokens(tokenizer))
+    parts = re.split(f"({names})", rendered) if BREAK in rendered else [rendered]
+    ids = [
+        encode_text(tokenizer, shown(part))
+        if i % 2
+        else tokenizer.encode(part, add_special_tokens=False, verbose=False)
+        for i, part in enumerate(parts)
+    ]
+    return [token for part in ids for token in part]
+
+
+def shown(rendered: str) -> str:
+    """A rendered template as people read it."""
+    return rendered.replace(BREAK, "")
+
+
+# ---- How a text ends -------------------------------------------------------------------------------------------
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:
+    """All ids that end a text: the tokenizer's, and those that the model's generation_config.json names.
+
+    generation_config: None is that of the model whose tokenizer load_tokenizer has loaded.
+    """
+    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
+    #       workers/fsdp_workers.py#L945-L949
+    generation_config = generation_config or getattr(tokenizer, "generation_config", None)
+    theirs = generation_config.eos_token_id if generation_config else None
+    ends = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None}
+    if any(type(end) is not int for end in ends):
+        raise InputError(f"the model's generation_config.json names the token {theirs!r} as its end; give its number")
+    return tuple(sorted(ends))
+
+
+def all_ends(tokenizer: PreTrainedTokenizerBase, stop_id: int | None) -> int | tuple[int, ...] | None:
+    """A stop token, or all ends of a text if it is one of several."""
+    ends = end_ids(tokenizer)
+    return ends if stop_id in ends and len(ends) > 1 else stop_id
+
+
+def sampling_config(
+    own: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, temperature: float
+) -> GenerationConfig:
+    """The generation_config.json of a policy: how it was sampled in training. own: that of the base model."""
+    # [V14] With the base model's top-k or penalty, the library would write as no policy was trained to.
+    ids = {name: getattr(own, name, None) for name in ("bos_token_id", "pad_token_id")}
+    ends = end_ids(tokenizer, own)
+    ids["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
+    return GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0, **ids)

@@ -1,0 +1,201 @@
+"""Scorers of texts that are the user's functions: import them, call them, and say in one line what they do wrong.
+
+Such a function may raise anything and return anything, so its results are checked and its side effects undone.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.nets import templates
+from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401 chapter 2 finds it here
+
+# Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
+Scorer = Callable[..., torch.Tensor]
+
+# Older runs name these modules as they were called then.
+MOVED = {"ppo_rlhf.tales": "ppo_rlhf.worlds.tales", "ppo_rlhf.tldr_tales": "ppo_rlhf.worlds.posts"}
+
+
+def text_scorer(
+    name: str,
+    field: str,
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: int,
+    *,
+    with_references: bool = False,
+    on_all_processes: bool = False,
+) -> Scorer:
+    """A scorer that calls the function `package.module:name`: (queries, truncated responses) -> list of floats.
+
+    The function gets nothing of a response from its first end-of-text token on.
+
+    A function with a third parameter (see takes_references) also gets the reference answers, or a list of None if the
+    data has none. with_references: whether the data has reference answers.
+
+    on_all_processes: all processes call the scorer together, each with its own texts. If it fails on one, it fails on
+    all.
+    """
+    what = f"{flag(field)} {name}"
+    function = import_function(name, field)
+
+    def decode(tokens: torch.Tensor) -> list[str]:
+        return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
+
+    def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
+        ends = responses.new_tensor(templates.end_ids(tokenizer))
+        written = responses.masked_fill(torch.isin(responses, ends).cumsum(1) > 0, pad_id)
+        decoded = [decode(tokens) for tokens in (queries, written)]
+        answers = [None] * len(queries) if references is None else decode(references)
+        scores, problem = score_texts(function, what, *decoded, answers)
+        if on_all_processes:
+            launch.fail_together(problem)
+        elif problem:
+            raise InputError(problem)
+        return torch.tensor(scores).to(queries.device)
+
+    answers = ["A reference."] * 2 if with_references else [None] * 2
+    with contextlib.chdir("."):
+        _, problem = score_texts(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
+    if problem:
+        raise InputError(problem)
+    return score
+
+
+def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str], Scorer]) -> dict[str, Scorer]:
+    """The scorer of a function that is only logged, under the function's name. Empty if no function is named.
+
+    taken: names that the run logs anyway. of_texts: makes a scorer, as text_scorer does, from the function's name and
+    the argument's.
+    """
+    if not name:
+        return {}
+    own_name = re.split("[:.]", name)[-1]
+    if own_name in taken:
+        raise InputError(f"{flag('rewards.monitor')} {name}: the name {own_name} is taken; rename the function")
+    return {own_name: of_texts(name, "rewards.monitor")}
+
+
+def import_function(name: str, field: str) -> Callable:
+    """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
+    module, _, path = name.partition(":")
+    module = MOVED.get(module, module)
+    if not path or module.endswith(".py") or module.startswith("."):
+        module = ".".join(Path(module.removesuffix(".py")).parts).lstrip(".")
+        wanted = f"{module}:{path or 'name'}"
+        raise InputError(f"{flag(field)} {name}: write a module and the name of a function in it, as in {wanted}")
+    try:
+        if importlib.util.find_spec(module.split(".")[0]) is None:
+            sys.path.append("")
+        with contextlib.chdir("."), contained():  # the import may change the current folder
+            function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
+        said = f"{type(error).__name__}: {error}"
+        if place := place_in_code(error):
+            raise InputError(f"{flag(field)} {name}: {module} could not be imported: {said} ({place})") from error
+        raise InputError(f"{flag(field)} {name}: {said}; write package.module:name") from error
+    if not callable(function):
+        raise InputError(f"{flag(field)} {name}: that is no function")
+    return function
+
+
+def import_functions(shaping: Any) -> None:
+    """Import the functions that these arguments of a script, its `rewards`, name, and drop them.
+
+    An InputError says which is not there, before a script loads or downloads anything else.
+    """
+    for field in ("function", "monitor"):
+        if name := getattr(shaping, field, ""):
+            import_function(name, f"rewards.{field}")
+
+
+def place_in_code(error: BaseException) -> str:
+    """File and line of the user's code that raised an error, or of its syntax error; empty if it is from here."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    machinery = ("<frozen ", __file__, importlib.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(machinery)]
+    return places[-1] if places else ""
+
+
+def score_texts(
+    function: Callable,
+    what: str,
+    queries: list[str],
+    responses: list[str],
+    references: Sequence[str | None],
+    none: float | None = None,
+) -> tuple[list[float], str]:
+    """Returns a function's scores, one finite number per response, and an empty text; or no scores and a line that
+    says what is wrong.
+
+    The function gets copies of the lists: queries, responses and, if it has a third parameter, references. what: the
+    function as the line names it. none: the number that replaces None among the scores; if none is None, the function
+    must not return None. If none is NaN, the function may return NaN too.
+    """
+    try:
+        texts = [queries, responses, references] if takes_references(function) else [queries, responses]
+        with contained():
+            returned = function(*map(list, texts))
+            # A loop over a text, a dict or a set gives no scores.
+            if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
+                kind = type(returned).__name__
+                return [], f"{what} returned a {kind}; it must return a list, one number per response"
+            scores = [float(none if score is None else score) for score in returned]
+    except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
+        where = f" ({place})" if (place := place_in_code(error)) else ""
+        return [], f"{what} failed when called with {len(queries)} texts: {type(error).__name__}: {error}{where}"
+    if len(scores) != len(responses):
+        return [], f"{what} returned {len(scores)} scores for {len(responses)} responses"
+    nan_counts_nowhere = none is not None and math.isnan(none)
+    for number, score in enumerate(scores):
+        if not math.isfinite(score) and not (math.isnan(score) and nan_counts_nowhere):
+            allowed = "finite, NaN or None" if nan_counts_nowhere else "finite"
+            return [], f"{what} returned {score} for text {number + 1} of {len(scores)}; scores must be {allowed}"
+    if sys.stdout.closed:
+        return [], f"{what} closed sys.stdout, which the run prints to; it must leave that open"
+    return scores, ""
+
+
+def takes_references(function: Callable) -> bool:
+    """Whether a function of texts has a third positional parameter, with or without a default.
+
+    *args and keyword-only parameters don't count: wrappers accept any number of arguments, and options are not meant
+    for texts.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return False
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 2
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Undo side effects of the user's code.
+
+    These are whether gradients are computed, where print() writes to, and the default dtype and device of tensors.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.redirect_stdout(sys.stdout):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)

@@ -1,0 +1,493 @@
+"""The command line: presets, --resume, and checks of what the arguments name.
+
+User errors end in a one-line message. Re-exported for scripts: names of arguments in messages (errors.py),
+the launcher's processes (launch.py), files of models (pretrained.py), and the rows that fit into memory (memory.py).
+
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tyro
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.lib.base import console, errors, files
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as  # noqa: F401
+from ppo_rlhf.lib.base.launch import (  # noqa: F401
+    PATIENCE,
+    WITHOUT_FLOAT64,
+    anew_with_lower,
+    check_equal,
+    check_finite,
+    check_update,
+    default_device,
+    device_of_noise,
+    launcher,
+    mean_over_processes,
+    rows_at_a_time,
+    split_evenly,
+    widened,
+)
+from ppo_rlhf.lib.nets import templates
+from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401
+    SAFETENSORS_ONLY,
+    check_model,
+    check_reward_model,
+    checked_model,
+    config_for_plots,
+    is_dropout,
+    load_head,
+    load_tokenizer,
+    model_errors,
+    one_token,
+    read_config,
+    vocabulary_size,
+    weight_files,
+    weights_dtypes,
+)
+from ppo_rlhf.lib.nets.templates import FormatArgs, affixes, all_ends, check_task, sampling_config  # noqa: F401
+from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401
+from ppo_rlhf.lib.services import run
+
+# ---- Presets and --resume --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunArgs:
+    """The arguments that every training script has; a script adds its own, and other defaults."""
+
+    preset: str = ""
+    """names a set of defaults"""
+    exp_name: str = ""
+    """name of this experiment"""
+    seed: int = 1
+    """seed of all random numbers"""
+    base_model: str = ""
+    """causal language model to start from: a folder, or a name on the hub"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of each layer of a trained network and compute the rest again in the backward pass; saves
+    memory, costs a forward pass"""
+    max_memory: float = 0.0
+    """GiB that a process may take, on its GPU if it has one; a memory knob; 0: as much as is free at the start"""
+    resume: str = ""
+    """folder of a run to resume: runs/<run>; its arguments are taken from there"""
+    save_interval: int = 50
+    """updates (of a reward model: steps) between checkpoints; 0: one at the end"""
+    keep_checkpoints: int | None = None
+    """how many of the newest checkpoints are kept; None: two, and one once the run has finished"""
+    track: bool = False
+    """log to the tracker as well"""
+    tracker: Literal["wandb", "trackio"] = "wandb"
+    """Weights & Biases; or Trackio, which needs no account and keeps everything on this machine"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on the tracker"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyRunArgs(RunArgs):
+    """What chapter 1's script of a policy adds to them, apart from the algorithm."""
+
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
+    compile: bool = False
+    """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
+    log_interval: int = 10
+    """updates between printed samples; 0: none"""
+    trace_interval: int = 0
+    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    trace_episodes: int = 8
+    """episodes of the batch that such a trace keeps, at most those of one process and one whitened group"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryArgs:
+    """Chapter 1's memory knobs. They change how rows are divided, and numbers only by rounding."""
+
+    local_micro_batch_size: int = 0
+    """episodes or labels per forward and backward pass on one process; a memory knob; 0: as many as fit"""
+    local_micro_batch_tokens: int = 0
+    """tokens of such a pass, padding included; a memory knob; 0: any number"""
+    local_rollout_batch_size: int = 0
+    """rows per pass without gradients on one process; a memory knob; 0: as many as fit, at most a batch"""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveKLArgs:
+    """Of a controller of the KL coefficient."""
+
+    target: float | None = None
+    """KL divergence from the reference to hold, in nats per response; None keeps `kl_coef` fixed"""
+    horizon: int = 10_000
+    """how slowly the coefficient follows, in episodes"""
+
+
+Args = TypeVar("Args")
+
+# Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
+MAY_CHANGE_NAMES = """
+    ppo.total_episodes resume judge track tracker wandb_project_name wandb_entity upload_model hf_entity
+    log_interval save_interval keep_checkpoints trace_interval trace_episodes gradient_checkpointing max_memory
+    ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size ppo.share_prefixes
+    local_micro_batch_size local_micro_batch_tokens local_rollout_batch_size workers ray_address vllm_python
+    gpus_per_worker time_out
+"""
+MAY_CHANGE = set(MAY_CHANGE_NAMES.split())
+
+
+def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:
+    """Read the command line: --preset chooses the defaults, every other flag overrides one.
+
+    With --resume runs/<run>, the defaults are the arguments that the run was started with.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    resume, preset = flag_value(argv, "--resume"), flag_value(argv, "--preset")
+    if resume:
+        meta = run.read_meta(Path(resume))
+        saved = saved_args(type(next(iter(presets.values()))), Path(resume), meta["args"], meta.get("commit"))
+        args = parse(type(saved), argv, description, default=dataclasses.replace(saved, resume=resume))
+        check_same_arguments(saved, args)
+        return args
+    if preset is not None and preset not in presets:
+        raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
+    default = presets[preset] if preset else next(iter(presets.values()))
+    args = parse(type(default), argv, description, default=default)
+    from ppo_rlhf.lib.data import label_files
+
+    if (fitting := label_files.preset_of(args, presets, default)) is default:
+        return args
+    return dataclasses.replace(parse(type(default), argv, description, default=fitting), preset=fitting.preset)
+
+
+COMMAND = re.compile(r"^ +(?:python|torchrun|accelerate launch) .*\n?", re.MULTILINE)
+
+
+def parse(cls: type[Args], argv: list[str] | None = None, description: str | None = None, **options: Any) -> Args:
+    """Read the command line with tyro.
+
+    --help ends with the commands of the description, because tyro would break a long one into several lines, which
+    cannot be copied.
+    """
+    try:
+        return tyro.cli(cls, args=argv, description=COMMAND.sub("", description or ""), **options)
+    except SystemExit as end:
+        if end.code == 0 and (commands := COMMAND.findall(description or "")):
+            print("".join(commands).rstrip())
+        raise
+
+
+def run_script(main: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
+    """main(arguments of the command line); a user error ends in one line and exit status 2."""
+    errors.run_script(lambda: main(parse(sys.argv[1:])))
+
+
+def flag_value(argv: list[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`, the last one if there are several."""
+    value = None
+    for i, word in enumerate(argv):
+        if word == name and i + 1 < len(argv):
+            value = argv[i + 1]
+        elif word.startswith(name + "="):
+            value = word.split("=", 1)[1]
+    return value
+
+
+def saved_args(cls: type[Args], folder: Path, values: dict[str, Any], begun: str | None) -> Args:
+    """The arguments that meta.json in a run's folder holds. begun: the commit there."""
+    known, saved = argument_names(cls), set(files.flatten(values))
+    if saved < known and begun != run.commit():
+        new = sorted(known - saved)
+        raise InputError(
+            f"--resume {folder}: the run was begun at commit {begun or 'unknown'}, by a version or a script without "
+            f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''}; resume it with that"
+        )
+    try:
+        args = from_dict(cls, values)
+        check_values(args)
+        return args
+    except InputError as error:
+        raise InputError(
+            f"--resume {folder}: meta.json is not that of this script's runs, or damaged: {error}"
+        ) from error
+
+
+def argument_names(cls: type, prefix: str = "") -> set[str]:
+    """The names of all arguments, such as ppo.lr."""
+    names: set[str] = set()
+    for name, hint in typing.get_type_hints(cls).items():
+        nested = dataclasses.is_dataclass(hint)
+        names |= argument_names(hint, f"{prefix}{name}.") if nested else {prefix + name}
+    return names
+
+
+def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
+    """The inverse of dataclasses.asdict for nested dataclasses."""
+    hints = typing.get_type_hints(cls)
+    if not isinstance(values, dict) or set(values) != set(hints):
+        differing = sorted(set(hints) ^ set(values if isinstance(values, dict) else ()))
+        raise InputError(f"its arguments differ in {', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}")
+    arguments = {}
+    for name, hint in hints.items():
+        nested = dataclasses.is_dataclass(hint)
+        arguments[name] = from_dict(hint, values[name]) if nested else values[name]
+        if not nested and not files.fits(values[name], hint):
+            raise InputError(f"its argument {name} is {values[name]!r}, which it cannot be")
+    return cls(**arguments)
+
+
+def check_same_arguments(saved: Any, args: Any) -> None:
+    """Refuse to resume with other arguments than the saved ones, except those that may change; print those."""
+    old, new = files.flatten(dataclasses.asdict(saved)), files.flatten(dataclasses.asdict(args))
+    allowed, refused = [], []
+    for name in old:
+        if old[name] != new[name] and name != "resume":
+            may_change = re.sub(r"^(sft|reward|policy)\.", "", name) in MAY_CHANGE
+            (allowed if may_change else refused).append(f"{name} {old[name]} -> {new[name]}")
+    if refused:
+        raise InputError(
+            f"--resume {args.resume}: {', '.join(refused)} would make it another run; "
+            f"only these may change: {', '.join(sorted(MAY_CHANGE - {'resume'}))}"
+        )
+    if allowed and errors.is_first_process():
+        print(f"resumed with {', '.join(allowed)}")
+
+
+# ---- Checks ----------------------------------------------------------------------------------------------------
+
+
+def above_zero(prefix: str, group: Any, *fields: str) -> None:
+    """Check that these fields of a dataclass are above 0. prefix: of their names on the command line."""
+    for field in fields:
+        if not getattr(group, field) > 0:
+            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be above 0")
+
+
+def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
+    """Check that these fields of a dataclass are not too small. prefix: of their names on the command line."""
+    for field in fields:
+        if getattr(group, field) < least:
+            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be at least {least}")
+
+
+def check_values(args: Any) -> None:
+    """Check what holds for every script's arguments: finite numbers, texts that are Unicode, and the like."""
+    values = files.flatten(dataclasses.asdict(args))
+    for name, value in values.items():
+        if isinstance(value, float) and not abs(value) < 3.4e38:  # the end of float32
+            raise InputError(f"{flag(name)} is {value}; it must be finite, in float32 too")
+        if isinstance(value, int) and not abs(value) < 2**63:
+            number = value if abs(value) < 10**30 else "a number of many digits"
+            raise InputError(f"{flag(name)} is {number}; it must be below 2^63")
+        if isinstance(value, str) and value.encode(errors="replace").decode() != value:
+            raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
+    if (folder := os.getcwd()).encode(errors="replace").decode() != folder:
+        raise InputError(f"the name of the current folder, {folder!r}, is not valid Unicode; start in another one")
+    if "max_memory" in values:
+        at_least(0, "", args, "max_memory")
+    if values.get("dtype") == "float64" and default_device().type in WITHOUT_FLOAT64:
+        raise InputError(f"{flag('dtype')} float64: {default_device().type}, an Apple GPU, has none; use float32")
+    if args.seed < 0:
+        raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
+    if values.get("keep_checkpoints") is not None:
+        at_least(1, "", args, "keep_checkpoints")
+    if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
+        raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
+    if "task.prompt_format" in values:
+        templates.check(args.task)
+    if values.get("track") or values.get("upload_model"):
+        from ppo_rlhf.lib.services import tracking
+
+        tracking.check(args, run.run_name(args, 10**9))
+
+
+def check_controller(adaptive_kl: Any, episodes: int) -> None:
+    """Refuse a target or a horizon that cannot be meant, with updates of so many episodes."""
+    if adaptive_kl.target is not None:
+        above_zero("rewards.adaptive_kl.", adaptive_kl, "target", "horizon")
+        check_horizon(adaptive_kl.horizon, episodes)
+
+
+def check_horizon(horizon: int, episodes: int) -> None:
+    """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
+    if episodes >= 5 * horizon:
+        raise InputError(
+            f"{flag('rewards.adaptive_kl.horizon')} {horizon}: an update of {flag('ppo.batch_size')} {episodes} "
+            f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
+            f"{episodes // 5 + 1} would do"
+        )
+
+
+# ---- Chapter 1 -------------------------------------------------------------------------------------------------
+
+# Names under objective/ that are taken, so no function to monitor can have them.
+OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
+OBJECTIVES |= {"kl_coef", "score_total", "scores", "function_score"}
+
+
+def check_ppo_arguments(args: Any) -> None:
+    """Refuse numbers of a policy's script that cannot be meant."""
+    check_values(args)
+    at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    at_least(1, "", args, "trace_episodes")
+    at_least(0, "rewards.", args.rewards, "kl_coef", "normalize_samples")
+    at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
+    above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
+    if args.ppo.value_head_lr is not None:
+        above_zero("ppo.", args.ppo, "value_head_lr")
+    check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PpoSizes:
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
+    local_groups: int
+    group_batch: int
+
+
+def ppo_sizes(ppo: Any, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
+    at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
+    slices = ppo.whiten_groups * ppo.nminibatches
+    what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
+    group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    # The original asks for eight episodes.   train_policy.py#L69-L75
+    if ppo.whiten_rewards and group_minibatch < 8:
+        raise InputError(
+            f"{typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
+            f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
+            f"{flag('ppo.batch_size')} {8 * slices} is enough; fewer {flag('ppo.whiten_groups')} need less"
+        )
+    rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", ppo.batch_size // num_processes)
+    rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
+    return PpoSizes(
+        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
+        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
+        batch=ppo.batch_size,
+        local_batch=ppo.batch_size // num_processes,
+        local_groups=local_groups,
+        group_batch=ppo.batch_size // ppo.whiten_groups,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardSizes:
+    """Sizes, from the arguments and the number of processes: labels, or samples to normalise on."""
+
+    steps: int
+    batch: int
+    local_batch: int
+    normalize_samples: int
+    local_normalize_samples: int
+    local_rollout_batch: int
+
+
+def reward_sizes(args: Any, num_processes: int) -> RewardSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    check_values(args)
+    above_zero("", args, "lr")
+    at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
+    at_least(0, "", args, "normalize_samples", "save_interval")
+    at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
+    local_batch = split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    local_rollout_batch = split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
+    if args.num_train % args.batch_size:
+        fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
+        raise InputError(
+            f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
+            f"{flag('num_train')} {fitting} is"
+        )
+    rows_at_a_time("", args, "local_micro_batch_size", local_batch)
+    # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
+    #       train_reward.py#L197-L199
+    normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
+    return RewardSizes(
+        steps=args.num_train // args.batch_size,
+        batch=args.batch_size,
+        local_batch=local_batch,
+        normalize_samples=normalize_samples,
+        local_normalize_samples=normalize_samples // num_processes,
+        local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
+    )
+
+
+def with_newest_reward_model(args: Any) -> Any:
+    """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
+    if args.rewards.trained_model or args.rewards.function or args.resume:
+        return args
+    if not (newest := run.newest_model(args.preset, "reward")):
+        raise InputError(
+            f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
+            f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"
+        )
+    console.say(f"reward model {newest}, the newest of the preset {args.preset}")
+    return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
+
+
+def rows_that_fit(*networks: Any, **sizes: Any) -> dict[str, int]:
+    """Rows of a pass; see lib/nets/memory.py."""
+    from ppo_rlhf.lib.nets import memory
+
+    return memory.rows_that_fit(*networks, **sizes)
+
+
+def checkpoint_layers(network: nn.Module) -> None:
+    """For --gradient_checkpointing; see lib/nets/layers.py."""
+    from ppo_rlhf.lib.nets import layers
+
+    layers.checkpoint_layers(network)
+
+
+Scorer = Callable[..., Tensor]  # token ids of queries and truncated responses -> scores (batch,)
+
+
+def has_own_scale(shaping: Any) -> bool:
+    """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
+    from ppo_rlhf.lib.nets import foreign
+
+    return bool(shaping.function) or foreign.is_foreign(shaping.trained_model)
+
+
+def load_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, pad_id: int, device: Any) -> Scorer:
+    """The user's function `package.module:name`, which all processes call together, or a model from elsewhere."""
+    from ppo_rlhf.lib.nets import foreign
+    from ppo_rlhf.lib.scoring import scorers
+
+    if name := args.rewards.function:
+        return scorers.text_scorer(name, "rewards.function", tokenizer, pad_id, on_all_processes=True)
+    return foreign.load_scorer(args, tokenizer, pad_id, dtype=weights_dtypes(args)[1], device=device)
+
+
+def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, Scorer]:
+    """The function that is only logged, under its name; an empty dictionary if there is none."""
+    if not name:
+        return {}
+    from ppo_rlhf.lib.scoring import scorers
+
+    of_texts = functools.partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
+    return scorers.load_monitor(name, OBJECTIVES, of_texts)

@@ -1,0 +1,387 @@
+"""Traces: a few episodes of an update with every number of every token, which report.py shows.
+
+traces/<update>.safetensors in a run's folder holds episodes of the batch, <update>_again.safetensors responses to
+queries that are the same each time. Its tensors are `tokens.<name>` (episodes, response_length), `episodes.<name>`
+(episodes,), `epochs.<name>` (episodes, epochs, response_length), which is what each epoch computed before its
+optimiser step, and `statistics.<name>` (episodes,) or (episodes, epochs), which is what an episode shares with
+others: the KL coefficient, the mean and deviation of its group, the divisor of its loss. The texts are in the
+metadata, so that a trace is read without the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf.lib.base import files, launch
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import lm
+
+TRACED = 8  # queries that are answered again each time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The episodes that are kept of an update (0-based)."""
+
+    update: int
+    again: bool  # whether the queries are the same each time, and not of the batch
+    queries: list[str]
+    responses: list[list[str]]  # the text of each token; empty for padding
+    tokens: dict[str, Tensor]  # (episodes, response_length)
+    episodes: dict[str, Tensor]  # (episodes,)
+    texts: dict[str, list[str]]  # more texts of each episode, such as reference answers
+    epochs: dict[str, Tensor] = field(default_factory=dict)  # (episodes, epochs, response_length)
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # (episodes,) or (episodes, epochs)
+
+
+def path_of(run_folder: Path, update: int, again: bool = False) -> Path:
+    return run_folder / "traces" / f"{update}{'_again' * again}.safetensors"
+
+
+def kept(run_folder: Path) -> list[tuple[int, bool]]:
+    """The traces in a folder: updates in their order, each with its flag `again`."""
+    names = (path.name for path in (run_folder / "traces").glob("*.safetensors"))
+    found = (re.fullmatch(r"([0-9]+)(_again)?\.safetensors", name) for name in names)
+    return sorted((int(match[1]), bool(match[2])) for match in found if match)
+
+
+def write(run_folder: Path, trace: Trace) -> None:
+    """Write to a temporary name, then rename: a reader never sees half a trace."""
+    tensors = {f"tokens.{name}": tensor for name, tensor in trace.tokens.items()}
+    for part in ("episodes", "epochs", "statistics"):
+        tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(trace, part).items()}
+    texts = {"queries": trace.queries, "responses": trace.responses, "texts": trace.texts}
+    path = path_of(run_folder, trace.update, trace.again)
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(copies, temporary, metadata={"texts": json.dumps(texts | {"sha256": checksum(copies, texts)})})
+        files.give_usual_mode(temporary)
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"the trace of update {trace.update} cannot be written ({error})") from error
+
+
+def checksum(tensors: dict[str, Tensor], texts: dict[str, Any]) -> str:
+    """One SHA-256 of everything in a trace."""
+    digest = hashlib.sha256(json.dumps(texts).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read(run_folder: Path, update: int, again: bool = False) -> Trace:
+    """The trace of an update; an InputError if the file is damaged."""
+    path = path_of(run_folder, update, again)
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in ("tokens", "episodes", "epochs", "statistics")}
+    try:
+        with safe_open(path, "pt") as file:
+            texts = json.loads(file.metadata()["texts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
+        written = texts.pop("sha256", None)  # older traces have none
+        if written not in (None, checksum(tensors, texts)):
+            raise ValueError("it is not what was written")
+        for name, tensor in tensors.items():
+            kind, column = name.split(".", 1)
+            parts[kind][column] = tensor
+        return Trace(update=update, again=again, **parts, **texts)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
+
+
+def cut(run_folder: Path, first_update: int) -> None:
+    """Remove the traces of an update and all after it, which will be made again."""
+    for update, again in kept(run_folder):
+        if update >= first_update:
+            path_of(run_folder, update, again).unlink()
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -> list[str]:
+    """The text that each token adds to those before it; empty for padding.
+
+    A character whose bytes are shared by several tokens belongs to the last of them.
+    """
+    found, start, whole = [], 0, 0  # a token is decoded after those from `start`; those before `whole` are shown
+    for end, token in enumerate(tokens, 1):
+        if token == pad_id:
+            found.append("")
+            start = whole = end
+            continue
+        before = tokenizer.decode(tokens[start:whole])
+        text = tokenizer.decode(tokens[start:end])
+        if text.endswith("\ufffd") and end < len(tokens):
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, whole = whole, end
+    return found
+
+
+def of_tokens(
+    update: int,
+    again: bool,
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: int,
+    queries: Tensor,
+    responses: Tensor,
+    tokens: dict[str, Tensor],
+    episodes: dict[str, Tensor],
+    texts: dict[str, list[str]],
+    epochs: dict[str, Tensor],
+    statistics: dict[str, Tensor],
+) -> Trace:
+    """The trace of as many episodes as `tokens` has rows; the other arguments may have more.
+
+    queries: (rows, context_length) and responses: (rows, response_length) token ids.
+    """
+    n = len(next(iter(tokens.values())))
+    return Trace(
+        update=update,
+        again=again,
+        queries=[tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
+        responses=[pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
+        tokens={"ids": responses[:n], **tokens},
+        episodes={name: values[:n] for name, values in episodes.items()},
+        texts={name: values[:n] for name, values in texts.items()},
+        epochs={name: values[:n] for name, values in epochs.items()},
+        statistics={name: values[:n] for name, values in statistics.items()},
+    )
+
+
+# ---- What the epochs of an update computed ---------------------------------------------------------------------
+
+# Rows of the local batch, and numbers of them, (rows, ...). A training loop appends what it has anyway.
+Seen = tuple[Tensor, dict[str, Tensor]]
+
+
+def of_epochs(seen: list[Seen], episodes: int) -> dict[str, Tensor]:
+    """The numbers of each epoch for the first rows of the local batch: (episodes, epochs, ...) under each name.
+
+    Every epoch sees a row once, so a number's k-th appearance is that of epoch k.
+    """
+    found: dict[str, list[list[Tensor]]] = {}
+    for rows, numbers in seen:
+        for name, tensor in numbers.items():
+            of_rows = found.setdefault(name, [[] for _ in range(episodes)])
+            for place, row in enumerate(rows.flatten().tolist()):
+                if row < episodes:
+                    of_rows[row].append(tensor.flatten(0, rows.dim() - 1)[place].detach())
+    return {name: torch.stack([torch.stack(of_row) for of_row in of_rows]) for name, of_rows in found.items()}
+
+
+def moments(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor] = torch.clone) -> tuple[Tensor, Tensor]:
+    """Mean and deviation with which `whiten` of the scripts scales values where the mask is True: two 0-d tensors."""
+    count, values = reduce(mask.sum()).clamp(min=1), launch.widened(values).masked_fill(~mask, 0)
+    mean = reduce(values.sum()) / count
+    variance = reduce(((values - mean).masked_fill(~mask, 0) ** 2).sum()) / count
+    return mean, (variance + 1e-8).sqrt()
+
+
+# ---- The recorder ---------------------------------------------------------------------------------------------
+
+# Numbers of tokens that a trace keeps. `scored` says what was scored, `mask` and `value_mask` what the losses count;
+# without them, everything.
+KEPT = {"scored", "mask", "value_mask", "tool", "logprobs", "sampler_logprobs", "ref_logprobs", "new_logprobs"}
+KEPT |= {"kl", "exact_kl", "rewards", "values", "new_values", "advantages", "returns", "weights"}
+KEPT |= {"entropies", "ratio", "clipped"}
+
+
+class Recorder:
+    """Keeps a few episodes of an update, and responses to queries that are the same each time.
+
+    A script's rollout may be of any type; `numbers` gives its tensors by name:
+
+        query_responses              token ids (rows, context_length + response_length)
+        the names of KEPT            numbers of tokens (rows, response_length)
+        any name, (rows,)            numbers of episodes, such as scores and stopped
+        any name, a dictionary       of more numbers of episodes
+        a name with a dot            a tensor under its name in the file, such as statistics.kept
+        seen                         what each pass of the update computed
+
+    Nothing else that it gives is kept.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_id: int,
+        *,
+        episodes: int,
+        after_update: Callable[[Any, slice], dict[str, Tensor]],
+        again: Callable[[float], Any],
+        cliprange: float | None = None,
+        numbers: Callable[[Any], Mapping[str, Any]] = vars,
+        texts: Callable[[Mapping[str, Any]], dict[str, list[str]]] = lambda numbers: {},
+    ):
+        """folder: of the run. episodes: how many to keep, at most those of one process.
+
+        after_update: (a rollout, its first rows) -> numbers of these rows by name: `new_logprobs` under the policy
+        after the update and what else the losses have. again: KL coefficient -> a rollout of the queries that are
+        the same each time. cliprange: of the policy's ratio, unless after_update says what is clipped. texts: more
+        texts of the episodes whose numbers it gets, by name.
+        """
+        self.folder, self.accelerator, self.tokenizer, self.pad_id = folder, accelerator, tokenizer, pad_id
+        self.episodes, self.after_update, self.again = episodes, after_update, again
+        self.cliprange, self.numbers, self.texts = cliprange, numbers, texts
+
+    @torch.no_grad()
+    def record(self, update: int, rollout: Any, kl_coef: float) -> None:
+        """Write both traces of an update. kl_coef: for the second one. Every process must call this."""
+        batch = self.numbers(rollout)
+        rows = slice(min(self.episodes, len(batch["logprobs"])))
+        found = {name: value for name, value in batch.items() if isinstance(value, Tensor | dict)}
+        found = {name: rows_of(value, rows) for name, value in found.items()} | self.after_update(rollout, rows)
+        found.setdefault("ratio", torch.exp(found["new_logprobs"] - found["logprobs"]))
+        if self.cliprange is not None:
+            clipped_ratio = found["ratio"].clamp(1 - self.cliprange, 1 + self.cliprange)
+            found["clipped"] = found["advantages"] * (clipped_ratio - found["ratio"]) < 0
+        seen = [*batch["seen"], *self._statistics(batch)]
+        for name, tensor in of_epochs(seen, rows.stop).items():
+            found[f"{'epochs' if tensor.dim() > 2 else 'statistics'}.{name}"] = tensor
+        self._write(update, False, found)
+
+        found = dict(self.numbers(self.again(kl_coef)))
+        found["statistics.kl_coef"] = torch.full((len(found["logprobs"]),), kl_coef, dtype=torch.float64)
+        self._write(update, True, found)
+
+    def _statistics(self, batch: Mapping[str, Any]) -> list[Seen]:
+        """Mean and deviation with which each minibatch was whitened, and how many tokens and values count in it.
+
+        The rows of a minibatch are (local_minibatch,) where all of it is whitened together, and (groups, rows) where
+        each group is by itself; of groups, the first is kept.
+        """
+        everything, found = torch.ones_like(batch["logprobs"], dtype=torch.bool), []
+        mask, value_mask = batch.get("mask", everything), batch.get("value_mask", everything)
+        total = partial(self.accelerator.reduce, reduction="sum")
+        for rows, numbers in batch["seen"]:
+            if "returns" not in numbers:
+                continue
+            counts = {"tokens": total(mask[rows].sum()), "values": total(value_mask[rows].sum())}
+            returns, reduce = numbers["returns"], total
+            if rows.dim() > 1:
+                rows, returns, reduce = rows[0], returns[0], torch.clone
+            of_rewards = moments(batch["rewards"][rows], value_mask[rows], reduce)
+            of_advantages = moments(returns - batch["values"][rows], mask[rows], reduce)
+            of_all = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True)) | counts
+            of_all |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
+            found.append((rows, {name: x.expand(rows.shape) for name, x in of_all.items()}))
+        return found
+
+    def _write(self, update: int, again: bool, numbers: Mapping[str, Any]) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        parts: dict[str, dict[str, Tensor]] = {part: {} for part in ("tokens", "episodes", "epochs", "statistics")}
+        for name, value in numbers.items():
+            if isinstance(value, dict):
+                parts["episodes"] |= value
+            elif "." in name:
+                kind, column = name.split(".", 1)
+                parts[kind][column] = value
+            elif isinstance(value, Tensor) and value.dim() == 1:
+                parts["episodes"][name] = value
+            elif name in KEPT:
+                parts["tokens"][name] = value
+        queries, responses = numbers["query_responses"].tensor_split([-numbers["logprobs"].shape[1]], dim=1)
+        trace = of_tokens(
+            update,
+            again,
+            tokenizer=self.tokenizer,
+            pad_id=self.pad_id,
+            queries=queries,
+            responses=responses,
+            **parts,
+            texts=self.texts(numbers),
+        )
+        write(self.folder, trace)
+
+
+def rows_of(numbers: Tensor | dict[str, Tensor], rows: slice) -> Tensor | dict[str, Tensor]:
+    return {name: x[rows] for name, x in numbers.items()} if isinstance(numbers, dict) else numbers[rows]
+
+
+# ---- What the scripts share -----------------------------------------------------------------------------------
+
+
+def scorer_of_traces(score: Callable[..., Tensor], function: str) -> Callable[..., Tensor]:
+    """The scorer for responses that only a trace shows: `score`, or one that says NaN where that calls a user's code.
+
+    function: what `score` calls, package.module:name, or an empty text. A function of the user's may count its calls
+    or draw random numbers, and a trace must not change a run's scores. Those of this package keep nothing.
+    """
+    if not function or function.startswith("ppo_rlhf."):
+        return score
+    return lambda queries, *_: torch.full((len(queries),), math.nan, device=queries.device)
+
+
+# ---- Of chapter 1 ----------------------------------------------------------------------------------------------
+
+
+def numbers_of_rollout(rollout: Any, pad_id: int) -> dict[str, Any]:
+    """The tensors of a Rollout of train_policy.py under the names that report.py knows."""
+    of_episodes = rollout.objectives
+    scores = {f"{name}s": of_episodes[name] for name in ("score", "raw_score")}
+    own = {"kl", "entropy", "score", "raw_score", "non_score_reward", "response_length", "sampler_gap"}
+    return vars(rollout) | {
+        "query_responses": rollout.context_responses,
+        "scored": rollout.truncated_responses != pad_id,
+        "objectives": scores | {name: x for name, x in of_episodes.items() if name not in own},
+    }
+
+
+def options_of_groups(
+    args: Any,
+    device: torch.device,
+    ids: Any,
+    stream: Any,
+    roll_out: partial,
+    advantages: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> dict[str, Any]:
+    """Of a Recorder. Arguments, ids and QueryStream: of chapter 1's script. The policy reads after the update, and
+    answers the first queries of the stream with the same noise each time.
+
+    roll_out: make_rollout with all but queries, noise and the KL coefficient. advantages: rewards and values
+    (groups, rows, response_length) -> advantages and returns. They are those of the first group, whitened over all
+    its episodes: what the losses had, if there is one minibatch.
+    """
+    models, length = roll_out.keywords, args.task.response_length
+    queries = stream.first(TRACED, ids.pad).to(device)  # (n, query_length)
+    uniforms = lm.episode_noise(args.seed, 0, len(queries), length).to(launch.device_of_noise(device))
+    group = args.ppo.batch_size // args.ppo.whiten_groups
+    reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": args.task.temperature}
+    harmless = {"reward": scorer_of_traces(models["reward"], args.rewards.function)}
+    harmless["monitor"] = {
+        name: scorer_of_traces(score, args.rewards.monitor) for name, score in models["monitor"].items()
+    }
+
+    def after_update(rollout: Any, rows: slice) -> dict[str, Tensor]:
+        new_logprobs, entropies, new_values = models["policy"](rollout.context_responses[rows], **reading)
+        of_group, returns = advantages(rollout.rewards[:group][None], rollout.values[:group][None])
+        numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
+        return numbers | {"advantages": of_group[0, rows], "returns": returns[0, rows]}
+
+    return {
+        "episodes": min(args.trace_episodes, group),
+        "after_update": after_update,
+        "again": partial(roll_out, queries, uniforms, **harmless),
+        "cliprange": args.ppo.cliprange,
+        "numbers": partial(numbers_of_rollout, pad_id=ids.pad),
+    }
