@@ -22,7 +22,7 @@ SCRIPTS = {  # not the files in small/, which are complete, and so repeat what t
     path.name: path.read_text()
     for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py"), *FOLDER.glob("rlvr_*.py")])
 }
-LIB = {name: (FOLDER / "lib" / f"{name}.py").read_text() for name in ("lm", "texts")}
+LIB = {name: (FOLDER / f"lib/{room}/{name}.py").read_text() for room, name in (("nets", "lm"), ("data", "texts"))}
 CHAPTER_1 = ("train_policy.py", "train_reward.py")
 DIFFERENT = {
     *("Args", "PRESETS", "train"),  # what makes a script

@@ -249,8 +249,10 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
 
 FOLDER = Path(train_policy.__file__).parent
 IN_STAGES = [
-    *(f"lib/{name}" for name in ("cli", "files", "hub", "label_files", "models", "posts", "processes", "rewards")),
-    *(f"lib/{name}" for name in ("checkpoints", "run", "scorers", "sources", "texts")),
+    *(f"lib/base/{name}" for name in ("checkpoints", "files", "hub", "processes")),
+    *(f"lib/data/{name}" for name in ("label_files", "posts", "sources", "texts")),
+    *(f"lib/{name}" for name in ("nets/models", "nets/templates", "rewards", "scoring/scorers")),
+    *(f"lib/services/{name}" for name in ("cli", "run")),
     "train_reward",
     "train_policy",
     "tldr_sft",

@@ -13,9 +13,8 @@ import torch
 from golden_models import golden, load_json
 from hypothesis import given, settings, strategies as st
 
-from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib import math_worker, rewards
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.scoring import math_worker
 
 TABLES = load_json("verl/scorers")
 
