@@ -371,7 +371,7 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_pa
     sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.whiten_groups 2"
     sizes += " --rewards.normalize_samples 16 --dtype bfloat16 --track"
     arguments = [*world_arguments(tiny_world), *f"{functions} {sizes}".split()]
-    run_script("train_policy.py", *arguments, folder=tmp_path)
+    run_script("train_policy.py", *arguments, folder=tmp_path, pictures=True)
     (row,) = metrics_of(only(tmp_path, "runs/*"))
     assert row["objective/length"] == pytest.approx(row["objective/function_score"], rel=1e-5)
     assert row["objective/length"] > 10
