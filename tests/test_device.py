@@ -223,10 +223,11 @@ def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
     words = rlvr_words(tiny_sums, *GRPO.split(), model=wide_model)
     folders = run_both(tmp_path, "rlvr_policy.py", words)
     check_numbers(*folders)
-    # Two passes of training, each with three waits: for the minibatch's number of tokens, for the tokens that are
-    # read, and for the lengths of rows that packing needs. Sampling 8 tokens looks once whether rows have ended.
+    # Two passes of training, each with five waits: for the minibatch's number of tokens, for the tokens that are
+    # read, for the lengths of rows that packing needs, and twice for the tokens, which are compared to find what rows
+    # begin with: by the plan of passes and by the model. Sampling 8 tokens looks once whether rows have ended.
     check_waits(
-        folders[1], {"generate": 4, "read": 1, "reference": 2, "score": 1, "advantages": 0, "passes": 7, "log": 7}
+        folders[1], {"generate": 4, "read": 1, "reference": 3, "score": 1, "advantages": 0, "passes": 11, "log": 7}
     )
     launched = stand_in.by_step(stand_in.load(folders[1] / "counts.json")[1])["generate"]["launch"]
     assert launched <= 710  # 8 tokens and a layer
