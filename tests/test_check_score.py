@@ -120,7 +120,7 @@ def test_an_adapter_may_change_what_it_likes_when_it_is_imported(tmp_path):
     """The default dtype, gradients, random numbers, the working folder; and it may read its arguments."""
     (tmp_path / "adapter.py").write_text(IMPORTED)
     done = run("adapter.py", folder=tmp_path)
-    assert done.returncode == 0 and "values only" not in done.stdout, done.stdout + done.stderr
+    assert done.status == 0 and "values only" not in done.stdout, done.stdout + done.stderr
 
 
 # A function may do without these, or nothing that they change is compared.

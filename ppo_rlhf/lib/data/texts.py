@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import templates
-from ppo_rlhf.lib.nets.pretrained import one_token, vocabulary_size
+from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib.nets.pretrained import one_token, vocabulary_size  # noqa: F401 later chapters find one_token here
 from ppo_rlhf.lib.nets.templates import encode_text  # noqa: F401 others find it here
 
 
@@ -66,7 +66,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=templates.all_ends(tokenizer, one_token(tokenizer, task.truncate_text, "truncate_text")),
+        stop=templates.all_ends(tokenizer, pretrained.one_token(tokenizer, task.truncate_text, "truncate_text")),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -84,8 +84,8 @@ class QueryStream:
         self.texts = sources.load_texts(task.query_dataset, split)
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.order, self.number = [], -1  # of the texts in one pass; which order it is
-        self.start_id = one_token(tokenizer, task.start_text, "start_text")
-        self.end_id = one_token(tokenizer, task.end_text, "end_text")
+        self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
             raise InputError(sources.no_query(self, split))
 
