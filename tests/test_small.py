@@ -470,7 +470,7 @@ def big_grpo(easy_sums, tmp_path_factory) -> Path:
     """The folder in which rlvr_policy.py has run."""
     folder = tmp_path_factory.mktemp("big_grpo")
     sizes = f"--ppo.batch_size {EPISODES} --ppo.total_episodes {UPDATES * EPISODES} --eval_samples 0 "
-    sizes += f"--dtype float64 --ppo.cliprange_low {GRPO['clip'][1]}"
+    sizes += f"--dtype float64 --ppo.no-share_prefixes --ppo.cliprange_low {GRPO['clip'][1]}"
     where = f"--preset sums-grpo --base_model {easy_sums}/model --task.problems {easy_sums}".split()
     result = launch("rlvr_policy.py", *where, *flags_of(GRPO), *sizes.split(), folder=folder)
     assert result.status == 0, result.stderr

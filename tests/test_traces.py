@@ -25,7 +25,7 @@ CONTINUATIONS = (
 )
 SUMMARIES = (
     "--rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.monitor letters:own --dtype float64 "
-    "--ppo.lr 0.01 --ppo.total_episodes 64 --rewards.normalize_samples 16 "
+    "--ppo.lr 0.01 --ppo.total_episodes 64 "
     "--ppo.batch_size 16 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 --eval_interval 0 --eval_posts 8 "
     "--keep_checkpoints 2"
 )
