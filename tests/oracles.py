@@ -104,7 +104,7 @@ def slow_whiten(x, lengths: list[int], keep_mean: bool = False) -> np.ndarray:
 
 
 def slow_rewards(scores, logprobs, ref_logprobs, lengths, kl_coef, estimator) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards and divergences; the score stands on the step after the last token, or on the last column."""
+    """Rewards and divergences; the step after the last token gets the score, or the last column does."""
     width = logprobs.shape[1]
     rewards, kl = np.zeros(logprobs.shape), np.zeros(logprobs.shape)
     for i, length in enumerate(lengths):

@@ -123,7 +123,7 @@ class Format:
     """what a message calls the second row"""
     written: Callable[[list[Any]], bytes] = lines_of
     sidecar: str = ""
-    """a file of facts beside it"""
+    """name of the file that holds facts about this one, if there may be one"""
 
 
 CHOICES = [

@@ -12,7 +12,7 @@
         --dtype bfloat16 --compile --output speed.json
 
 Everyone trains the same model on the same queries for the same number of episodes, minibatches and epochs, in
-processes of their own, by turns: ours, the peers, ours, the peers. The weights are random; only those of sums and of
+processes of their own, in turn: ours, the peers, ours, the peers. The weights are random; only those of sums and of
 smollm2-135m, the real model, are trained. The first update of a run warms up and does not count. Each figure is the
 median of all runs, with its range. What remains different is said below the table.
 

@@ -144,14 +144,36 @@ class AdaptiveKLArgs:
 Args = TypeVar("Args")
 
 # Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
-MAY_CHANGE_NAMES = """
-    ppo.total_episodes resume judge track tracker wandb_project_name wandb_entity upload_model hf_entity
-    log_interval save_interval keep_checkpoints trace_interval trace_episodes gradient_checkpointing max_memory
-    ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size ppo.share_prefixes
-    local_micro_batch_size local_micro_batch_tokens local_rollout_batch_size workers ray_address vllm_python
-    gpus_per_worker time_out
-"""
-MAY_CHANGE = set(MAY_CHANGE_NAMES.split())
+MAY_CHANGE = {
+    "ppo.total_episodes",
+    "resume",
+    "judge",
+    "track",
+    "tracker",
+    "wandb_project_name",
+    "wandb_entity",
+    "upload_model",
+    "hf_entity",
+    "log_interval",
+    "save_interval",
+    "keep_checkpoints",
+    "trace_interval",
+    "trace_episodes",
+    "gradient_checkpointing",
+    "max_memory",
+    "ppo.local_micro_batch_size",
+    "ppo.local_micro_batch_tokens",
+    "ppo.local_rollout_batch_size",
+    "ppo.share_prefixes",
+    "local_micro_batch_size",
+    "local_micro_batch_tokens",
+    "local_rollout_batch_size",
+    "workers",
+    "ray_address",
+    "vllm_python",
+    "gpus_per_worker",
+    "time_out",
+}
 
 
 def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:
