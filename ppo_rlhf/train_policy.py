@@ -83,7 +83,9 @@ class TaskArgs(cli.FormatArgs):
 
 SUMMARIES_TASK = {"query_length": 500, "query_suffix": "\n\nTL;DR:", "start_text": None, "response_length": 75}
 SUMMARIES_TASK |= {"truncate_text": "\n", "truncate_after": 55}
-UNCUT_TASK = {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
+REVIEWS_TASK = {"query_length": 12, "query_prefix": 'The critic wrote about the film: "', "response_length": 20}
+# Not cut at a stop: the score is on the last token, so tokens after a stop would get most of the text's credit.
+REVIEWS_TASK |= {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
 TASKS = {
     "sentiment": TaskArgs(),
     "descriptiveness": TaskArgs(),
@@ -93,9 +95,7 @@ TASKS = {
     "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
-    # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
-    # score is on the last token, so tokens after a stop would get most of the credit for what came before it.
-    "reviews": TaskArgs(**UNCUT_TASK, query_dataset="reviews", query_length=12, response_length=20),
+    "reviews": TaskArgs(**REVIEWS_TASK, query_dataset="reviews"),  # the first six words of sentences from reviews
 }
 
 # Controllers of the KL coefficient. The target is 6 nats per response. QUICK is for tales, which has few episodes.
@@ -175,11 +175,9 @@ class Args(cli.PolicyRunArgs):
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
-# A real language model and few episodes: two epochs of two minibatches, and a controller that reacts within them.
-REVIEWS = PpoArgs(
-    total_episodes=1_536, batch_size=32, nminibatches=2, noptepochs=2, lr=3e-5, value_head_lr=3e-3, whiten_groups=2
-)
-REVIEWS_KL = cli.AdaptiveKLArgs(target=4.0, horizon=200)
+# A real language model and few episodes: two steps an update, and a controller that reacts within 30 updates.
+REVIEWS = PpoArgs(total_episodes=1_920, batch_size=64, noptepochs=2, lr=5e-5, value_head_lr=3e-3, whiten_groups=1)
+REVIEWS_KL = cli.AdaptiveKLArgs(target=12.0, horizon=400)
 REVIEWS_REWARDS = RewardsArgs(kl_coef=0.05, adaptive_kl=REVIEWS_KL, monitor="ppo_rlhf.worlds.reviews:vader")
 PRESETS = {
     "sentiment": Args(),

@@ -75,7 +75,9 @@ class TaskArgs(cli.FormatArgs):
 
 SUMMARIES_TASK = {"query_length": 500, "query_suffix": "\n\nTL;DR:", "start_text": None, "response_length": 75}
 SUMMARIES_TASK |= {"truncate_text": "\n", "truncate_after": 55}
-UNCUT_TASK = {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
+REVIEWS_TASK = {"query_length": 12, "query_prefix": 'The critic wrote about the film: "', "response_length": 20}
+# Not cut at a stop: the score is on the last token, so tokens after a stop would get most of the text's credit.
+REVIEWS_TASK |= {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
 TASKS = {
     "sentiment": TaskArgs(),
     "descriptiveness": TaskArgs(),
@@ -85,9 +87,7 @@ TASKS = {
     "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
     "tales": TaskArgs(query_dataset="tales", query_length=24),
     "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
-    # The first six words of a sentence from a review, and the next 20 tokens. They are not cut at a stop token: the
-    # score is on the last token, so tokens after a stop would get most of the credit for what came before it.
-    "reviews": TaskArgs(**UNCUT_TASK, query_dataset="reviews", query_length=12, response_length=20),
+    "reviews": TaskArgs(**REVIEWS_TASK, query_dataset="reviews"),  # the first six words of sentences from reviews
 }
 
 

@@ -273,7 +273,7 @@ class Run:
                 self, self.meta["args"] | (config or {}) | {"commit": self.meta["commit"]}
             )
 
-    def _close_logs(self) -> None:
+    def close_logs(self) -> None:
         for close in self.closers:
             close()
 
@@ -498,7 +498,7 @@ class Run:
         for write in self.result_writers:
             write({name: value for name, value in results.items() if value is not None})
         if not self.args.upload_model:
-            self._close_logs()
+            self.close_logs()
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
         checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
@@ -517,7 +517,7 @@ class Run:
                     for write in self.result_writers:
                         write({f"model/{part}": address})
             finally:
-                self._close_logs()
+                self.close_logs()
         self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ class Run:
             files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
         self._saved = step
         if self._stopping:
-            self._close_logs()
+            self.close_logs()
             self._unlock()
             raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; {errors.how_to_go_on}")
 

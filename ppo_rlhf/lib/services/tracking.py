@@ -63,6 +63,7 @@ def open_wandb(run: Any, config: dict[str, Any]) -> None:
         )
     except wandb.errors.Error as error:
         if not run.args.resume:
+            run.close_logs()  # TensorBoard's thread still writes into the folder
             shutil.rmtree(run.folder)
         raise InputError(f"{flag('track')}: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
     run.save_meta(wandb_id=tracked.id)
