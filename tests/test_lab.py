@@ -13,13 +13,13 @@ import scipy.stats
 from matplotlib.figure import Figure
 
 from benchmark import lab
-from benchmark.experiments import arithmetic, critic, estimators, gdpo_and_ipo, staleness
-from ppo_rlhf import rlvr_async, rlvr_checks, rlvr_math, rlvr_policy
+from benchmark.experiments import arithmetic, critic, estimators, gdpo_and_ipo, people, staleness
+from ppo_rlhf import rlvr_async, rlvr_checks, rlvr_math, rlvr_policy, train_policy
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli
 
 DECLARED = critic.EXPERIMENT, staleness.EXPERIMENT, estimators.EXPERIMENT, arithmetic.EXPERIMENT
-DECLARED += (gdpo_and_ipo.EXPERIMENT,)
+DECLARED += gdpo_and_ipo.EXPERIMENT, people.EXPERIMENT
 EXPERIMENTS = {experiment.name: experiment for experiment in DECLARED}
 
 
@@ -116,6 +116,25 @@ def test_arithmetic_is_learned_by_three_methods(tmp_path):
         ppo = dataclasses.replace(plain.ppo, advantage=name, **change)
         assert read[name] == dataclasses.replace(plain, ppo=ppo), name
         assert not [*rlvr_checks.doubts(read[name])] and read[name].rewards.kl_loss_coef > 0
+
+
+def test_policies_of_people_differ_in_their_reward_model_and_its_penalty_alone(tmp_path):
+    read = {}
+    for name in people.VARIANTS:
+        (job,) = lab.jobs_of(people.EXPERIMENT, lab.Args(folder=tmp_path, seeds=1), name)
+        read[name] = args = cli.parse_args(train_policy.PRESETS, shlex.split(job.command)[2:])
+        assert args.trace_episodes == args.ppo.batch_size // args.ppo.whiten_groups  # all that the judge sees
+    learned_from = {name: args.rewards.trained_model.rpartition("/")[2] for name, args in read.items()}
+    assert learned_from == {"preset": "4800"} | {name: name for name in ("200", "1000", "4800", "4800-single")}
+    preset = read["preset"]
+    plain = {"log_interval": 0, "trace_interval": 3, "trace_episodes": 64, "rewards": preset.rewards}
+    assert preset == dataclasses.replace(train_policy.PRESETS["reviews"], **plain)
+    ppo = dataclasses.replace(preset.ppo, lr=1e-4, total_episodes=1280)
+    without = dataclasses.replace(preset.rewards.adaptive_kl, target=None)
+    for name in read.keys() - {"preset"}:
+        shaping = {"trained_model": f"../../rewards/{name}", "kl_coef": 0.01, "adaptive_kl": without}
+        rewards = dataclasses.replace(preset.rewards, **shaping)
+        assert read[name] == dataclasses.replace(preset, ppo=ppo, rewards=rewards)
 
 
 def test_variants_are_chosen_by_name_or_by_what_the_name_begins_with():
@@ -233,6 +252,25 @@ def test_report_of_arithmetic(tmp_path, capsys):
     ]
     kept = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").read_text().splitlines()]
     assert kept == [{"variant": "dr_grpo", "seed": seed, **answers[0]} for seed in (1, 2)]
+
+
+def test_report_of_people(tmp_path, capsys):
+    """Eight updates; the judge saw every third, liked the second best, and its means are of up to three of them."""
+    runs = tmp_path / "runs"
+    made_up(runs, "reward-200", 1, {"test_corr": 0.5}, {})
+    for seed, end in {1: 1.0, 2: 3.0}.items():
+        curves = {"objective/score": [9.0, 9.0] + [end] * 6, "objective/kl": [0.0, 1, 2, 3, 4, 5, 6, 7]}
+        curves |= {"objective/vader": [0.5] * 8, "ppo/val/var_explained": [0.25] * 8}
+        made_up(runs, "200", seed, {}, curves)
+        (run,) = (runs / f"200/seed{seed}/runs").iterdir()
+        meta = json.loads((run / "meta.json").read_text())
+        meta["args"]["rewards"] = {"trained_model": "../../rewards/200"}
+        (run / "meta.json").write_text(json.dumps(meta))
+        (run / "judged.json").write_text(json.dumps({"0": 0.0, "3": end, "6": -end}))
+    # The judge: end and -end are in the last six. The means are 0, end / 2 and 0, with KL 0, 1.5 and 3.
+    expected = ["2.00 ± 12.71", "0.00 ± 0.00", "0.50 ± 0.00", "4.50 ± 0.00", "1.00 ± 6.35", "1.50 ± 0.00"]
+    assert reported("people", tmp_path, capsys) == [["`200`", "2", "0.500", *expected]]
+    assert pd.read_csv(tmp_path / "out/updates.csv")["judge"].dropna().tolist() == [0, 1, -1, 0, 3, -3]
 
 
 def test_rows_of_runs_that_are_not_in_the_folder_are_kept(tmp_path):
