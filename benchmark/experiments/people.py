@@ -60,7 +60,7 @@ def train_rewards(args: Args) -> bool:
     names = dict.fromkeys(["judge", *("4800" if name == "preset" else name for name in lab.chosen(EXPERIMENT, args))])
     folder, script = EXPERIMENT.of(args).resolve(), shlex.quote(str(lab.ROOT / "ppo_rlhf/train_reward.py"))
     where = {"num_seeds": 1, "folder": folder, "any_commit": args.any_commit}
-    commands = {name: f"python {script} --preset reviews --log_interval 0 {REWARDS[name]}".strip() for name in names}
+    commands = {name: f"python {script} --preset reviews {REWARDS[name]}".strip() for name in names}
     jobs = {
         name: many_seeds.find_jobs(many_seeds.Args(name=f"reward-{name}", command=command, **where))[0]
         for name, command in commands.items()
