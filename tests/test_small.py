@@ -580,22 +580,25 @@ def test_a_world_that_is_not_there_is_one_line(name, world, given, tmp_path, mon
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *([] if given == "nothing" else ["--world", str(folder)])])
     with pytest.raises(SystemExit):
         small_file(name, {}).main()
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"no world in {folder}; build one with python ppo_rlhf/worlds/{world}.py")
+    said = f"error: there is no world in {folder}; build one with python ppo_rlhf/worlds/{world}.py\n"
+    assert capsys.readouterr().err == said
 
 
+HAS = "294 queries, 6 held-out ones and 96 choices"
 TOO_SMALL = {
-    "ppo": "has 294 queries and 96 choices; at least 1024 and more than 4992 are needed",
-    "grpo": "has 64 problems and 32 held-out ones; 70 updates of 32 need more",
+    "ppo": ("", f"{HAS}; at least 1024, 1 and 4993"),
+    "ppo, too large a batch": ("--batch 2000", f"{HAS}; at least 2000, 1 and 4993"),
+    "grpo": ("", "64 problems and 32 held-out ones; at least 2240 and 1"),
 }
 
 
 @pytest.mark.parametrize("name", TOO_SMALL)
 def test_a_world_that_is_too_small_is_refused_before_training(name, tiny_world, tiny_sums, monkeypatch, capsys):
-    module, world = small_file(name, {}), {"ppo": tiny_world, "grpo": tiny_sums}[name]
+    file, (flags, found) = name.partition(",")[0], TOO_SMALL[name]
+    module, world = small_file(file, {}), {"ppo": tiny_world, "grpo": tiny_sums}[file]
     module.evaluate = module.train_reward_model = lambda *_: pytest.fail("it has begun")
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--world", str(world)])
+    monkeypatch.setattr(sys, "argv", [f"{file}.py", "--world", str(world), *flags.split()])
     with pytest.raises(SystemExit) as ended:
         module.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith(TOO_SMALL[name])
+    assert capsys.readouterr().err == f"error: {world} has {found} are needed\n"

@@ -669,9 +669,12 @@ def test_a_policy_has_one_scorer_and_finds_the_newest_reward_model(args: Args, t
         "error: models/ has no reward model of the preset sentiment; train one with train_reward.py"
     )
     assert not list(tmp_path.iterdir())
-    for run_of in ("train_reward__sentiment__1__20", "other__sentiment__2__100", "train_reward__tales__1__999"):
-        (tmp_path / "models" / run_of / "reward").mkdir(parents=True)
-        (tmp_path / "models" / run_of / "reward/ppo_rlhf.json").write_text("{}")
+    names = ["train_reward__sentiment__1__20", "other__sentiment__2__100", "train_reward__tales__1__999"]
+    names += ["my__sentiment__1__tales__1__998", "tldr_reward__sentiment__1__997"]
+    for name in names:
+        task = {"comparisons": ""} if name.startswith("tldr") else {"query_dataset": ""}
+        (tmp_path / "models" / name / "reward").mkdir(parents=True)
+        (tmp_path / "models" / name / "reward/ppo_rlhf.json").write_text(json.dumps({"task": task}))
     (tmp_path / "models/train_reward__sentiment__1__1000/reward").mkdir(parents=True)  # not saved yet
     found = cli.with_newest_reward_model(unnamed)
     assert found.rewards.trained_model == "models/other__sentiment__2__100/reward"

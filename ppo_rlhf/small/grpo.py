@@ -164,11 +164,11 @@ def main() -> None:
     add("--clip", type=float, default=0.2, help="clip range of the probability ratio, around 1")
     args = parser.parse_args()
     if not (args.world / "problems_train.jsonl").is_file():
-        parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py")
+        parser.exit(2, f"error: there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py\n")
     problems, held_out = read_problems(args.world, "train"), read_problems(args.world, "test")[:512]
     if len(problems) < args.updates * args.prompts or not held_out:
-        needed = f"{args.updates} updates of {args.prompts} need more"
-        parser.error(f"{args.world} has {len(problems)} problems and {len(held_out)} held-out ones; {needed}")
+        found = f"{args.world} has {len(problems)} problems and {len(held_out)} held-out ones"
+        parser.exit(2, f"error: {found}; at least {args.updates * args.prompts} and 1 are needed\n")
     tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
     policy = AutoModelForCausalLM.from_pretrained(args.world / "model")
     evaluate(policy, tokenizer, held_out)

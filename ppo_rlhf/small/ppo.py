@@ -61,13 +61,13 @@ def main() -> None:
     add("--kl_horizon", type=float, default=1_000, help="the KL controller's time scale, in episodes")
     args = parser.parse_args()
     if not (args.world / "stories.txt").is_file():
-        parser.error(f"there is no world in {args.world}; build one with python ppo_rlhf/worlds/tales.py")
+        parser.exit(2, f"error: there is no world in {args.world}; build one with python ppo_rlhf/worlds/tales.py\n")
     tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
     queries, held_out = read_queries(args.world, tokenizer), read_queries(args.world, tokenizer, held_out=True)
     choices = json.loads((args.world / "labels/sentiment/offline_5k.json").read_text())
-    if len(queries) < 2 * RM_SAMPLES or len(choices) <= args.choices:
-        found = f"{args.world} has {len(queries)} queries and {len(choices)} choices"
-        parser.error(f"{found}; at least {2 * RM_SAMPLES} and more than {args.choices} are needed")
+    if len(queries) < (least := max(2 * RM_SAMPLES, args.batch)) or len(choices) <= args.choices or not len(held_out):
+        found = f"{args.world} has {len(queries)} queries, {len(held_out)} held-out ones and {len(choices)} choices"
+        parser.exit(2, f"error: {found}; at least {least}, 1 and {args.choices + 1} are needed\n")
     language_model = AutoModelForCausalLM.from_pretrained(args.world / "model", **GELU)
     reward_model = train_reward_model(args, choices, queries, language_model).requires_grad_(False)
     policy = train_policy(args, tokenizer, queries, language_model, reward_model)
@@ -284,7 +284,7 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
     stop, kl_coef = tokenizer.encode(".")[0], args.kl_coef
     for update in range(args.updates):
         with torch.no_grad():
-            # 1. The next queries, in random order. Each update has new ones: the policy learns to continue any story.
+            # 1. The next queries, in random order. They are new until all were used: it learns to continue any story.
             queries = all_queries.roll(-update * args.batch, dims=0)[: args.batch]  # (batch, QUERY_LENGTH)
 
             # 2. Generate responses. Compute log-probs and values, as step 7 will, which measures how far they move.
@@ -328,7 +328,7 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
                 clipped_losses = -advantages[mb_inds] * ratio.clamp(1 - args.clip, 1 + args.clip)
                 policy_loss = torch.maximum(losses, clipped_losses).mean()
                 # Values are clipped too, with the same maximum: returns are noisy, so no batch may move them far.
-                # The 0.5 makes the gradient the error. It reaches the policy, too, hence its small weight.
+                # The 0.5 makes the gradient the error. Critic and policy share a network, hence its small weight.
                 new_values, mb_values, mb_returns = value_head(states).squeeze(2), values[mb_inds], returns[mb_inds]
                 clipped_values = new_values.clamp(mb_values - args.value_clip, mb_values + args.value_clip)
                 errors, clipped_errors = (new_values - mb_returns) ** 2, (clipped_values - mb_returns) ** 2

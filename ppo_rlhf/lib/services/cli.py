@@ -462,7 +462,7 @@ def with_newest_reward_model(args: Any) -> Any:
     """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
     if args.rewards.trained_model or args.rewards.function or args.resume:
         return args
-    if not (newest := run.newest_model(args.preset, "reward")):
+    if not (newest := run.newest_model(args.preset, "reward", "query_dataset")):
         raise InputError(
             f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
             f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"

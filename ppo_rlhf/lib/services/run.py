@@ -18,7 +18,6 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 import contextlib
 import csv
 import dataclasses
-import glob
 import hashlib
 import importlib
 import importlib.metadata
@@ -604,12 +603,15 @@ def shared_timestamp() -> int:
     return broadcast_object_list([timestamp])[0]
 
 
-def newest_model(preset: str, part: str) -> Path | None:
-    """The newest models/<run>/<part> of a preset that was trained from here; None if there is none."""
+def newest_model(preset: str, part: str, task_field: str) -> Path | None:
+    """The newest models/<run>/<part> of a preset that was trained from here; None if there is none.
+
+    task_field: a field of the task that no other chapter's preset of this name has.
+    """
     found = {}  # by time stamp
-    for info in Path("models").glob(f"*__{glob.escape(preset)}__*__*/{part}/ppo_rlhf.json"):
-        timestamp = info.parents[1].name.rpartition("__")[2]
-        if timestamp.isdigit():
+    for info in Path("models").glob(f"*/{part}/ppo_rlhf.json"):
+        *_, own_preset, _, timestamp = ["", "", *info.parents[1].name.split("__")]
+        if own_preset == preset and timestamp.isdigit() and task_field in files.read_json(info).get("task", {}):
             found[int(timestamp)] = info.parent
     return found[max(found)] if found else None
 
