@@ -20,6 +20,7 @@ from benchmark import diagrams, lab
 from benchmark.curves import front_page
 from ppo_rlhf import (
     judge,
+    rlvr_args,
     rlvr_async,
     rlvr_policy,
     rlvr_tools,
@@ -237,6 +238,19 @@ def test_pages_can_be_read_in_an_evening(tmp_path):
     assert {name: words for name, words in pages.items() if not BUDGETS[name] - 300 < words <= BUDGETS[name]} == {}
     (tmp_path / "page.md").write_text("A [b c](d/e.md) 1.0 | ± f.\n```\nno no\n```\n![p q](r.png) s")
     assert words_by_hand(tmp_path / "page.md") == 5
+
+
+def test_pages_say_when_to_use_each_argument_of_chapter_3():
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "docs/reference/methods.md", ROOT / "benchmark/experiments/README.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    classes = [getattr(rlvr_args.Args(), name) for name in ("rewards", "ppo", "task")]
+    fields = {
+        field.name
+        for group in [*classes, rlvr_args.ToolsArgs(), rlvr_async.Args()]
+        for field in dataclasses.fields(group)
+    }
+    of_all_runs = {field.name for field in dataclasses.fields(cli.RunArgs)} | {"preset", "exp_name", "task", "ppo"}
+    assert [name for name in sorted(fields - of_all_runs) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_the_picture_of_the_first_page_is_of_the_demo():
