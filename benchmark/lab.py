@@ -3,21 +3,20 @@
 A script declares an Experiment: the command of each variant, what is measured of a finished run, the columns of the
 table, and the picture. This module runs the variants for every seed (with curves/many_seeds.py, which resumes), keeps
 what it measures in runs.csv (a row for each run) and updates.csv (a row for each update), and makes table and picture
-of these two alone. Means have 95 % intervals over seeds, Student's; a difference is taken seed by seed.
+of these two alone. Means have 95 % intervals over seeds, Student's.
 """
 
 import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import scipy.stats
 import tyro
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmark.curves import many_seeds
@@ -26,19 +25,13 @@ from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.services.run import read_meta
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmark" / "results"
-KEYS = ("part", "staleness", "variant", "way", "seed")  # whose run a row is, those of them that a table has
-
-# Of chapter 3's runs: arguments, columns of metrics.csv, and results of the last evaluation.
-QUIET = "--eval_samples 2 --eval_interval 0 --log_interval 0 --trace_interval 0 --save_interval 0"
-CORRECT = "objective/verifiable_correct_rate"
-SAMPLES, GREEDY = "eval/mean@2", "eval/gsm8k_strict"
+KEYS = ["variant", "seed"]  # whose run a row is
 
 
 @dataclass(frozen=True)
 class Args:
     only: tuple[str, ...] = ()
-    """which variants, by name or by what their names begin with, up to a hyphen; none: all"""
+    """which variants, by name; none: all"""
     seeds: int = 5
     """how many seeds of each"""
     first_seed: int = 1
@@ -51,24 +44,8 @@ class Args:
     """folder that gets runs.csv, updates.csv and <experiment>.md; by default benchmark/results/<experiment>"""
     pictures: Path = ROOT / "static"
     """folder that gets the picture"""
-    policy: str = ""
-    """other arguments of the training script than those that all variants have in common"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """A column of a table: mean and interval of a number."""
-
-    head: str
-    of: str
-    form: str = ".1f"
-    scale: float = 100
-    paired: bool = False
-    """whether it is the difference from the baseline's run of the same seed"""
-    optional: bool = False
-    """whether it is left out where runs.csv has no such column; otherwise its cells are empty"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +54,13 @@ class Experiment:
     script: str
     """the training script, below the root"""
     common: str
-    """arguments that all variants have, unless --policy gives others"""
-    fixed: str = QUIET
-    """further arguments that all have in any case"""
+    """arguments that all variants have"""
     variants: dict[str, str]
     """arguments by name"""
-    curves: tuple[str, ...] = (CORRECT,)
+    curves: tuple[str, ...]
     """columns of metrics.csv that updates.csv keeps, where a run has them"""
     measure: Callable[[Path, dict[str, Any], pd.DataFrame], dict[str, Any]]
     """(run's folder, its meta.json, its metrics.csv) -> what is measured of it"""
-    labels: Callable[[str], dict[str, Any]] = field(default=lambda name: {"variant": name})
-    """the columns of the CSVs that name a variant"""
     table: Callable[[pd.DataFrame], list[dict[str, str]]]
     """runs.csv -> rows"""
     picture: Callable[[pd.DataFrame, pd.DataFrame], Figure] | None = None
@@ -106,20 +79,16 @@ class Experiment:
 
 def chosen(experiment: Experiment, args: Args) -> list[str]:
     """Names of the variants that were asked for."""
-    found: dict[str, None] = {}
-    for word in args.only or experiment.variants:
-        names = [word] if word in experiment.variants else []
-        names = names or [name for name in experiment.variants if name.startswith(f"{word}-")]
-        if not names:
-            raise InputError(f"--only {word}: there are {', '.join(experiment.variants)}")
-        found |= dict.fromkeys(names)
-    return list(found)
+    for name in args.only:
+        if name not in experiment.variants:
+            raise InputError(f"--only {name}: there are {', '.join(experiment.variants)}")
+    return list(dict.fromkeys(args.only or experiment.variants))
 
 
 def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Job]:
     """The jobs of a variant, one for each seed."""
-    words = [args.policy or experiment.common, experiment.fixed, experiment.variants[name]]
-    command = " ".join(["python", shlex.quote(str(ROOT / experiment.script)), *filter(None, words)])
+    script = shlex.quote(str(ROOT / experiment.script))
+    command = f"python {script} {experiment.common} {experiment.variants[name]}".strip()
     where = {"name": name, "folder": experiment.of(args), "any_commit": args.any_commit}
     return many_seeds.find_jobs(
         many_seeds.Args(command=command, num_seeds=args.seeds, start_seed=args.first_seed, **where)
@@ -144,7 +113,7 @@ def finished_runs(experiment: Experiment, args: Args) -> Iterator[tuple[dict[str
             for file in (experiment.of(args) / name / f"seed{seed}" / "runs").glob("*/meta.json"):
                 meta = read_meta(file.parent)
                 if meta["finished"]:
-                    yield experiment.labels(name) | {"seed": seed}, file.parent, meta
+                    yield {"variant": name, "seed": seed}, file.parent, meta
 
 
 def report(experiment: Experiment, args: Args) -> int:
@@ -168,11 +137,8 @@ def draw(experiment: Experiment, args: Args) -> int:
     folder = experiment.of(args, output=True)
     runs, updates = (kept_table(folder / f"{name}.csv") for name in ("runs", "updates"))
     text = markdown(experiment.table(runs))
-    named = {"learning rate": "lr", "commit": "commit"}
-    words = [
-        f"{word}: {', '.join(sorted(set(runs[x].dropna().astype(str))))}" for word, x in named.items() if x in runs
-    ]
-    (folder / f"{experiment.name}.md").write_text(f"{text}\n± is a 95 % interval over seeds. {'; '.join(words)}\n")
+    commits = ", ".join(sorted(set(runs["commit"])))
+    (folder / f"{experiment.name}.md").write_text(f"{text}\n± is a 95 % interval over seeds. commit: {commits}\n")
     if experiment.picture:
         args.pictures.mkdir(parents=True, exist_ok=True)
         experiment.picture(runs, updates).savefig(args.pictures / f"{experiment.name}.png", dpi=110)
@@ -184,44 +150,35 @@ def keep_tables(folder: Path, runs: pd.DataFrame, updates: pd.DataFrame) -> None
     """runs.csv and updates.csv of a folder. Rows of other runs that they have already are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, fresh, form in (("runs", runs, "%.6g"), ("updates", updates, "%.5g")):
-        path, whose = folder / f"{name}.csv", [key for key in KEYS if key in fresh]
+        path = folder / f"{name}.csv"
         if path.is_file():
-            old = pd.read_csv(path, dtype={"commit": str})
-            others = old[~pd.MultiIndex.from_frame(old[whose]).isin(pd.MultiIndex.from_frame(fresh[whose]))]
+            old = kept_table(path)
+            others = old[~pd.MultiIndex.from_frame(old[KEYS]).isin(pd.MultiIndex.from_frame(fresh[KEYS]))]
             fresh = pd.concat([others, fresh], ignore_index=True)
-            places = {value: place for place, value in enumerate(fresh[whose[0]].unique())}
-            fresh = fresh.sort_values(whose[0], key=lambda column, places=places: column.map(places), kind="stable")
+            fresh = fresh.sort_values("variant", key=lambda names: pd.factorize(names)[0], kind="stable")
         fresh.to_csv(path, index=False, float_format=form)
 
 
 def kept_table(path: Path) -> pd.DataFrame:
     """A committed table."""
     try:
-        return pd.read_csv(path, dtype={"commit": str})
+        return pd.read_csv(path, dtype={"variant": str, "commit": str})  # either may be made of digits alone
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
 
 
-def command_line(commands: dict[str, Callable[[Any], int]], args: type, description: str, argv: list[str]) -> int:
-    """Run the command that the first argument names, with the other arguments as `args`; otherwise print the help."""
-    command, words = (argv[0], argv[1:]) if argv else ("", [])
-    if command in commands:
-        read = tyro.cli(args, args=words, description=description)
-        if read.seeds < (least := min(1, args().seeds)):
-            raise InputError(f"--seeds is {read.seeds}; it must be at least {least}")
-        return commands[command](read)
-    print(description)
-    return 0 if command in ("-h", "--help") else 2
-
-
-def main(experiment: Experiment, description: str) -> None:
-    """The command line of an experiment: run, report or draw."""
-    commands = {
-        name: lambda args, do=do: do(experiment, args)
-        for name, do in (("run", run), ("report", report), ("draw", draw))
-    }
+def main(experiment: Experiment, description: str, run: Callable[[Experiment, Args], int] = run) -> None:
+    """The command line of an experiment: run, report or draw. run: what a script does in place of the run above."""
+    commands = {"run": run, "report": report, "draw": draw}
+    command, words = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("", [])
+    if command not in commands:
+        print(description)
+        sys.exit(0 if command in ("-h", "--help") else 2)
+    args = tyro.cli(Args, args=words, description=description)
     try:
-        sys.exit(command_line(commands, Args, description, sys.argv[1:]))
+        if args.seeds < 1:
+            raise InputError(f"--seeds is {args.seeds}; it must be at least 1")
+        sys.exit(commands[command](experiment, args))
     except InputError as error:
         exit_with(str(error))
 
@@ -270,57 +227,4 @@ def cell(values: pd.Series, form: str) -> str:
     if not len(values):
         return ""
     mean, half = interval(list(values))
-    return f"{mean:{form}} ± {half:{form.removeprefix('+')}}"
-
-
-def rows_of(
-    runs: pd.DataFrame, columns: Sequence[Column], *, baseline: str = "", by: Sequence[str] = ("variant",)
-) -> Iterator[tuple[tuple, dict[str, str]]]:
-    """For each variant, the values of `by` that name it, and its row: seeds, then columns.
-
-    baseline: a condition on a run of the variant that paired columns are compared with, whose own cells stay empty.
-    """
-    compared = runs.query(baseline).set_index("seed") if baseline else None
-    for key, group in runs.groupby(list(by), sort=False):
-        own, row = group.set_index("seed"), {"seeds": str(len(group))}
-        for column in columns:
-            if column.optional and column.of not in own:
-                continue
-            values = own.get(column.of, pd.Series(dtype=float))
-            if column.paired:
-                same = len(group.query(baseline)) > 0
-                values = values.iloc[:0] if same else values - compared[column.of]
-            row[column.head] = cell(column.scale * values, column.form)
-        yield key, row
-
-
-# ---- Pictures --------------------------------------------------------------------------------------------------
-
-
-def draw_curve(
-    axes: Axes,
-    own: pd.DataFrame,
-    label: str,
-    *,
-    column: str = CORRECT,
-    smoothed: int = 7,
-    band: float = 0.0,
-    **style: Any,
-) -> None:
-    """Mean over seeds at each update, of each seed's mean over so many updates up to it; band: how visible the
-    interval is. So no point looks ahead, and the first stays where it is."""
-    if column not in own or own[column].isna().all():  # also if there are no rows
-        return
-    seeds = own.pivot(index="step", columns="seed", values=column).dropna()
-    seeds = seeds.rolling(smoothed, min_periods=1).mean()
-    mean, half = map(pd.Series, zip(*(interval(list(row)) for row in seeds.to_numpy()), strict=True))
-    (line,) = axes.plot(seeds.index, mean, label=label, linewidth=1.6, **style)
-    if band:
-        axes.fill_between(seeds.index, mean - half, mean + half, color=line.get_color(), alpha=band, linewidth=0)
-
-
-def finish_panel(axes: Axes, title: str, xlabel: str = "update") -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel(xlabel, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
+    return f"{mean:{form}} ± {half:{form}}"

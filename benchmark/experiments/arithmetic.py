@@ -83,7 +83,6 @@ EXPERIMENT = lab.Experiment(
     name="arithmetic",
     script="ppo_rlhf/rlvr_policy.py",
     common="--preset arithmetic --log_interval 0",
-    fixed="",
     variants=VARIANTS,
     curves=tuple(CURVES.values()),
     measure=measure,

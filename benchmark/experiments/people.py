@@ -16,7 +16,6 @@ The reward models and the judge have one seed, and are trained first; the polici
 """
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from benchmark import lab
 from benchmark.curves import many_seeds
 from benchmark.lab import Args, cell
 from ppo_rlhf import sample
-from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import read_json, write_json
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import cli, traces
@@ -166,7 +164,10 @@ def picture(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
     panels = {"score": "its reward model", "judge": "the judge", "VADER": "VADER"}
     for axes, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         draw_against_kl(axes, shown, CURVES[name])
-        lab.finish_panel(axes, title, "KL, nats")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("KL, nats", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure
 
@@ -175,7 +176,6 @@ EXPERIMENT = lab.Experiment(
     name="people",
     script="ppo_rlhf/train_policy.py",
     common="--preset reviews --log_interval 0 --trace_interval 3 --trace_episodes 64",  # the whole batch
-    fixed="",
     variants=VARIANTS,
     curves=tuple(CURVES.values()),
     measure=measure,
@@ -184,18 +184,10 @@ EXPERIMENT = lab.Experiment(
 )
 
 
-def run(args: Args) -> int:
+def run(experiment: lab.Experiment, args: Args) -> int:
     """Train reward models, then policies, and report. Returns the exit status."""
-    return lab.run(EXPERIMENT, args) if train_rewards(args) else 1
+    return lab.run(experiment, args) if train_rewards(args) else 1
 
 
 if __name__ == "__main__":
-    commands = {
-        "run": run,
-        "report": lambda args: lab.report(EXPERIMENT, args),
-        "draw": lambda args: lab.draw(EXPERIMENT, args),
-    }
-    try:
-        sys.exit(lab.command_line(commands, Args, __doc__, sys.argv[1:]))
-    except InputError as error:
-        exit_with(str(error))
+    lab.main(EXPERIMENT, __doc__, run)
