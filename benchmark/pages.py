@@ -171,7 +171,7 @@ def pairs_of_texts(first: int, last: int) -> list[dict]:
 
 
 FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (commits, meta, pairs_of_texts, paired, average, engines, star, zip, gained)
+FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained)
 
 
 WIDTH = 128

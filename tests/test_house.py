@@ -10,7 +10,6 @@ import pytest
 import ppo_rlhf
 
 PACKAGE = Path(ppo_rlhf.__file__).parent
-TRAINING = ("train_reward", "train_policy", "tldr_sft", "tldr_reward", "tldr_policy")
 PAGES_OF_CHAPTER_3 = ("rlvr_args", "rlvr_math", "rlvr_data", "rlvr_scores")
 Sources = dict[str, str]  # name of a module below ppo_rlhf -> its text
 
