@@ -408,7 +408,8 @@ def test_all_stages_of_chapter_2(stand_in, stages):
 def test_a_reward_model_learns_from_ratings_as_texts(stand_in, tmp_path, monkeypatch):
     """Two steps of chapter 1's preset, on the ratings of sentences of both lengths."""
     monkeypatch.chdir(tmp_path)
-    flags = "--preset reviews --num_train 16 --batch_size 8 --normalize_samples 16 --rollout_batch_size 16 --lr 0.01"
+    flags = "--preset reviews --num_train 16 --batch_size 8 --normalize_samples 16 --rollout_batch_size 16 --lr 0.01 "
+    flags += "--task.response_length 16"  # the stand-in has a token for each letter, and reads 64
     reward = train_reward.train(cli.parse_args(train_reward.PRESETS, flags.split()))
     assert (tmp_path / reward / "ppo_rlhf.json").exists()
     run = only(tmp_path, "runs/*")
