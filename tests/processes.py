@@ -8,6 +8,7 @@ script of ours, that one is a fork of it in the same way; any other command is e
 import contextlib
 import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -18,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 from matplotlib.figure import Figure
 
 from ppo_rlhf.lib.services import plots
@@ -61,6 +63,9 @@ def _run_script(words: Sequence[str], environment: dict[str, str]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    # huggingface_hub has read its variables when it was imported.
+    huggingface_hub.hf_api.api.endpoint = importlib.reload(huggingface_hub.constants).ENDPOINT
     if words[0] == "-m":
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -75,6 +80,7 @@ def _run_script(words: Sequence[str], environment: dict[str, str]) -> None:
 def _run_instead(words: Sequence[str], environment: dict[str, str], kept: Collection[int]) -> None:
     """Run a script in a child process that was about to execute a command, and end the process."""
     status = 1
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))  # not those of pytest
     try:
         above = 3
         for descriptor in [*sorted(kept), 2**16]:
@@ -114,8 +120,7 @@ class ForkingPopen(subprocess.Popen):
 
 
 def _is_ours(script: str) -> bool:
-    path = Path(script)
-    return path.parent == SCRIPTS or SCRIPTS.parent / "benchmark" in path.parents
+    return bool({SCRIPTS, SCRIPTS.parent / "benchmark"} & {*Path(script).parents})
 
 
 def _save_first_panel(figure: Figure, *arguments: Any, **options: Any) -> None:
@@ -189,3 +194,18 @@ def launch_together(
 ) -> list[Result]:
     """Run a script as so many processes to their end."""
     return [launched.wait() for launched in start_together(count, script, *arguments, folder=folder, **environment)]
+
+
+@contextlib.contextmanager
+def read_by_nobody() -> Iterator[None]:
+    """Within the block, standard output is a pipe whose reader has gone. At its end, what is left is flushed."""
+    kept, (reader, writer) = os.dup(1), os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.close(writer)
+    try:
+        with open(1, "w", closefd=False) as stdout, contextlib.redirect_stdout(stdout):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -17,11 +17,12 @@ the order of several streams. PyTorch calls the registration experimental, so a 
 """
 
 import contextlib
+import functools
 import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ppo_rlhf.lib.base import launch, processes
 from ppo_rlhf.lib.services import run
@@ -88,7 +88,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        ours = is_ours(kwargs.get("device")) or any(isinstance(x, StandInTensor) for x in tree_leaves((args, kwargs)))
+        ours = is_ours(kwargs.get("device")) or any(map(on_device, leaves(args, kwargs)))
         return compute(function, args, kwargs) if ours else function(*args, **kwargs)
 
 
@@ -116,6 +116,26 @@ def is_ours(device: Any) -> bool:
 
 def on_device(numbers: Any) -> bool:
     return isinstance(numbers, StandInTensor)
+
+
+# PyTorch's own functions for trees of arguments take longer than most operations.
+
+
+def leaves(args: Sequence, kwargs: dict[str, Any] | None = None) -> list[Any]:
+    """The arguments or results of an operation, of which some may be lists."""
+    found = []
+    for x in (*args, *(kwargs or {}).values()):
+        found += x if isinstance(x, list | tuple) else (x,)
+    return found
+
+
+def map_only(kind: type, function: Callable[[Any], Any], x: Any) -> Any:
+    """The same arguments or results, where the function has replaced those of a kind."""
+    if isinstance(x, kind):
+        return function(x)
+    if isinstance(x, dict):
+        return {key: map_only(kind, function, one) for key, one in x.items()}
+    return type(x)([map_only(kind, function, one) for one in x]) if isinstance(x, list | tuple) else x
 
 
 library_attention = torch.nn.functional.scaled_dot_product_attention
@@ -153,7 +173,7 @@ def compute(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
         wrapped[id(tensor.numbers)] = tensor
         return tensor.numbers
 
-    plain, options = tree_map_only(StandInTensor, unwrap, (args, kwargs))
+    plain, options = map_only(StandInTensor, unwrap, (args, kwargs))
     device = options.get("device")
     if device is not None:
         options = options | {"device": torch.device("cpu")}
@@ -163,17 +183,17 @@ def compute(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
     count(function, name, args, to_cpu=to_cpu)
     if to_cpu:
         return args[0] if name == "copy_" else result
-    made = [x.dtype for x in tree_leaves(result) if isinstance(x, Tensor)]
+    made = [x.dtype for x in leaves((result,)) if isinstance(x, Tensor)]
     if NAME in launch.WITHOUT_FLOAT64 and torch.float64 in made:
         raise RuntimeError(f"{name} makes float64, which the device does not have")
-    return tree_map_only(Tensor, lambda x: wrapped[id(x)] if id(x) in wrapped else StandInTensor(x), result)
+    return map_only(Tensor, lambda x: wrapped[id(x)] if id(x) in wrapped else StandInTensor(x), result)
 
 
 def check(function: torch._ops.OpOverload, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise a RuntimeError if CUDA would refuse the operation, because its tensors are on different devices."""
     if name in COPYING:
         return
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [x for x in leaves(args, kwargs) if isinstance(x, Tensor)]
     if name in INDEXING and on_device(args[0]):
         values = args[2:3] if "put" in name else ()
         tensors = [args[0], *(x for x in values if x.dim())]  # indices may be on the CPU, and so may a number
@@ -217,13 +237,19 @@ def count(function: torch._ops.OpOverload, name: str, args: tuple, *, to_cpu: bo
             counts[kind, place] += number
 
 
+@functools.cache
+def name_of(file: str) -> str:
+    """Where a file is in the package; empty elsewhere."""
+    return file.removeprefix(PACKAGE) if file.startswith(PACKAGE) else ""
+
+
 def our_lines() -> Place:
     """Where the package is, as the keys of `counts` say it."""
     frame, lines = sys._getframe(2), []
     while frame:
         code = frame.f_code
-        if code.co_filename.startswith(PACKAGE):
-            lines.append(f"{code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}:{code.co_name}")
+        if name := name_of(code.co_filename):
+            lines.append(f"{name}:{frame.f_lineno}:{code.co_name}")
         frame = frame.f_back
     return tuple(reversed(lines))
 
@@ -314,13 +340,13 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_then_call(function: torch._ops.OpOverload, how: str, *args, **kwargs) -> Any:
-    given = [x for x in tree_leaves((args, kwargs)) if may_cast(x)]
+    given = [x for x in leaves(args, kwargs) if may_cast(x)]
     dtype = {"low": torch.get_autocast_dtype(NAME), "full": torch.float32}.get(how)
     if how == "widest":
         dtype = max((x.dtype for x in given), key=lambda dtype: dtype.itemsize, default=None)
     with torch._C._DisableAutocast():
         if dtype is not None and kwargs.get("dtype") is None:
-            args, kwargs = tree_map_only(Tensor, lambda x: cast(x, dtype), (args, kwargs))
+            args, kwargs = map_only(Tensor, lambda x: cast(x, dtype), (args, kwargs))
         return function(*args, **kwargs)
 
 

@@ -3,8 +3,8 @@
 import functools
 import inspect
 import json
-import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import numpy as np
 import our_adapter
 import pytest
 import torch
-from processes import Result, launch
+from processes import ForkingPopen, Result, launch, read_by_nobody
 
 from ppo_rlhf.check import __main__ as command, calls, cases, child, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
@@ -34,6 +34,12 @@ def report_of(name: str, function: Callable) -> Report:
         else:
             answers[index] = command.numbers(message["outputs"]) if "outputs" in message else message["wrong"]
     return diagnosis.judge(name, answers, left_out)
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """The process of an adapter is a fork of this one."""
+    monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
 
 
 def run(*arguments: str | Path, folder: Path) -> Result:
@@ -440,12 +446,15 @@ def test_an_error_s_line_is_that_of_the_code_which_is_called(tmp_path):
     assert "(helper.py, line 5)" in done.stdout, done.stdout
 
 
-def test_the_list_can_be_cut_off_and_read_by_programs(tmp_path):
-    assert json.loads(run("--list", "--json", folder=tmp_path).stdout).keys() == set(cases.NAMES)
-    given = f"{sys.executable} -m ppo_rlhf.check --list | head -1"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(given, shell=True, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.stdout.startswith("truncate(") and not done.stderr
+def test_the_list_can_be_cut_off_and_read_by_programs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check", "--list", "--json"])
+    assert command.main() == 0
+    assert json.loads(capsys.readouterr().out).keys() == set(cases.NAMES)
+    sys.argv.pop()
+    assert command.main() == 0 and capsys.readouterr().out.startswith("truncate(")
+    with read_by_nobody(), pytest.raises(SystemExit) as end:
+        runpy.run_path(command.__file__, run_name="__main__")
+    assert end.value.code == 0
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf"])

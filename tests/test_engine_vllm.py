@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import ForkingPopen
 
 from ppo_rlhf.lib.base import checkpoints
 from ppo_rlhf.lib.base.errors import InputError
@@ -26,7 +27,9 @@ PAD, STOP = 30, 0
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
+    """Its process is a fork of this one. test_rlvr_async.py starts an interpreter."""
     monkeypatch.setenv("PYTHONPATH", FAKE)
+    monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
 
 
 def spec_of(world: Path, **settings) -> engine.Spec:

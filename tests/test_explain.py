@@ -5,16 +5,13 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from processes import OFFLINE, SCRIPTS
+from processes import read_by_nobody
 from runs import only, policy_arguments, posts_arguments, world_arguments
 from test_report import browser, data_of, opened  # noqa: F401, they are fixtures
 
@@ -470,9 +467,8 @@ RECORDED = """() => {
 
 def test_an_explanation_may_be_cut_off_and_needs_a_token_that_counts(trained, monkeypatch):
     folder = trained("gae")
-    command = f"{sys.executable} {SCRIPTS / 'report.py'} --run {folder} --explain 0 1 1 | true"
-    done = subprocess.run(command, shell=True, env=os.environ | OFFLINE, capture_output=True, text=True)
-    assert done.stderr == ""
+    with read_by_nobody():
+        report.report(report.Args(run=str(folder), explain=(0, 1, 1)))
     one_run = report.read_run(folder)
     unscored = {"episodes": [{"places": []}]}
     monkeypatch.setattr(report.OneRun, "traced_update", lambda *_: unscored)

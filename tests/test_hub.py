@@ -6,10 +6,7 @@ at one of the things that they loaded.
 
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from hub import folder_of, serve
+from processes import Result, launch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -215,16 +213,14 @@ def publish(root: Path) -> dict[str, list[float]]:
     return logits
 
 
-def run_client(folder: Path, address: str, *command: str | Path) -> subprocess.CompletedProcess:
+def run_client(folder: Path, address: str, script: str | Path, *arguments: str | Path) -> Result:
     """Run a script that asks the hub at an address and keeps in the folder what it gets."""
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    environment |= {"HF_ENDPOINT": address, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_token"}
-    words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, cwd=folder)
+    hub = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_token"}
+    return launch(script, *map(str, arguments), folder=folder, **hub)
 
 
-def loaded(result: subprocess.CompletedProcess) -> dict:
-    assert result.returncode == 0, result.stderr
+def loaded(result: Result) -> dict:
+    assert result.status == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -367,7 +363,7 @@ def test_hub_check_finds_what_is_missing(hub_root, tmp_path):
     rows.write_text('[{"text": "under another name"}]')
     with serve(tmp_path / "hub") as hub:
         incomplete = run_client(tmp_path, hub.address, hub_check.__file__)
-    assert incomplete.returncode == 1
+    assert incomplete.status == 1
     *lines, last = incomplete.stdout.splitlines()
     assert last == "4 of 19 are missing"
     missing = [line for line in lines if line.startswith("MISSING")]

@@ -6,13 +6,12 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from processes import launch
 from runs import explained_metrics
 
 from ppo_rlhf import report
@@ -308,15 +307,30 @@ def test_where_no_page_can_be_written_nothing_is_left(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "folder"] and os.listdir(elsewhere) == []
 
 
+READS_ASCII = """
+import builtins, io, runpy, sys
+
+as_told = open
+
+def open_ascii(file, mode="r", buffering=-1, encoding=None, *more, **named):
+    locale = "b" not in mode and encoding in (None, "locale")
+    return as_told(file, mode, buffering, "ascii" if locale else encoding, *more, **named)
+
+builtins.open = io.open = open_ascii
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_page_needs_no_utf_8_locale(tmp_path):
+    """Files are ASCII where no encoding is given, as in the locale POSIX."""
     folder = make_run(tmp_path, "a", chapter=2)
     (folder / "evaluation.jsonl").write_text(
         json.dumps({"query": "q", "response": "M\u00fchle"}, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    locale = {"PYTHONUTF8": "0", "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, report.__file__, "--run", str(folder)]
-    result = subprocess.run(command, env=os.environ | locale, capture_output=True)
-    assert (result.returncode, result.stderr) == (0, b"")
+    (tmp_path / "ascii.py").write_text(READS_ASCII)
+    result = launch(tmp_path / "ascii.py", report.__file__, "--run", str(folder), folder=tmp_path)
+    assert (result.status, result.stderr) == (0, "")
     assert "M\u00fchle" in (folder / "report.html").read_text(encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from processes import Launched, launch_together
+from processes import Launched, launch, launch_together
 from runs import only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -814,9 +814,10 @@ print(new_pages())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
-def test_freed_memory_is_kept():
+def test_freed_memory_is_kept(tmp_path):
     """The next tensor takes the pages of the last one; else the kernel would clear new ones, one fault for each."""
-    result = subprocess.run([sys.executable, "-c", ALLOCATE], capture_output=True, check=True)
+    (tmp_path / "allocate.py").write_text(ALLOCATE)
+    result = launch(tmp_path / "allocate.py", folder=tmp_path)
     without, kept = map(int, result.stdout.split())
     assert 5 * kept < without
 

@@ -564,17 +564,13 @@ def run_afresh(command: list[str | Path], folder: Path, **environment: str) -> R
     return Result(result.returncode, result.stdout, result.stderr)
 
 
-def test_training_from_beginning_to_end_unpickles_nothing(tiny_world: Path, tmp_path: Path) -> None:
+def test_training_from_beginning_to_end_unpickles_nothing(tracked: tuple["Machine", Watched]) -> None:
     """In a process in which whatever unpickles is replaced from the first import on."""
-    (tmp_path / "watch.py").write_text(WATCH)
-    work, log = tmp_path / "work", tmp_path / "watch.log"
-    command = [tmp_path / "watch.py", SCRIPTS / "train_both.py", *small_both_arguments(tiny_world)]
-    watch = {"WATCH_LOG": str(log), "WATCH_CACHE": str(tmp_path / "cache"), "WATCH_FORBIDS": "1"}
-    ended_well(run_afresh(command, work, **watch))
-    assert only(work, "models/train_policy__*/policy/model.safetensors")
-    notes = log.read_text().splitlines()
-    assert "opened state.json.tmp" in notes
-    assert [note for note in notes if not note.startswith("opened ")] == []
+    machine, result = tracked
+    ended_well(result)
+    assert only(machine.work, "models/train_policy__*/policy/model.safetensors")
+    assert "opened state.json.tmp" in result.notes
+    assert [note for note in result.notes if not note.startswith("opened ")] == []
 
 
 # ---- Code that comes with a model ------------------------------------------------------------------------------
@@ -832,16 +828,22 @@ def machine(tmp_path: Path) -> Machine:
 
 
 @pytest.fixture(scope="module")
-def tracked(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, Result]:
-    """A machine on which train_both ran with Weights & Biases among namesakes of libraries, and what it printed."""
-    machine = machine_in(tmp_path_factory.mktemp("tracked"))
+def tracked(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, Watched]:
+    """A machine on which train_both ran with Weights & Biases among namesakes of libraries, and what it printed.
+
+    An interpreter of its own runs it under WATCH, which forbids to unpickle.
+    """
+    folder = tmp_path_factory.mktemp("tracked")
+    machine, driver, log = machine_in(folder), folder / "watch.py", folder / "watch.log"
+    driver.write_text(WATCH)
     planted = plant_namesakes(machine.work)
     arguments = small_both_arguments(tiny_world, "--policy.log_interval", "1", "--reward.track", "--policy.track")
-    command = [SCRIPTS / "train_both.py", *arguments]
-    result = run_afresh(command, machine.work, **machine.environment)
+    watch = {"WATCH_LOG": str(log), "WATCH_CACHE": str(machine.home / "cache"), "WATCH_FORBIDS": "1"}
+    command = [driver, SCRIPTS / "train_both.py", *arguments]
+    result = run_afresh(command, machine.work, **machine.environment, **watch)
     for path in planted:
         path.unlink()
-    return machine, result
+    return machine, Watched(result.status, result.stdout, result.stderr, log.read_text().splitlines())
 
 
 def test_the_search_finds_secrets_and_sources(tmp_path: Path) -> None:
@@ -867,21 +869,21 @@ def test_the_search_finds_secrets_and_sources(tmp_path: Path) -> None:
             assert sources_in(tmp_path) == [tmp_path / "run.wandb"]
 
 
-def test_no_library_is_taken_from_the_current_folder(tracked: tuple[Machine, Result]) -> None:
+def test_no_library_is_taken_from_the_current_folder(tracked: tuple[Machine, Watched]) -> None:
     machine, result = tracked
     assert sorted(path.stem for path in machine.work.glob("*.imported")) == []
     ended_well(result)
     assert len(list(machine.work.glob("runs/*/events.out.tfevents.*"))) == 2
 
 
-def test_a_tracked_run_leaves_no_secret(tracked: tuple[Machine, Result]) -> None:
+def test_a_tracked_run_leaves_no_secret(tracked: tuple[Machine, Watched]) -> None:
     machine, result = tracked
     ended_well(result)
     assert len(list(machine.work.glob("runs/*/wandb/offline-run-*/run-*.wandb"))) == 2
     assert machine.leaks(result) == []
 
 
-def test_a_tracked_run_saves_no_source_code(tracked: tuple[Machine, Result]) -> None:
+def test_a_tracked_run_saves_no_source_code(tracked: tuple[Machine, Watched]) -> None:
     machine, _ = tracked
     assert sources_in(machine.work) == []
 
@@ -917,7 +919,7 @@ def empty_hub(tmp_path: Path) -> Iterator[Hub]:
 def test_an_unknown_model_is_asked_for_with_the_token_and_reported_without(machine, empty_hub, tiny_world) -> None:
     arguments = policy_arguments(tiny_world, *GOLD, "--base_model", "somebody/nothing")
     environment = machine.environment | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": empty_hub.address}
-    result = run_afresh([SCRIPTS / "train_policy.py", *arguments], machine.work, **environment)
+    result = Launched("train_policy.py", *arguments, folder=machine.work, **environment).wait()
     assert "somebody/nothing" in error_of(result)
     assert any(SECRETS["HF_TOKEN"] in asked for asked in empty_hub.asked_with)
     assert machine.leaks(result) == []
@@ -928,7 +930,7 @@ def test_an_upload_that_fails_shows_no_password(machine: Machine, empty_hub: Hub
     arguments = policy_arguments(tiny_world, *GOLD, "--upload_model", "--hf_entity", "somebody")
     address = empty_hub.address.replace("//", f"//user:{SECRETS['hub address']}@")
     environment = machine.environment | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
-    result = run_afresh([SCRIPTS / "train_policy.py", *arguments], machine.work, **environment)
+    result = Launched("train_policy.py", *arguments, folder=machine.work, **environment).wait()
     assert "could not be pushed" in error_of(result)
     password = base64.b64encode(f"user:{SECRETS['hub address']}".encode()).decode()
     assert f"Basic {password}" in empty_hub.asked_with
