@@ -512,7 +512,7 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
         raise InputError(f"--explain: token {place[2]} is not one of {numbers[0]} to {numbers[-1]}")
     t, settings = numbers.index(place[2]), derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
     epochs = max(1, len(episode.get("epochs", {}).get("new_logprobs", [])))
-    lines, missing = derivation.explain(episode, settings, epochs - 1, t, group_of(episode, episodes))
+    ((lines, missing),) = derivation.explain(episode, settings, epochs - 1, [t], group_of(episode, episodes))
     heads = f"update {place[0]}, episode {place[1]}, token {place[2]}: {json.dumps(episode['pieces'][t])}"
     explained = [f"{heads}, epoch {epochs} of {epochs}"]
     for line in lines:

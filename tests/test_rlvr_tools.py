@@ -339,8 +339,7 @@ def test_derivations_are_equations_across_a_tools_answer(whole_run):
     before_an_answer = 0
     for episode in report.traced_episodes(traces.read(whole_run, 0), 0.1):
         wrote = episode["tokens"]["tool"]
-        for t in range(len(wrote) - 1):
-            lines, _ = derivation.explain(episode, settings, 0, t)
+        for t, (lines, _) in enumerate(derivation.explain(episode, settings, 0, range(len(wrote) - 1))):
             for line in (line for line in lines if line.step.result in ("deltas", "raw_advantages")):
                 computed = eval(line.numbers.replace("·", "*").replace("−", "-"))
                 assert computed == pytest.approx(line.value, abs=2e-3)

@@ -11,7 +11,7 @@ A row is a list with a number for each token of a response. Log-probs and the KL
 import math
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -912,18 +912,23 @@ def explain(
     episode: Mapping[str, Any],
     settings: Mapping[str, Any],
     epoch: int,
-    t: int,
+    tokens: Iterable[int],
     group: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[tuple[list[Line], list[str]]]:
+    """The derivation of each token's numbers, and the titles of lines that lack one. Arguments as of `derive`."""
+    found, its_steps = derive(episode, settings, epoch, group), steps(settings)
+    rows = episode["tokens"] | {name: values[epoch] for name, values in episode.get("epochs", {}).items()}
+    rows = {name: row_of(row, len(episode["places"])) for name, row in rows.items()}
+    for t in tokens:
+        yield explain_token(its_steps, numbers_of(found, settings, t), {name: row[t] for name, row in rows.items()})
+
+
+def explain_token(
+    steps: Sequence[Step], numbers: Mapping[str, Any], recorded: Mapping[str, float]
 ) -> tuple[list[Line], list[str]]:
-    """The derivation of token t's numbers, and the titles of lines that lack a number. Arguments as of `derive`."""
-    found = derive(episode, settings, epoch, group)
-    numbers = numbers_of(found, settings, t)
-    recorded = {name: row_of(row, len(episode["places"]))[t] for name, row in episode["tokens"].items()}
-    recorded |= {
-        name: row_of(values[epoch], len(episode["places"]))[t] for name, values in episode.get("epochs", {}).items()
-    }
+    """numbers: all of the token, as derived. recorded: those that the run has kept."""
     lines, missing = [], []
-    for step in steps(settings):
+    for step in steps:
         if step.only and not numbers.get(step.only):
             continue
         names = re.findall(r"{(\w+)}", step.numbers)
