@@ -27,23 +27,14 @@ from runs import (
 torch.set_num_threads(1)
 
 # The files that take longest, longest first: so that several workers, each with a file at a time, end together.
-LONGEST = ["invariance", "tldr_runs", "safety", "soak", "end_to_end", "compare", "speed"]
-LONGEST += [
-    "rlvr_async",
-    "device",
-    "replay",
-    "hub",
-    "faults",
-    "many_seeds",
-    "sharding",
-    "run",
-    "judge",
-    "train_policy",
-]
+LONGEST = """
+    device safety tldr_runs rlvr_runs explain refusals rlvr_async end_to_end faults replay gpu speed invariance traces
+    soak sharding check many_seeds compare judge train_policy run
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 

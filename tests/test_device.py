@@ -47,10 +47,7 @@ def check_ended(result: Result) -> None:
 def check_numbers(
     here: Path, there: Path, runs: str = "runs/*", *, rounding: float = 0, updates: int | None = None
 ) -> None:
-    """Both runs have made two updates, with the same metrics, bit for bit, or up to rounding.
-
-    updates: how many the run on the device has made, if it is shorter.
-    """
+    """The metrics of both runs are equal, bit for bit or up to rounding: of two updates, or of the first ones."""
     expected, found = (metrics_of(only(folder, runs)) for folder in (here, there))
     assert len(expected) == 2
     expected = expected[:updates]
@@ -113,7 +110,7 @@ def test_traces_of_chapter_1(chapter_1):
 
 def policy_words(world: Path, chapter_1: tuple[Path, Path], *more: str) -> list[str]:
     reward = only(chapter_1[0], "models/*/reward")
-    sizes = f"--ppo.total_episodes 32 --save_interval 1 --rewards.trained_model {reward}"
+    sizes = f"--ppo.total_episodes 32 --save_interval 1 --trace_interval 2 --rewards.trained_model {reward}"
     return [*world_arguments(world), *policy_arguments(), *sizes.split(), *more]
 
 

@@ -16,7 +16,7 @@ from processes import launch, launch_together
 from runs import metrics_of, only, world_arguments
 from safetensors.torch import load_file
 
-BATCH, GROUPS, UPDATES = 64, 2, 4
+BATCH, GROUPS, UPDATES = 32, 2, 3
 HORIZON = 1000  # of the KL controller in the tales preset
 TOLERANCE = {"float32": {"rel": 1e-4, "abs": 1e-6}, "float64": {"rel": 1e-9, "abs": 1e-12}}
 
@@ -40,13 +40,14 @@ def policy_run(
     processes: int = 1,
     parts: int = 1,
     kl_target: float = 6.0,
+    updates: int = UPDATES,
     **environment: str,
 ) -> Recorded:
     """A run of the tales preset with small batches. parts: micro-batches of a minibatch, and rollouts of a batch."""
     folder.mkdir()
     local_minibatch = BATCH // nminibatches // processes
     sizes = {
-        "total_episodes": BATCH * UPDATES,
+        "total_episodes": BATCH * updates,
         "batch_size": BATCH,
         "whiten_groups": GROUPS,
         "nminibatches": nminibatches,
@@ -81,7 +82,7 @@ def check_same(run: Recorded, reference: Recorded, dtype: str) -> None:
         assert row == pytest.approx(expected_row, **TOLERANCE[dtype])
     assert all(coefficients == run.kl_coefs[0] for coefficients in run.kl_coefs)  # bit for bit
     changes = [after / before - 1 for before, after in run.kl_coefs[0]]
-    assert any(abs(change) < 0.19 * BATCH / HORIZON for change in changes)  # not clipped: it depends on the KL
+    assert any(0 < abs(change) < 0.19 * BATCH / HORIZON for change in changes)  # not clipped: it depends on the KL
     assert all(row["objective/stopped"] > 0 for row in run.metrics)  # some scores count
 
 
@@ -93,9 +94,9 @@ def references(tmp_path_factory, tiny_world, tiny_reward):
     def make(dtype: str, nminibatches: int) -> tuple[Recorded, float]:
         folder = tmp_path_factory.mktemp("reference")
         arguments = (tiny_world, tiny_reward, dtype, nminibatches)
-        far = policy_run(folder / "far", *arguments)
-        # A KL that the first updates reach, so that the controller follows it and is not clipped throughout.
-        kl_target = max(row["objective/kl"] for row in far.metrics[1:])
+        far = policy_run(folder / "far", *arguments, updates=2)
+        # A KL that the second update is near to, so that the controller follows it and is not clipped throughout.
+        kl_target = 0.9 * far.metrics[1]["objective/kl"]
         return policy_run(folder / "run", *arguments, kl_target=kl_target), kl_target
 
     return make
@@ -103,7 +104,7 @@ def references(tmp_path_factory, tiny_world, tiny_reward):
 
 @pytest.mark.parametrize(
     ("dtype", "nminibatches", "processes", "parts"),
-    [("float64", 4, 1, 4), ("float64", 4, 2, 2), ("float32", 1, 2, 1)],
+    [("float64", 2, 1, 4), ("float64", 2, 2, 2), ("float32", 1, 2, 1)],
 )
 def test_policy(dtype, nminibatches, processes, parts, references, tiny_world, tiny_reward, tmp_path):
     reference, kl_target = references(dtype, nminibatches)
@@ -114,16 +115,15 @@ def test_policy(dtype, nminibatches, processes, parts, references, tiny_world, t
 
 
 def test_noise_that_belongs_to_the_process_is_detected(tiny_world, tiny_reward, tmp_path):
-    arguments = (tiny_world, tiny_reward, "float32", 1)
-    one = policy_run(tmp_path / "one", *arguments, NOISE_BELONGS_TO_THE_PROCESS="1")
-    two = policy_run(tmp_path / "two", *arguments, processes=2, NOISE_BELONGS_TO_THE_PROCESS="1")
+    arguments, mistake = (tiny_world, tiny_reward, "float32", 1), {"NOISE_BELONGS_TO_THE_PROCESS": "1"}
+    one, two = (policy_run(tmp_path / str(n), *arguments, processes=n, **mistake) for n in (1, 2))
     assert two.query_responses[0][: BATCH // 2].equal(one.query_responses[0][: BATCH // 2])  # the first process's
     with pytest.raises(AssertionError, match="equal"):
         check_same(two, one, "float32")
 
 
 def test_a_number_that_differs_is_detected(references):
-    reference, _ = references("float64", 4)
+    reference, _ = references("float64", 2)
     rows = [row | {"objective/entropy": row["objective/entropy"] * (1 + 1e-6)} for row in reference.metrics]
     with pytest.raises(AssertionError, match="approx"):
         check_same(dataclasses.replace(reference, metrics=rows), reference, "float64")

@@ -229,21 +229,24 @@ def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(hom
 
 
 def test_slurm(home):
-    """A sbatch that runs the array's second task alone."""
+    """A sbatch that says which command the array's second task would execute, and where. It runs here."""
     sbatch = home / "bin/sbatch"
     sbatch.parent.mkdir()
-    sbatch.write_text(f'#!/bin/bash\nSLURM_ARRAY_TASK_ID=6 bash "$1" >> {home}/slurm.log\n')
+    said = f'{{ sed \'s/^exec/printf "%s\\\\n"/\' "$1"; echo pwd; }} | SLURM_ARRAY_TASK_ID=6 bash > {home}/said'
+    sbatch.write_text(f"#!/bin/bash\n{said}\n")
     sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
     path = {"PATH": f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}"}
     template = str(ROOT / "benchmark/curves/slurm_template.sh")
     more = ["--start_seed", "5", "--workers", "2", "--slurm_template", template]
-    assert start(home, "--show", *more, seeds=2, **path).status == 1 and not (home / "calls").exists()
+    assert start(home, "--show", *more, seeds=2, **path).status == 1 and not (home / "said").exists()
     result = start(home, *more, seeds=2, **path)
     assert result.status == 0, result
     script = (home / "bench/test/slurm.sh").read_text()
     assert "--array=5-6%2" in script and "{{" not in script
+    python, *task, folder = (home / "said").read_text().splitlines()
+    assert python == sys.executable and launch(*task, folder=Path(folder)).status == 0
     assert [call["argv"] for call in calls(home)] == [["--seed", "6"]]
-    assert start(home, "--start_seed", "5", seeds=2).status == 0  # which leaves what Slurm did alone
+    assert start(home, "--start_seed", "5", seeds=2).status == 0  # which leaves the task's seed alone
     assert [call["argv"] for call in calls(home)] == [["--seed", "6"], ["--seed", "5"]]
     assert start(home, *more, seeds=2, PATH="/usr/bin:/bin").status == 2
 

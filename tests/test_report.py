@@ -311,11 +311,9 @@ READS_ASCII = """
 import builtins, io, runpy, sys
 
 as_told = open
-
 def open_ascii(file, mode="r", buffering=-1, encoding=None, *more, **named):
     locale = "b" not in mode and encoding in (None, "locale")
     return as_told(file, mode, buffering, "ascii" if locale else encoding, *more, **named)
-
 builtins.open = io.open = open_ascii
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
