@@ -30,7 +30,7 @@ def arguments_of_run(world: Path, kills: int) -> list[str]:
     """A joint run so long that it survives the kills, with a checkpoint after every second step."""
     reward = [*reward_arguments(world, "--reward."), "--reward.num_train", "64", "--reward.batch_size", "1"]
     policy = [*policy_arguments("--policy."), "--policy.ppo.total_episodes", str(16 * 8 * kills)]
-    return [*world_arguments(world), *reward, *policy]
+    return [*world_arguments(world), *reward, *policy, "--policy.trace_interval", "20"]
 
 
 def where_to_go_on(folder: Path) -> list[str]:

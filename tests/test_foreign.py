@@ -266,6 +266,7 @@ def test_a_run_of_chapter_2(tmp_path, tiny_posts):
         "16",
     ]
     words += ["--ppo.batch_size", "16", "--rewards.trained_model", "theirs"]
+    words += ["--ppo.nminibatches", "1", "--ppo.noptepochs", "1", "--eval_posts", "4", "--trace_interval", "0"]
     result = launch("tldr_policy.py", *words, folder=tmp_path)
     assert result.status == 0, result.stderr
     assert "objective/function_score" in metrics_of(only(tmp_path, "runs/*"))[0]
@@ -276,7 +277,7 @@ def test_a_run_of_chapter_3(tmp_path, tiny_sums):
     words_of(tiny_sums / "model", "llama", tmp_path / "theirs", ["LABEL_0"])
     words = ["--preset", "sums", "--base_model", str(tiny_sums / "model"), "--task.problems", str(tiny_sums)]
     sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.samples_per_prompt 2 --ppo.nminibatches 1"
-    theirs = "--rewards.trained_model theirs --rewards.trained_weight 3 --eval_samples 0"
+    theirs = "--rewards.trained_model theirs --rewards.trained_weight 3 --eval_samples 0 --trace_interval 0"
     words += f"{sizes} {theirs}".split()
     result = launch("rlvr_policy.py", *words, folder=tmp_path)
     assert result.status == 0, result.stderr

@@ -953,6 +953,8 @@ MAY_BE_0 = """
 MAY_BE_BELOW_0 = "task.penalty_reward_value rewards.verifier_weight rewards.format_weight"
 ONLY_HERE = {name: {"local_rollout_batch_size", "normalize_samples"} for name in ("train_reward", "train_both")}
 ONLY_HERE |= {name: {"num_train", "normalize_posts"} for name in ("tldr_sft", "tldr_reward", "tldr_all")}
+# What checks the numbers of rlvr_policy here, too. Whether it is called, one value of each shows.
+CHECKED_AGAIN = ("rlvr_policy, in groups", "rlvr_async", "rlvr_tools")
 
 
 # ---- Tests -----------------------------------------------------------------------------------------------------
@@ -1020,11 +1022,13 @@ def test_a_number_that_cannot_be_is_refused_by_its_name(name: str, good_files) -
     files = good_files(row.chapter)
     args, may_be_0 = arguments_of(row, files.folder, function), {*MAY_BE_0.split(), *ONLY_HERE.get(name, ())}
     shared = getattr(main_of(row.script)[1], "SHARED", ())  # by all stages, which have no own value for it
+    known = dict(numbers_of(main_of("rlvr_policy.py")[1].Args())) if name in CHECKED_AGAIN else {}
     for argument, kind in numbers_of(args):
         own_name = re.sub(r"^(sft|reward|policy)\.", "", argument)
         if own_name != argument and own_name.split(".")[0] in shared:
             continue
-        for value in VALUES[kind]:
+        once = argument in known and not (name.endswith("groups") and argument.startswith("ppo."))
+        for value in VALUES[kind][1:2] if once else VALUES[kind]:
             said = refusal(row, files.folder, function, args, argument, value)
             if said:
                 assert argument in said and "\n" not in said

@@ -233,7 +233,8 @@ def test_speed_of_ours(tmp_path):
 
 
 def test_speed_of_two_processes(tmp_path):
-    result = launch(SPEED, *SMALL, "--processes", "2", "--folder", str(tmp_path / "speed"), folder=tmp_path)
+    more = ["--updates", "1", "--epochs", "1", "--processes", "2", "--folder", str(tmp_path / "speed")]
+    result = launch(SPEED, *SMALL, *more, folder=tmp_path)
     assert result.status == 0, result.stderr
     assert re.search(r"1/1 ours: [0-9.]+ episodes/s", result.stdout)
 
