@@ -285,7 +285,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Episodes of one process, its part of the batch. PPO needs the first four tensors; the rest is for the logs."""
 
@@ -293,7 +293,6 @@ class Rollout:
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
     values: Tensor  # (local_batch, response_length), of the critic at that time
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
-    _: dataclasses.KW_ONLY
     queries: Tensor | None = None  # (local_batch, query_length)
     truncated_responses: Tensor | None = None  # (local_batch, response_length)
     ref_logprobs: Tensor | None = None  # (local_batch, response_length)

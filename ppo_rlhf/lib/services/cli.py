@@ -131,7 +131,7 @@ class MemoryArgs:
     """rows per pass without gradients on one process; a memory knob; 0: as many as fit, at most a batch"""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveKLArgs:
     """Of a controller of the KL coefficient."""
 
