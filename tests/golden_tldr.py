@@ -431,8 +431,7 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
             return read(*arguments)
 
     def with_stored_logprobs(*arguments, **settings):
-        responses, _, values, gap = respond(*arguments, **settings)
-        return responses, next(stored), values, gap
+        return respond(*arguments, **settings)._replace(logprobs=next(stored))
 
     return [
         (lm, "read_tokens", read_tokens),

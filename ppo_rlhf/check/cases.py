@@ -538,13 +538,7 @@ def full(x: Tensor) -> Tensor:
     return torch.ones(x.shape, dtype=torch.bool)
 
 
-SHAPES = {
-    "B < T": (3, 5),
-    "B > T": (6, 4),
-    "B = T": (4, 4),
-    "one row": (1, 5),
-    "one token": (5, 1),
-}
+SHAPES = {"B < T": (3, 5), "B > T": (6, 4), "B = T": (4, 4), "one row": (1, 5), "one token": (5, 1)}
 HOLES = torch.tensor(
     [[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0]]
 ).bool()

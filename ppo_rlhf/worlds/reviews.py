@@ -194,10 +194,7 @@ def agreement(sentences: list[Sentence]) -> dict[str, float]:
     others = [statistics.fmean(sentence.ratings[1:]) for sentence in sentences]
     everybody = [statistics.fmean(sentence.ratings) for sentence in sentences]
     vaders = vader([""] * len(sentences), [sentence.text for sentence in sentences])
-    return {
-        "one_person": statistics.correlation(one, others),
-        "vader": statistics.correlation(vaders, everybody),
-    }
+    return {"one_person": statistics.correlation(one, others), "vader": statistics.correlation(vaders, everybody)}
 
 
 # ---- Judges of texts -------------------------------------------------------------------------------------------
@@ -233,9 +230,7 @@ def find_world(ratings: str = "") -> Path:
     """
     made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS, COMPARED]
     return building.find(
-        "reviews",
-        made_of,
-        lambda folder: build_world(folder, lambda place: smollm.fetch(RATINGS, place, ratings)),
+        "reviews", made_of, lambda folder: build_world(folder, lambda place: smollm.fetch(RATINGS, place, ratings))
     )
 
 
