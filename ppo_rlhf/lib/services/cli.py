@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import tyro
-from torch import Tensor, nn
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import console, errors, files
@@ -474,21 +474,21 @@ def with_newest_reward_model(args: train_policy.Args) -> train_policy.Args:
     return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
 
 
-def rows_that_fit(*networks: Any, **sizes: Any) -> dict[str, int]:
+def rows_that_fit(args: RunArgs, accelerator: Accelerator, network: torch.nn.Module, **sizes: Any) -> dict[str, int]:
     """Rows of a pass; see lib/nets/memory.py."""
     from ppo_rlhf.lib.nets import memory
 
-    return memory.rows_that_fit(*networks, **sizes)
+    return memory.rows_that_fit(args, accelerator, network, **sizes)
 
 
-def checkpoint_layers(network: nn.Module) -> None:
+def checkpoint_layers(network: torch.nn.Module) -> None:
     """For --gradient_checkpointing; see lib/nets/layers.py."""
     from ppo_rlhf.lib.nets import layers
 
     layers.checkpoint_layers(network)
 
 
-Scorer = Callable[..., Tensor]  # token ids of queries and truncated responses -> scores (batch,)
+Scorer = Callable[..., torch.Tensor]  # token ids of queries and truncated responses -> scores (batch,)
 
 
 def has_own_scale(shaping: train_policy.RewardsArgs | tldr_policy.RewardsArgs) -> bool:
