@@ -275,11 +275,8 @@ def record_trace(
     does steps 1 to 6 for a setup, a number of problems, and a function that changes the episodes before step 5. Every
     process must call this.
     """
-    n, answers, most = (
-        ppo.samples_per_prompt,
-        setup.problems.answers,
-        setup.sizes.local_batch // ppo.samples_per_prompt,
-    )
+    n, answers = ppo.samples_per_prompt, setup.problems.answers
+    most = setup.sizes.local_batch // n
     prompts, kept = (min(math.ceil(k / n), most) for k in (traces.TRACED, setup.args.trace_episodes))
 
     def after_update(_: dict[str, Any], rows: slice) -> dict[str, Tensor]:

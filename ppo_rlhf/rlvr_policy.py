@@ -841,8 +841,7 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     parts = {"lm_backbone": actor_critic.lm_backbone, "critic": actor_critic.critic, "adapters": setup.adapters}
     parts |= {"tokenizer": setup.tokenizer, "trust_remote_code": args.trust_remote_code}
     models.save_policy_and_critic(this_run.model_folder, **parts, info=info)
-    names = ["scores", "kl"] if args.rewards.has_penalty else ["scores"]
-    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in names}
+    last = this_run.last_means(*(["scores", "kl"] if args.rewards.has_penalty else ["scores"]))
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
     panels = rlvr_metrics.panels(args, [name for name in rows[0] if f"eval/{name}" in evaluation], list(evaluation))
     this_run.finish(panels, **evaluation, **last, **left_out)

@@ -1197,7 +1197,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
         info=info,
         trust_remote_code=args.trust_remote_code,
     )
-    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
+    last = this_run.last_means("scores", "kl", "eos_rate")
     this_run.finish(PANELS, **results, **last, too_long=setup.train_posts.too_long)
     this_run.upload("policy", "value")
     return this_run.model_folder / "policy"

@@ -326,14 +326,10 @@ class Run:
             for write in self.writers:
                 write(step, metrics)
 
-    def last_mean(self, name: str, steps: int = 10) -> float | None:
-        """Mean of a metric over the last steps; None on other processes than the main one."""
-        values = [row[name] for row in self.rows[-steps:]]
-        return sum(values) / len(values) if values else None
-
     def last_means(self, *names: str) -> dict[str, float | None]:
-        """The last_mean of these objectives, as last_<name>."""
-        return {f"last_{name}": self.last_mean(f"objective/{name}") for name in names}
+        """Means of objectives over the last ten steps, as last_<name>; None on other processes than the main one."""
+        values = {f"last_{name}": [row[f"objective/{name}"] for row in self.rows[-10:]] for name in names}
+        return {name: sum(last) / len(last) if last else None for name, last in values.items()}
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and print them as a table."""
