@@ -259,7 +259,7 @@ def from_main(function: Callable[[], Any]) -> Any:
 LIVES = 5  # workers that one piece may cost
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Worker:
     actor: Any  # an engine elsewhere
     version: int | None = None  # of the weights that it has loaded
@@ -328,7 +328,7 @@ class Workers:
 
     def start(self) -> Worker:
         self.actors.append(self.actor_class.remote(self.spec))
-        return Worker(self.actors[-1])
+        return Worker(actor=self.actors[-1])
 
     def answer_of(self, worker: Worker, weights: Any, piece: dict[str, Any]) -> engine.Sampled:
         actor = worker.actor

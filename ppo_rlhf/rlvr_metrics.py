@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ppo_rlhf.lib.base import console, paths, processes
 from ppo_rlhf.lib.data import problems, texts
 from ppo_rlhf.lib.nets import lm
 from ppo_rlhf.lib.services import cli, run, traces
+
+if TYPE_CHECKING:
+    from ppo_rlhf import rlvr_policy
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -263,7 +266,7 @@ def record_trace(
     raw_advantages: Callable[[], Tensor],
     kl_coef: float,
     ppo: rlvr_args.PpoArgs,
-    network: Callable[..., rlvr_data.Reading],
+    network: rlvr_policy.ActorCritic,
     again: Callable[..., tuple[rlvr_data.Rollout, rlvr_data.Batch]],
 ) -> None:
     """Write both traces of an update: whole groups of the batch, and of the same problems each time.
@@ -272,11 +275,8 @@ def record_trace(
     does steps 1 to 6 for a setup, a number of problems, and a function that changes the episodes before step 5. Every
     process must call this.
     """
-    n, answers, most = (
-        ppo.samples_per_prompt,
-        setup.problems.answers,
-        setup.sizes.local_batch // ppo.samples_per_prompt,
-    )
+    n, answers = ppo.samples_per_prompt, setup.problems.answers
+    most = setup.sizes.local_batch // n
     prompts, kept = (min(math.ceil(k / n), most) for k in (traces.TRACED, setup.args.trace_episodes))
 
     def after_update(_: dict[str, Any], rows: slice) -> dict[str, Tensor]:

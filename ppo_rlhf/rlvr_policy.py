@@ -192,7 +192,7 @@ class Sampler:
     def __init__(self, setup: Setup, actor_critic: ActorCritic, generate: Callable[..., Sampled] = lm.generate_until):
         self.setup, self.actor_critic, self.generate, self.version = setup, actor_critic, generate, 0
 
-    def at_work(self, this_run: run.Run, progress: Progress) -> contextlib.AbstractContextManager[Any]:
+    def at_work(self, this_run: run.Run, progress: Progress) -> contextlib.AbstractContextManager[None]:
         """While a run trains."""
         return contextlib.nullcontext()
 
@@ -388,9 +388,9 @@ def draw_minibatches(setup: Setup, number: int, epoch: int, nminibatches: int = 
     local_minibatch = sizes.local_batch // nminibatches
     generator = lm.keyed_generator(setup.args.seed, "minibatches", number, epoch)
     order = torch.rand(sizes.batch // nminibatches, nminibatches, generator=generator).argsort(1)
-    inds = order + nminibatches * torch.arange(len(order)).unsqueeze(1)  # (batch / nminibatches, nminibatches)
+    b_inds = order + nminibatches * torch.arange(len(order)).unsqueeze(1)  # (batch / nminibatches, nminibatches)
     share = slice(rank * local_minibatch, (rank + 1) * local_minibatch)
-    return inds[share].T - rank * sizes.local_batch
+    return b_inds[share].T - rank * sizes.local_batch
 
 
 def update(
@@ -416,8 +416,8 @@ def update(
     lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as permutations
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
-    for inds in permutations:  # an epoch
-        for mb_inds in inds:  # (local_minibatch,)
+    for b_inds in permutations:  # an epoch
+        for mb_inds in b_inds:  # (local_minibatch,)
             mb = batch.rows(mb_inds.to(batch.logprobs.device))
             counts = minibatch_counts(mb.loss_mask, reduce)
             right_tokens = minibatch_counts(mb.right_mask, reduce)["tokens"] if ppo.nll_coef else 0
@@ -841,8 +841,7 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     parts = {"lm_backbone": actor_critic.lm_backbone, "critic": actor_critic.critic, "adapters": setup.adapters}
     parts |= {"tokenizer": setup.tokenizer, "trust_remote_code": args.trust_remote_code}
     models.save_policy_and_critic(this_run.model_folder, **parts, info=info)
-    names = ["scores", "kl"] if args.rewards.has_penalty else ["scores"]
-    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in names}
+    last = this_run.last_means(*(["scores", "kl"] if args.rewards.has_penalty else ["scores"]))
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
     panels = rlvr_metrics.panels(args, [name for name in rows[0] if f"eval/{name}" in evaluation], list(evaluation))
     this_run.finish(panels, **evaluation, **last, **left_out)

@@ -270,7 +270,7 @@ class Comparison:
         info = models.read_info(folder)
         if info["kind"] != "policy":
             raise InputError(f"{argument} {folder} is a {info['kind']}, not a policy that was trained here")
-        kind = Solutions if "problems" in info["task"] else Summaries if "posts" in info["task"] else Continuations
+        kind = next((kind for kind in (Solutions, Summaries) if kind.source in info["task"]), Continuations)
         for field in ("function", "monitor"):
             ours = info[field].startswith("ppo_rlhf.") or info[field] in kind.own_functions
             if info[field] and not (ours or args.trust_remote_code or trust_functions):
@@ -349,9 +349,9 @@ class Comparison:
         if models.foreign.is_foreign(model):
             kind = {"dtype": torch.float32, "device": self.device, "trust_remote_code": trust, "field": argument}
             classifier = models.foreign.Classifier(model, label, **kind)
-            read = problems.reader_of_prompts(self.task, self.tokenizer) if hasattr(self.task, "problems") else None
-            bare = self.texts.bare
-            return models.foreign.scorer_of(classifier, self.tokenizer, self.pad_id, length, read, bare=bare)
+            task, tokenizer = self.task, self.tokenizer
+            read = problems.reader_of_prompts(task, tokenizer) if isinstance(self.texts, Solutions) else None
+            return models.foreign.scorer_of(classifier, tokenizer, self.pad_id, length, read, bare=self.texts.bare)
         scorer = models.load_reward_model(Path(model), torch.float32, trust).to(self.device)
         models.check_vocabulary(model, f"--{argument} {model}", args.policy, trust)
         models.check_size(scorer.lm_backbone, f"--{argument} {model}", length, self.pad_id)

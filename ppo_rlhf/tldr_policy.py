@@ -38,7 +38,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -257,8 +257,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             evaluation, _ = evaluate(prompts, reference_scores, update)
 
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
-        inds = posts_of_update(args.seed, len(setup.train_posts), update, sizes.batch)[rows]  # (local_batch,)
-        batch = setup.train_posts.rows(inds)
+        batch = setup.train_posts.rows(posts_of_update(args.seed, len(setup.train_posts), update, sizes.batch)[rows])
         uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
 
         # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.
@@ -387,9 +386,9 @@ def make_rollout(
         # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
         #    (rows, response_length).
         sampling = {"stop_ids": ids.stops, "temperature": task.temperature, "new_tokens": task.response_length}
-        responses, logprobs, values, sampler_gap = by_length(
-            respond, actor_critic, queries, uniforms.to(processes.device_of_noise(device)), **sampling
-        )
+        uniforms = uniforms.to(processes.device_of_noise(device))
+        sampled = by_length(respond, actor_critic, queries, uniforms, **sampling)
+        responses = sampled.responses
 
         # 3. Compute the reference's log-probs: (rows, response_length).
         query_responses = torch.cat([queries, responses], dim=1)
@@ -408,7 +407,7 @@ def make_rollout(
         mask, value_mask = response_masks(responses, ids.pad)  # (rows, response_length)
         rewards, non_score_rewards, kl = compute_rewards(
             scores,
-            logprobs=logprobs,
+            logprobs=sampled.logprobs,
             ref_logprobs=ref_logprobs,
             mask=mask,
             kl_coef=kl_coef,
@@ -416,8 +415,8 @@ def make_rollout(
         )
     return Episodes(
         query_responses=query_responses,
-        logprobs=logprobs,
-        values=values,
+        logprobs=sampled.logprobs,
+        values=sampled.values,
         rewards=rewards,
         mask=mask,
         value_mask=value_mask,
@@ -428,10 +427,19 @@ def make_rollout(
         ref_logprobs=ref_logprobs,
         kl=kl,
         non_score_rewards=non_score_rewards,
-        sampler_gap=sampler_gap,
+        sampler_gap=sampled.sampler_gap,
         monitored={name: function(queries, responses, references) for name, function in setup.monitor.items()},
         kl_coef=kl_coef,
     )
+
+
+class Sampled(NamedTuple):
+    """Responses and what is known of their tokens: four of (rows, response_length)."""
+
+    responses: Tensor  # padding after the stop token
+    logprobs: Tensor  # as training computes them
+    values: Tensor
+    sampler_gap: Tensor  # distance of these log-probs from the sampler's
 
 
 @torch.no_grad()
@@ -443,12 +451,8 @@ def respond(
     pad_id: int,
     stop_ids: Collection[int],
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length), with a random number for each token.
-
-    Returns four tensors of (batch, response_length): responses, with padding after the stop token; their log-probs
-    and values, as training computes them; and the distance of these log-probs from the sampler's.
-    """
+) -> Sampled:
+    """Sample responses to contexts (batch, context_length), with a random number for each token."""
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
     responses, sampled_logprobs = lm.generate_until(
@@ -460,7 +464,7 @@ def respond(
     reading = {"pad_id": pad_id, "temperature": temperature}
     logprobs, _, values = passes.by_length(nn.Module.__call__, actor_critic, query_responses, responses, **reading)
     gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == pad_id, 0)
-    return responses, logprobs, values, gap
+    return Sampled(responses=responses, logprobs=logprobs, values=values, sampler_gap=gap)
 
 
 def reference_logprobs(
@@ -584,13 +588,13 @@ def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nmini
     depend on the number of processes.
     """
     # One permutation of everything would not share the minibatches evenly.
-    inds = []
+    b_inds = []
     for epoch in range(epochs):
         generator = lm.keyed_generator(seed, "minibatches", update, epoch)
         rows = torch.rand(episodes.stop // nminibatches, nminibatches, generator=generator).argsort(1)
         starts = torch.arange(len(rows)).unsqueeze(1) * nminibatches  # (rows, 1)
-        inds.append((rows + starts)[episodes.start // nminibatches :].T - episodes.start)
-    return torch.stack(inds)
+        b_inds.append((rows + starts)[episodes.start // nminibatches :].T - episodes.start)
+    return torch.stack(b_inds)
 
 
 def ppo_update(
@@ -613,9 +617,9 @@ def ppo_update(
     lengths = passes.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
     steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
-    for epoch in minibatches:
-        for inds in epoch:  # (local_minibatch,)
-            mb_inds = inds.to(device)
+    for b_inds in minibatches:  # of an epoch
+        for cpu_inds in b_inds:  # (local_minibatch,)
+            mb_inds = cpu_inds.to(device)
 
             # 6. Compute advantages and returns. The critic's values say how well a summary was going to do anyway.
             #    What is left, the advantage, says what the sampled token added, with much less noise.
@@ -641,19 +645,19 @@ def ppo_update(
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
-            mb_query_responses, mb_rows = rollout.query_responses[mb_inds], torch.arange(len(inds))
+            mb_query_responses, mb_rows = rollout.query_responses[mb_inds], torch.arange(len(mb_inds))
             for tokens, rows in passes.micro_batches(
-                actor_critic, lengths[inds], mb_query_responses, mb_rows, **reading
+                actor_critic, lengths[cpu_inds], mb_query_responses, mb_rows, **reading
             ):
                 # tokens: (micro_batch, length); rows of the minibatch: (micro_batch,); others: (micro_batch,
                 # response_length)
-                micro_inds = mb_inds[rows]
-                logprobs, mask, value_mask = rollout.logprobs[micro_inds], mb_mask[rows], mb_value_mask[rows]
+                inds = mb_inds[rows]
+                logprobs, mask, value_mask = rollout.logprobs[inds], mb_mask[rows], mb_value_mask[rows]
                 new_logprobs, entropies, new_values = actor_critic(
-                    tokens, rollout.responses[micro_inds], pad_id, temperature
+                    tokens, rollout.responses[inds], pad_id, temperature
                 )
                 seen = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
-                rollout.seen.append((micro_inds, seen))
+                rollout.seen.append((inds, seen))
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
                     new_logprobs,
                     logprobs=logprobs,
@@ -716,13 +720,7 @@ def compute_advantages(
     return whiten(advantages, mask, keep_mean=False, reduce=reduce), returns
 
 
-def whiten(
-    values: Tensor,
-    mask: Tensor,
-    *,
-    keep_mean: bool,
-    reduce: Callable[[Tensor], Tensor],
-) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, *, keep_mean: bool, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Shift and scale what counts to mean 0 and variance 1; keep_mean adds the mean back. 0 where masked.
 
     values, mask: (batch, response_length). The variance is biased [T52], and 1e-8 is added to it. reduce: sums a
@@ -758,12 +756,7 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
 
 
 def policy_loss(
-    new_logprobs: Tensor,
-    logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cliprange: float,
-    count: Tensor,
+    new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped surrogate: mean of max(-A * ratio, -A * clip(ratio, 1 +- range)), ratio = exp(new - old).
 
@@ -782,12 +775,7 @@ def policy_loss(
 
 
 def value_loss(
-    new_values: Tensor,
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    cliprange_value: float,
-    count: Tensor,
+    new_values: Tensor, values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float, count: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Clipped value loss: half the mean of max((V - R)^2, (clip(V, V_old +- range) - R)^2), and the share of clipped.
 
@@ -1197,13 +1185,9 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
         results |= {name.replace("eval", split, 1): value for name, value in means.items()}
         this_run.write_evaluation(split, rows)
     # Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
-    args = setup.typed_args
-    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": args.rewards.monitor}
-    info |= {
-        "function": args.rewards.function,
-        "reward_model": args.rewards.trained_model,
-        "label": args.rewards.label,
-    }
+    args, shaping = setup.typed_args, setup.typed_args.rewards
+    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": shaping.monitor}
+    info |= {"function": shaping.function, "reward_model": shaping.trained_model, "label": shaping.label}
     models.save_policy_and_critic(
         this_run.model_folder,
         lm_backbone=actor_critic.lm_backbone,
@@ -1213,7 +1197,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
         info=info,
         trust_remote_code=args.trust_remote_code,
     )
-    last = {f"last_{name}": this_run.last_mean(f"objective/{name}") for name in ("scores", "kl", "eos_rate")}
+    last = this_run.last_means("scores", "kl", "eos_rate")
     this_run.finish(PANELS, **results, **last, too_long=setup.train_posts.too_long)
     this_run.upload("policy", "value")
     return this_run.model_folder / "policy"

@@ -239,12 +239,7 @@ def pairs_update(
 
 
 def score_pairs(
-    reward_model: lm.RewardModel,
-    queries: Tensor,
-    chosen: Tensor,
-    rejected: Tensor,
-    pad_id: int,
-    longest: int,
+    reward_model: lm.RewardModel, queries: Tensor, chosen: Tensor, rejected: Tensor, pad_id: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     """Scores of chosen and rejected summaries (batch, comparison_length) of the same posts: two of (batch,).
 

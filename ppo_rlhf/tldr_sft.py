@@ -80,13 +80,7 @@ class Args(cli.RunArgs):
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
     "posts": Args(
-        preset="posts",
-        seed=1,
-        base_model="posts",
-        batch_size=16,
-        lr=5e-4,
-        eval_posts=512,
-        task=posts.TASKS["posts"],
+        preset="posts", seed=1, base_model="posts", batch_size=16, lr=5e-4, eval_posts=512, task=posts.TASKS["posts"]
     ),
     "reviews": Args(
         preset="reviews",

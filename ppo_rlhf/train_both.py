@@ -27,7 +27,7 @@ from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import cli, run, sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
@@ -135,8 +135,8 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, tru
 
 def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]:
     """A sentence for each result. rows: queries with both continuations and their scores, as in comparison.jsonl."""
-    told = [name.removeprefix("base ") for name in rows[0] if name.startswith("base ")]
-    monitor = next((name for name in told if name not in ("score", "judge", "log-prob")), None)
+    measures = [name.removeprefix("base ") for name in rows[0] if name.startswith("base ")]
+    monitor = next((name for name in measures if name not in ("score", "judge", "log-prob")), None)
     scorers = ["score", *([monitor] if monitor else [])]
     base, policy = ({key: [row[f"{name} {key}"] for row in rows] for key in scorers} for name in ("base", "policy"))
     before, after = ({key: statistics.fmean(values) for key, values in scores.items()} for scores in (base, policy))

@@ -238,7 +238,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
     models = {"policy": policy, "reference": reference, "reward": reward, "scale": scale, "monitor": monitor}
     roll_out = partial(make_rollout, **models, ids=ids, task=task, rows=fitting["local_rollout_batch"])
-    recorder = this_run.recorder_of_groups(tokenizer, ids, stream, roll_out, partial(group_advantages, ppo=ppo))
+    recorder = this_run.recorder_of_groups(ids, stream, roll_out, partial(group_advantages, ppo=ppo))
     if not isinstance(reward, RewardModel) and resumed["step"] == 0:
         scale.fit_samples(this_run, roll_out, stream, ids.pad, keyed_generator(args.seed, "scale of the function"))
     this_run.start_logging(resumed["step"], cli.config_for_plots(typed_args, args), sources.left_out(stream))
@@ -285,7 +285,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Episodes of one process, its part of the batch. PPO needs the first four tensors; the rest is for the logs."""
 
@@ -293,7 +293,6 @@ class Rollout:
     logprobs: Tensor  # (local_batch, response_length), under the policy that sampled
     values: Tensor  # (local_batch, response_length), of the critic at that time
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
-    _: dataclasses.KW_ONLY
     queries: Tensor | None = None  # (local_batch, query_length)
     truncated_responses: Tensor | None = None  # (local_batch, response_length)
     ref_logprobs: Tensor | None = None  # (local_batch, response_length)
@@ -695,9 +694,9 @@ class PolicyWithValueHead(nn.Module):
         query_responses, with affixes: (batch, context_length + response_length). Results: (batch, response_length).
         """
         with torch.autocast(query_responses.device.type, torch.bfloat16, enabled=self.low_precision):
-            logprobs, entropies, hidden_states = response_logprobs(
-                self.lm_backbone, query_responses, pad_id, context_length, temperature, self.vocab_size
-            )
+            settings = {"context_length": context_length, "temperature": temperature, "vocab_size": self.vocab_size}
+            read = response_logprobs(self.lm_backbone, query_responses, pad_id, **settings)
+            logprobs, entropies, hidden_states = read
             # [D26] A value belongs to the position before the response token, as its log-prob does.   policy.py#L125
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
 
@@ -1005,7 +1004,8 @@ def update_metrics(
     means["ppo/val/num_eos_tokens"] = float(this_run.accelerator.reduce(eos_tokens, "sum"))
     cli.check_update(means, update, args.dtype)
     cli.check_equal("objective/kl_coef", kl_coef, this_run.accelerator)
-    return finish_metrics(means, update, args, kl_coef, this_run.seconds_of_update(), this_run.seconds())
+    seconds = {"update_seconds": this_run.seconds_of_update(), "run_seconds": this_run.seconds()}
+    return finish_metrics(means, update, args, kl_coef=kl_coef, **seconds)
 
 
 def finish_metrics(

@@ -28,7 +28,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -168,6 +167,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
     stream.position = state.get("query_position", stream.position)
     this_run.start_logging(state["step"], note=sources.left_out(stream))
+    shared, micro_batch = {"pad_id": ids.pad, "accelerator": accelerator}, fitting["local_micro_batch"]
     settings = {"samples": sizes.normalize_samples, "rows": fitting["local_rollout_batch"]}
     networks = {"reward_model": reward_model, "language_model": language_model}
     normalize_now = partial(sample_and_normalize, stream, ids, args, accelerator, **networks, **settings)
@@ -184,10 +184,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     with this_run.progress("reward model", sizes.steps, state["step"]) as advance:
         for step in range(state["step"], sizes.steps):
             optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
-            inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
-            stats = reward_update(
-                reward_model, optimizer, labels, inds, ids.pad, accelerator, micro_batch=fitting["local_micro_batch"]
-            )
+            mb_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
+            stats = reward_update(reward_model, optimizer, labels, mb_inds=mb_inds, micro_batch=micro_batch, **shared)
             means = cli.mean_over_processes(stats, accelerator)
             cli.check_finite(means, step, cli.anew_with_lower("lr"))
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
@@ -200,7 +198,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
-    measured = evaluate(reward_model, labels, held_out, ids.pad, fitting["local_rollout_batch"], accelerator)
+    measured = evaluate(reward_model, labels, held_out, rows=fitting["local_rollout_batch"], **shared)
     cli.check_finite(measured, sizes.steps, cli.anew_with_lower("lr"))
 
     # 3. Normalise again.
@@ -273,7 +271,8 @@ def sample_and_normalize(
         responses, _, _ = few_rows_at_a_time(write, rows, contexts, uniforms)
     # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
     query_responses = torch.cat([queries, responses], dim=1)  # (n, query_length + response_length)
-    normalize(reward_model, query_responses, ids.pad, rows, accelerator, target_mean, target_std)
+    scale = {"target_mean": target_mean, "target_std": target_std}
+    normalize(reward_model, query_responses, ids.pad, rows=rows, accelerator=accelerator, **scale)
 
 
 @torch.no_grad()
@@ -325,8 +324,8 @@ def learning_rate_at(args: Args, step: int) -> float:
 def reward_update(
     reward_model: RewardModel,
     optimizer: torch.optim.Optimizer,
-    labels: Any,
-    inds: Tensor,
+    labels: sources.Labels,
+    mb_inds: Tensor,
     pad_id: int,
     accelerator: Accelerator,
     *,
@@ -339,22 +338,22 @@ def reward_update(
     scores = []
     # [D67] [D88] Micro-batches add up to the gradient of the whole batch.
     optimizer.zero_grad()
-    for mb_inds in inds.split(micro_batch):
-        scores.append(score_samples(reward_model, labels, mb_inds, pad_id))  # (micro_batch, n)
-        targets = labels.targets[mb_inds].to(scores[-1].device)
-        (label_loss(labels.kind, scores[-1], targets) * len(mb_inds) / len(inds)).backward()
+    for inds in mb_inds.split(micro_batch):
+        scores.append(score_samples(reward_model, labels, inds, pad_id))  # (micro_batch, n)
+        targets = labels.targets[inds].to(scores[-1].device)
+        (label_loss(labels.kind, scores[-1], targets) * len(inds) / len(mb_inds)).backward()
     average_gradients(reward_model)
     gradients = [parameter.grad for parameter in reward_model.parameters() if parameter.grad is not None]
     gradient_norm = nn.utils.get_total_norm(gradients)  # only looked at: nothing is clipped
     optimizer.step()
     # Statistics of the whole batch, over all processes.
-    batch = torch.cat(scores).detach(), labels.targets[inds].to(scores[-1].device)  # (local_batch, n), (local_batch,)
-    statistics = label_statistics(labels.kind, *accelerator.gather(batch))
+    batch = {"scores": torch.cat(scores).detach(), "targets": labels.targets[mb_inds].to(scores[-1].device)}
+    statistics = label_statistics(labels.kind, **accelerator.gather(batch))
     own = {"gradient_norm": gradient_norm, "gain": reward_model.gain, "bias": reward_model.bias}
     return {f"train/{name}": value for name, value in (statistics | own).items()}
 
 
-def score_samples(reward_model: RewardModel, labels: Any, inds: Tensor, pad_id: int) -> Tensor:
+def score_samples(reward_model: RewardModel, labels: sources.Labels, inds: Tensor, pad_id: int) -> Tensor:
     """Scores (batch, n) of the samples of the labels with these indices (batch,)."""
     queries, samples = (t[inds].to(reward_model.gain.device) for t in (labels.queries, labels.samples))
     n = samples.shape[1]
@@ -400,7 +399,7 @@ def label_statistics(kind: str, scores: Tensor, targets: Tensor) -> dict[str, Te
 
 @torch.no_grad()
 def evaluate(
-    reward_model: RewardModel, labels: Any, inds: Tensor, pad_id: int, rows: int, accelerator: Accelerator
+    reward_model: RewardModel, labels: sources.Labels, inds: Tensor, pad_id: int, rows: int, accelerator: Accelerator
 ) -> dict[str, float]:
     """How good the scores of the labels with these indices are: loss and accuracy or, for ratings, correlations.
 
@@ -778,12 +777,13 @@ def load_pretrained(
         return cli.checked_model(model, loading, own_settings)
 
 
-def load_models(args: Args, ids: TaskIds, labels: Any, device: torch.device) -> tuple[RewardModel, PreTrainedModel]:
+def load_models(
+    args: Args, ids: TaskIds, labels: sources.Labels, device: torch.device
+) -> tuple[RewardModel, PreTrainedModel]:
     """The reward model before it learns, and the pretrained model, which never changes."""
     dtype, _ = cli.weights_dtypes(args)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    of_labels = labels.queries.shape[1] + labels.samples.shape[2]
-    longest = max(ids.context_length + args.task.response_length, of_labels)  # tokens
+    longest = max(ids.context_length + args.task.response_length, labels.queries.shape[1] + labels.samples.shape[2])
     cli.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
     run.check_savable(language_model.config, args)
     # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113

@@ -163,7 +163,7 @@ def in_drawn_order(stored: torch.Tensor, *key: int | str) -> torch.Tensor:
 
 
 def posts_of(queries: torch.Tensor, references: torch.Tensor) -> Posts:
-    return Posts(queries.long(), references.long(), 0)
+    return Posts(queries=queries.long(), references=references.long(), too_long=0)
 
 
 def instead_of_reading(splits: dict[str, Posts]) -> Replaced:
@@ -353,7 +353,7 @@ def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> Rep
 def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[passes.Pass]:
     """Passes as the original has them."""
     parts = torch.arange(len(lengths)).split(rows or len(lengths))
-    return [passes.Pass(part, int(lengths.max())) for part in parts]
+    return [passes.Pass(rows=part, longest=int(lengths.max())) for part in parts]
 
 
 def read_as_stored(lm_backbone, tokens, responses, pad_id):
@@ -431,8 +431,7 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
             return read(*arguments)
 
     def with_stored_logprobs(*arguments, **settings):
-        responses, _, values, gap = respond(*arguments, **settings)
-        return responses, next(stored), values, gap
+        return respond(*arguments, **settings)._replace(logprobs=next(stored))
 
     return [
         (lm, "read_tokens", read_tokens),

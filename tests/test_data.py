@@ -249,7 +249,8 @@ def connections(monkeypatch):
 
 @pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
 def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
-    monkeypatch.setitem(published.HUB_FILES, name, hub_files.HubFiles("nobody/no-such-texts", ("none.txt",)))
+    nowhere = hub_files.HubFiles(repository="nobody/no-such-texts", names=("none.txt",))
+    monkeypatch.setitem(published.HUB_FILES, name, nowhere)
     message = error_line(sources.load_texts, name)
     assert f"--task.query_dataset {name}" in message
     for advice in ("without a network", ".txt, .jsonl or .json file", "--preset tales"):

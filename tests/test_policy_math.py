@@ -70,9 +70,13 @@ def tiny_policy(tiny_models, architecture: str = "gpt2") -> PolicyWithValueHead:
 @pytest.mark.parametrize("script", [train_policy, tldr_policy])
 def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(script):
     """The factor of an update is at least 1 - episodes / (5 * horizon), here in exact arithmetic."""
+
+    def check(horizon: int, episodes: int) -> None:
+        cli.check_controller(cli.AdaptiveKLArgs(target=6.0, horizon=horizon), episodes)
+
     for horizon, episodes in itertools.product(range(1, 8), range(1, 50)):
         if 1 - Fraction(episodes, 5 * horizon) > 0:
-            cli.check_horizon(horizon, episodes)
+            check(horizon, episodes)
             controller = script.AdaptiveKLController(0.15, 6.0, horizon)
             controller.update(0.0, episodes)
             assert controller.value > 0
@@ -80,12 +84,12 @@ def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(script)
         with pytest.raises(
             InputError, match=rf"--rewards.adaptive_kl.horizon {horizon}: .* {episodes} ep"
         ) as refused:
-            cli.check_horizon(horizon, episodes)
+            check(horizon, episodes)
         offer = int(str(refused.value).split("--rewards.adaptive_kl.horizon ")[2].split()[0])
-        cli.check_horizon(offer, episodes)
+        check(offer, episodes)
         with pytest.raises(InputError):  # it is the least
-            cli.check_horizon(offer - 1, episodes)
-    cli.check_horizon(10**18, 5 * 10**18 - 1)
+            check(offer - 1, episodes)
+    check(10**18, 5 * 10**18 - 1)
 
 
 # ---- Slow oracles ----------------------------------------------------------------------------------------------

@@ -313,13 +313,14 @@ def test_the_judge_and_the_comparisons_share_no_sentence(stand_in):
 
 def test_a_comparison_takes_single_ratings_of_the_first_half():
     """Here the other half, which the judge learns from, says the opposite, so that the others disagree."""
-    pair = [reviews.Sentence("Good.", (3, 3, -4, -4)), reviews.Sentence("Fair.", (1, 1, 0, 0))]
+    rated = {"Good.": (3, 3, -4, -4), "Fair.": (1, 1, 0, 0)}
+    pair = [reviews.Sentence(text=text, ratings=ratings) for text, ratings in rated.items()]
     rows, agreed = reviews.compare(pair, "train")
     assert len(rows) == 2 and agreed == 0  # means of the others: -5/3 and 1/3
     for row in rows:
         assert row["summaries"][row["choice"]]["text"] == "Good." and row["extra"]["confidence"] == 2
-    same = [reviews.Sentence("Good.", (2, 2, 2)), reviews.Sentence("Fair.", (2, 0, 0)), pair[0], pair[1]]
-    rows, agreed = reviews.compare(same, "train")
+    same = [dataclasses.replace(pair[0], ratings=(2, 2, 2)), dataclasses.replace(pair[1], ratings=(2, 0, 0))]
+    rows, agreed = reviews.compare(same + pair, "train")
     assert not any(row["extra"]["confidence"] == 0 for row in rows)
 
 

@@ -132,7 +132,7 @@ def kept(cluster, spare, monkeypatch):
         if spare:
             workers.actors.append(spare.pop())
             ray.get(workers.actors[-1].begin.remote(workers.spec))
-            worker = rlvr_async.Worker(workers.actors[-1])
+            worker = rlvr_async.Worker(actor=workers.actors[-1])
         else:
             worker = start(workers)
         worker.actor.die.remote(*told.dies)

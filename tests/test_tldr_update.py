@@ -923,11 +923,12 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     recorded: list[tuple[torch.Tensor, ...]] = []
 
     def spoiling(actor_critic, contexts, uniforms, **settings):
-        responses, logprobs, values, gap = respond(actor_critic, contexts, uniforms, **settings)
+        sampled = respond(actor_critic, contexts, uniforms, **settings)
+        responses, logprobs, values, _ = sampled
         mask, value_mask = masks_of((responses != PAD).sum(1).tolist(), 8)
         contexts = nn.functional.pad(contexts, (48 - contexts.shape[1], 0), value=PAD)
         recorded.append((torch.cat([contexts, responses], 1), logprobs))
-        return responses, spoil(logprobs, mask), spoil(values, value_mask), gap
+        return sampled._replace(logprobs=spoil(logprobs, mask), values=spoil(values, value_mask))
 
     monkeypatch.setattr(tldr_policy, "respond", spoiling)
     monkeypatch.chdir(tmp_path)

@@ -77,7 +77,7 @@ def policy_args(world: Path, reward: Path) -> Args:
         rewards=RewardsArgs(
             trained_model=str(reward),
             monitor="ppo_rlhf.worlds.tales:sentiment.gold_scores",
-            adaptive_kl=AdaptiveKLArgs(6.0, horizon=100),
+            adaptive_kl=AdaptiveKLArgs(target=6.0, horizon=100),
         ),
         ppo=PpoArgs(
             total_episodes=UPDATES * BATCH - 16,
@@ -318,7 +318,7 @@ def args(tiny_world: Path, tiny_reward: Path) -> Args:
     args = policy_args(tiny_world, tiny_reward)
     target = 1.1 * replay(args, tiny_world).metrics[1]["objective/kl"]
     return dataclasses.replace(
-        args, rewards=dataclasses.replace(args.rewards, adaptive_kl=AdaptiveKLArgs(target, 100))
+        args, rewards=dataclasses.replace(args.rewards, adaptive_kl=AdaptiveKLArgs(target=target, horizon=100))
     )
 
 

@@ -326,9 +326,9 @@ from ppo_rlhf.lib.services import cli
 
 seen, right = [], train_reward.reward_update
 
-def recorded(reward_model, optimizer, labels, inds, *others, **limits):
-    seen.append(inds.tolist())
-    return right(reward_model, optimizer, labels, inds, *others, **limits)
+def recorded(*model_and_labels, mb_inds, **others):
+    seen.append(mb_inds.tolist())
+    return right(*model_and_labels, mb_inds=mb_inds, **others)
 
 train_reward.reward_update = recorded
 errors.run_script(lambda: train_reward.train(cli.parse_args(train_reward.PRESETS)))

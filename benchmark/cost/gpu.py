@@ -447,7 +447,7 @@ def padding(args: Args) -> Iterator[Outcome]:
             with torch.autocast(device.type, torch.bfloat16):
                 lm.read_tokens(model, rows, pad_id, slice(None)).sum().backward()
 
-    count, whole = (1 if few else 10), [passes.Pass(torch.arange(len(lengths)), len(columns))]
+    count, whole = (1 if few else 10), [passes.Pass(rows=torch.arange(len(lengths)), longest=len(columns))]
     seconds = {"padded": seconds_of(lambda: read(whole), device, count)}
     plan = passes.plan_passes(lengths, model)
     seconds["in passes"] = seconds_of(lambda: read(plan), device, count)

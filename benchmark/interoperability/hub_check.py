@@ -111,7 +111,7 @@ def checks(args: Args) -> Iterator[tuple[str, str, Callable[[], str]]]:
         for script in (train_both, tldr_all)
     )
     for preset in chapter_1:
-        labels = HubFiles(OPENAI_REPOSITORY, (preset.reward.label_dataset,))
+        labels = HubFiles(repository=OPENAI_REPOSITORY, names=(preset.reward.label_dataset,))
         yield files(f"labels {preset.preset}", labels, "", ("query", "sample0", "sample3", "best"))
     for split in ("train", "validation", "test"):
         yield f"posts {split}", POSTS_REPOSITORY, lambda split=split: look_at_posts(split)

@@ -189,9 +189,9 @@ def described(fault: faults.Fault) -> dict[str, Any]:
     return {"number": faults.FAULTS.index(fault) + 1} | {name: getattr(fault, name) for name in fields}
 
 
-def print_table(reports: list[Report], others: list[str], quiet: bool, *, solve: bool = True) -> None:
-    """A row for each function, and below it what is wrong. quiet: only what does not match."""
-    shown = [report for report in reports if not (quiet and report.ok)]
+def print_table(reports: list[Report], others: list[str], failed_only: bool, *, solve: bool = True) -> None:
+    """A row for each function, and below it what is wrong. failed_only: only what does not match."""
+    shown = [report for report in reports if not (failed_only and report.ok)]
     width = max([len(report.function) for report in shown], default=0)
     if shown:
         print(f"{'function':{width}}  cases  match  largest error")
@@ -211,7 +211,7 @@ def print_table(reports: list[Report], others: list[str], quiet: bool, *, solve:
                     break_long_words=False,
                 )
             )
-    if others and not quiet:
+    if others and not failed_only:
         print(f"Not checked, because the names are not known: {', '.join(others)}")
 
 

@@ -191,9 +191,9 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
     positional = {p.name for p in takes or [] if p.kind is p.POSITIONAL_ONLY}
     optional = {p.name for p in takes or [] if p.default is None}
 
-    def given(x: Any) -> Any:
+    def passed(x: Any) -> Any:
         if as_arrays:
-            return [given(part) for part in x] if isinstance(x, list) else x.numpy() if isinstance(x, Tensor) else x
+            return [passed(part) for part in x] if isinstance(x, list) else x.numpy() if isinstance(x, Tensor) else x
         return x
 
     def leave_out(key: str, arguments: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
             raise Wrong(f"it takes {', '.join(strange)}; the arguments of {name} are {', '.join(form)}")
         for key in arguments.keys() - set(names):
             leave_out(key, arguments)
-        kept = {key: given(arguments[key]) for key in form if key in arguments and key in names}
+        kept = {key: passed(arguments[key]) for key in form if key in arguments and key in names}
         while True:
             first = kept if takes is None else [key for key in names if key in positional and key in kept]
             rest = {key: x for key, x in kept.items() if key not in first}

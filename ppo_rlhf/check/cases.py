@@ -29,7 +29,7 @@ Arguments = dict[str, Any]
 Outputs = dict[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Case:
     """One comparison."""
 
@@ -133,9 +133,9 @@ def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
     """Expected gradient (4, 3) of a loss per token, over all sequences as often as the sampler draws them."""
     logits = arguments["logits"].detach().requires_grad_()
     logprobs, ref_logprobs, sampler = (of_sequences(x) for x in (logits, *(arguments[n] for n in TABLES[1:])))
-    given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
-    given |= {"name": arguments["name"]} if "name" in arguments else {"sampler_logprobs": sampler}
-    losses = first(function(**given, mask=arguments.get("mask", torch.ones(9, 2, dtype=torch.bool))))
+    inputs = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
+    inputs |= {"name": arguments["name"]} if "name" in arguments else {"sampler_logprobs": sampler}
+    losses = first(function(**inputs, mask=arguments.get("mask", torch.ones(9, 2, dtype=torch.bool))))
     if not getattr(losses, "requires_grad", False):
         raise calls.LeftOut("no gradient")
     return torch.autograd.grad((sampler.sum(1).exp().detach() * losses.sum(1)).sum(), logits)[0]
@@ -231,7 +231,8 @@ def golden(
     fields = {key: settings.pop(key) for key in ("mask_of", "tolerance", "gradient_of") if key in settings}
     mask = settings.get("mask") if fields.pop("mask_of", False) else None
     expected = {"result": expected} if isinstance(expected, Tensor) else expected
-    return Case(function, name, source, settings, expected, run, mask, **fields)
+    of_case = {"function": function, "name": name, "source": source, "run": run, "mask": mask}
+    return Case(**of_case, arguments=settings, expected=expected, **fields)
 
 
 def chapter_1() -> list[Case]:
@@ -257,11 +258,11 @@ def chapter_1() -> list[Case]:
             golden("gae", name, expected, rewards=rewards, values=x["values"], mask=mask, gamma=gamma, lam=lam)
         )
         clip = settings["cliprange"]
-        given = {"logprobs": x["logprobs"], "new_logprobs": x["new_logprobs"], "advantages": x["advantages"]}
-        found.append(golden("policy_loss", name, x["stats/loss/policy"], **given, mask=mask, cliprange=clip))
-        given = {key: x[key] for key in ("new_values", "values", "returns")}
+        inputs = {"logprobs": x["logprobs"], "new_logprobs": x["new_logprobs"], "advantages": x["advantages"]}
+        found.append(golden("policy_loss", name, x["stats/loss/policy"], **inputs, mask=mask, cliprange=clip))
+        inputs = {key: x[key] for key in ("new_values", "values", "returns")}
         clip = settings["cliprange_value"]
-        found.append(golden("value_loss", name, x["stats/loss/value"], **given, mask=mask, cliprange=clip))
+        found.append(golden("value_loss", name, x["stats/loss/value"], **inputs, mask=mask, cliprange=clip))
     x = arrays("case1b_logits_helpers")
     found.append(
         golden("token_logprobs", "temperature 1", x["logprobs"], logits=x["logits"], tokens=x["labels"].long())
@@ -271,15 +272,15 @@ def chapter_1() -> list[Case]:
         x = arrays(f"case3_forward_{name}")
         weights, tokens = openai_weights("weights_test_policy"), x["full_tokens"].long()
         context, temperature = x["queries"].shape[1], round(x["temperature"].item(), 6)
-        given = {"tokens": tokens, "attention_mask": full(tokens), "context_length": context}
-        given |= {"weights": weights, "heads": table("models")["test"]["hparams"]["n_head"]}
+        inputs = {"tokens": tokens, "attention_mask": full(tokens), "context_length": context}
+        inputs |= {"weights": weights, "heads": table("models")["test"]["hparams"]["n_head"]}
         found.append(
-            golden("response_logprobs", name, x["logprobs"], read_by_model, **given, temperature=temperature)
+            golden("response_logprobs", name, x["logprobs"], read_by_model, **inputs, temperature=temperature)
         )
         logits, responses = x["full_logits"][:, context - 1 : -1], x["responses"].long()
-        given = {"logits": logits, "temperature": temperature}
-        found.append(golden("token_logprobs", name, x["logprobs"], **given, tokens=responses))
-        found.append(golden("entropy", name, x["entropies"], **given))
+        inputs = {"logits": logits, "temperature": temperature}
+        found.append(golden("token_logprobs", name, x["logprobs"], **inputs, tokens=responses))
+        found.append(golden("entropy", name, x["entropies"], **inputs))
     x = arrays("case4_reward_loss_best_of_4_test")
     found.append(
         golden(
@@ -294,19 +295,19 @@ def chapter_1() -> list[Case]:
     for name, settings in table("case5_postprocess_meta").items():
         if name != "crafted_rows" and settings["truncate_token"] is not None:
             x = under("case5_postprocess", f"{name}/")
-            given = {
+            inputs = {
                 "responses": responses,
                 "stop_id": settings["truncate_token"],
                 "after": settings["truncate_after"],
             }
             pad_id = settings["padding_token"]
-            found.append(golden("truncate", name, x["postprocessed"], **given, pad_id=pad_id))
-            found.append(golden("has_stop", name, x["filter_on_raw"], **given))
+            found.append(golden("truncate", name, x["postprocessed"], **inputs, pad_id=pad_id))
+            found.append(golden("has_stop", name, x["filter_on_raw"], **inputs))
     for name, x in table("case6_kl_controller").items():
         if x.get("target"):
             kl = torch.tensor(x["kl"], dtype=torch.float64)
             episodes = torch.tensor(x["n_steps"]).expand(len(kl)).clone()
-            given = {
+            inputs = {
                 "kl_coef": x["init"],
                 "kl": kl,
                 "target": x["target"],
@@ -314,17 +315,17 @@ def chapter_1() -> list[Case]:
                 "horizon": x["horizon"],
             }
             values = torch.tensor(x["values"][1:], dtype=torch.float64)
-            found.append(golden("kl_controller", name, values, controlled, **given))
+            found.append(golden("kl_controller", name, values, controlled, **inputs))
     for name in sorted({key.partition("/")[0] for key in arrays("case7_adam")}):
         x = under("case7_adam", f"{name}/")
         for style, key in (("tensorflow", "trajectory_tf"), ("torch", "trajectory_torch_adam_eps1e-5")):
-            given = {key: x[key] for key in ("x0", "target", "curvature", "lr")} | {"style": style, "eps": 1e-5}
-            found.append(golden("adam_step", f"{style}, {name}", x[key][1:], descended, **given))
+            inputs = {key: x[key] for key in ("x0", "target", "curvature", "lr")} | {"style": style, "eps": 1e-5}
+            found.append(golden("adam_step", f"{style}, {name}", x[key][1:], descended, **inputs))
     for name in ("coef015", "coef0", "coef02_len1"):
         x = under("case8_compute_rewards", f"{name}/")
-        given = {key: x[key] for key in ("scores", "logprobs", "ref_logprobs")}
+        inputs = {key: x[key] for key in ("scores", "logprobs", "ref_logprobs")}
         coef = round(x["kl_coef"].item(), 6)
-        found.append(golden("token_rewards", name, x["rewards"], **given, mask=full(given["logprobs"]), kl_coef=coef))
+        found.append(golden("token_rewards", name, x["rewards"], **inputs, mask=full(x["logprobs"]), kl_coef=coef))
     return found
 
 
@@ -347,48 +348,48 @@ def chapter_2() -> list[Case]:
     found = []
     for i in range(4):
         x = under("tldr/helpers", f"whiten{i}/")
-        given = {"values": x["values"], "mask": x["mask"], "mask_of": True}
-        found.append(golden("whiten", f"masked {i}", x["shifted"], **given))
-        found.append(golden("whiten", f"masked {i}", x["kept"], **given, keep_mean=True))
+        inputs = {"values": x["values"], "mask": x["mask"], "mask_of": True}
+        found.append(golden("whiten", f"masked {i}", x["shifted"], **inputs))
+        found.append(golden("whiten", f"masked {i}", x["kept"], **inputs, keep_mean=True))
         x = under("tldr/helpers", f"truncate{i}/")
-        given = {"responses": x["responses"].long(), "stop_id": 0, "pad_id": 40}
-        found.append(golden("truncate", f"responses {i}", x["truncated"], **given))
+        inputs = {"responses": x["responses"].long(), "stop_id": 0, "pad_id": 40}
+        found.append(golden("truncate", f"responses {i}", x["truncated"], **inputs))
     for name in ("default", "gamma_lam", "full", "all_missing", "one_token", "whiten_rewards", "no_penalty"):
         x, settings = arrays(f"tldr/advantages_{name}"), table("tldr/cases")[f"advantages_{name}"]["ppo"]
         mask, value_mask = ~x["out/padding_mask"], ~x["out/padding_mask_p1"]
         if not settings["whiten_rewards"]:  # those that are stored are whitened
-            given = {"scores": x["out/scores"], "kl_coef": settings["kl_coef"], "score_at": "next"}
-            given |= {key: x[f"in/{key}"] for key in ("logprobs", "ref_logprobs")}
-            found.append(golden("token_rewards", name, x["out/rewards"], **given, mask=mask))
-        given = {"rewards": x["out/rewards"], "values": x["in/values"], "mask": value_mask, "mask_of": True}
+            inputs = {"scores": x["out/scores"], "kl_coef": settings["kl_coef"], "score_at": "next"}
+            inputs |= {key: x[f"in/{key}"] for key in ("logprobs", "ref_logprobs")}
+            found.append(golden("token_rewards", name, x["out/rewards"], **inputs, mask=mask))
+        inputs = {"rewards": x["out/rewards"], "values": x["in/values"], "mask": value_mask, "mask_of": True}
         expected = {"advantages": x["out/returns"] - x["out/values"], "returns": x["out/returns"]}
         gamma, lam = float(settings["gamma"]), settings["lam"]
-        found.append(golden("gae", f"chapter 2, {name}", expected, **given, gamma=gamma, lam=lam))
+        found.append(golden("gae", f"chapter 2, {name}", expected, **inputs, gamma=gamma, lam=lam))
     for name in ("default", "wide", "full"):
         x, settings = arrays(f"tldr/losses_{name}"), table("tldr/cases")[f"losses_{name}"]["ppo"]
         context = table("tldr/cases")[f"losses_{name}"]["context"]
         mask, value_mask = ~x["in/padding_mask"], ~x["in/padding_mask_p1"]
-        given = {
+        inputs = {
             "logprobs": x["in/logprobs"],
             "new_logprobs": x["out/new_logprobs"],
             "advantages": x["in/advantages"],
         }
         clip = settings["cliprange"]
-        found.append(golden("policy_loss", name, x["out/pg_loss_stats"], **given, mask=mask, cliprange=clip))
+        found.append(golden("policy_loss", name, x["out/pg_loss_stats"], **inputs, mask=mask, cliprange=clip))
         new_values = x["in/vpred"][:, context - 1 : -1, 0]
-        given = {"new_values": new_values, "values": x["in/values"], "returns": x["in/returns"], "mask": value_mask}
+        inputs = {"new_values": new_values, "values": x["in/values"], "returns": x["in/returns"], "mask": value_mask}
         clip, loss = settings["cliprange_value"], x["out/vf_loss_stats"]
-        found.append(golden("value_loss", name, loss, **given, cliprange=clip))
+        found.append(golden("value_loss", name, loss, **inputs, cliprange=clip))
     x = arrays("tldr/forward_gpt2_leftpad")
     tokens = torch.cat([x["in/queries"], x["in/responses"]], 1).long()
     mask = tokens != 40
-    given = {"tokens": tokens.masked_fill(~mask, 0), "attention_mask": mask, "temperature": 0.7}
-    given |= {"context_length": x["in/queries"].shape[1], "heads": 2}
-    given |= {
+    inputs = {"tokens": tokens.masked_fill(~mask, 0), "attention_mask": mask, "temperature": 0.7}
+    inputs |= {"context_length": x["in/queries"].shape[1], "heads": 2}
+    inputs |= {
         "weights": {key.removeprefix("policy/transformer."): w for key, w in x.items() if "policy/trans" in key}
     }
-    counts = mask[:, given["context_length"] :]
-    case = golden("response_logprobs", "padded on the left", x["out/unpadded_logprobs"], read_by_model, **given)
+    counts = mask[:, inputs["context_length"] :]
+    case = golden("response_logprobs", "padded on the left", x["out/unpadded_logprobs"], read_by_model, **inputs)
     case = replace(case, mask=counts)
     # Code without a temperature can be asked this one only. Its numbers are those of the form, in float64. They are
     # stored, because computing them takes seconds to import the model.
@@ -413,20 +414,20 @@ def chapter_3() -> list[Case]:
     found = []
     for name, keep_mean in (("whiten_shift", False), ("whiten_keep_mean", True), ("whiten_one_token", False)):
         x = verl(name)
-        given = {"values": x["values"], "mask": x["mask"], "keep_mean": keep_mean, "mask_of": True}
-        found.append(golden("whiten", name, x["spec/whitened"], **given))
+        inputs = {"values": x["values"], "mask": x["mask"], "keep_mean": keep_mean, "mask_of": True}
+        found.append(golden("whiten", name, x["spec/whitened"], **inputs))
     for name, lam in (("gae_ragged", 0.95), ("gae_gamma1_lam1", 1.0)):
         x = verl(name)
-        given = {"rewards": x["token_level_rewards"], "values": x["values"], "mask": x["response_mask"]}
+        inputs = {"rewards": x["token_level_rewards"], "values": x["values"], "mask": x["response_mask"]}
         expected = {"advantages": x["spec/advantages_raw"], "returns": x["out/returns"]}
-        found.append(golden("gae", name, expected, **given, lam=lam, mask_of=True))
+        found.append(golden("gae", name, expected, **inputs, lam=lam, mask_of=True))
     for name in ("reinforce_pp", "reinforce_pp_interior_mask"):
         x = verl(name)
-        given = {"rewards": x["token_level_rewards"], "mask": x["response_mask"], "mask_of": True}
+        inputs = {"rewards": x["token_level_rewards"], "mask": x["response_mask"], "mask_of": True}
         expected = x["spec/returns"]
-        found.append(golden("reward_to_go", name, expected, **given))
-        given |= {"values": x["token_level_rewards"] * 0, "gamma": 1.0, "lam": 1.0}
-        found.append(golden("gae", f"{name}, values 0", {"advantages": expected, "returns": expected}, **given))
+        found.append(golden("reward_to_go", name, expected, **inputs))
+        inputs |= {"values": x["token_level_rewards"] * 0, "gamma": 1.0, "lam": 1.0}
+        found.append(golden("gae", f"{name}, values 0", {"advantages": expected, "returns": expected}, **inputs))
     for name, form in (("grpo_std", "grpo"), ("grpo_no_std", "dr_grpo"), ("rloo", "rloo")):
         x = verl(name)
         scores = x["token_level_rewards"].masked_fill(~x["response_mask"], 0).sum(1)
@@ -434,19 +435,19 @@ def chapter_3() -> list[Case]:
         found.append(golden("group_advantages", name, expected, scores=scores, groups=x["groups"], name=form))
     for stored in ("kl_values_and_gradients", "kl_extreme"):
         x = verl(stored)
-        given = {"logprobs": x["logprob"], "ref_logprobs": x["ref_logprob"], "mask": full(x["logprob"])}
+        inputs = {"logprobs": x["logprob"], "ref_logprobs": x["ref_logprob"], "mask": full(x["logprob"])}
         for form in ("k1", "abs", "k2", "k3"):
             if (stored, form) == ("kl_extreme", "k3"):  # where a slope is a choice
                 continue
             expected = {"result": x[f"out/{form}/value"], "gradient": x[f"out/{form}/grad"]}
-            case = golden("kl_estimate", f"{stored}, {form}", expected, **given, gradient_of="logprobs", name=form)
+            case = golden("kl_estimate", f"{stored}, {form}", expected, **inputs, gradient_of="logprobs", name=form)
             found.append(case)
     d = torch.tensor([[-12.0, -4.0, -1.0], [1.0, 4.0, 12.0]])  # beyond clamps that some code has
-    given = {"logprobs": d - 20, "ref_logprobs": torch.full_like(d, -20.0), "mask": full(d), "name": "k3"}
-    found.append(golden("kl_estimate", "k3 pulls back", d.sign(), pull, "far from the reference", **given))
+    inputs = {"logprobs": d - 20, "ref_logprobs": torch.full_like(d, -20.0), "mask": full(d), "name": "k3"}
+    found.append(golden("kl_estimate", "k3 pulls back", d.sign(), pull, "far from the reference", **inputs))
     x = verl("adaptive_kl")
-    given = {"kl_coef": 0.2, "kl": x["kl"].double(), "target": 6.0, "episodes": x["n"], "horizon": 10000}
-    found.append(golden("kl_controller", "adaptive_kl", x["out/coef"], controlled, **given))
+    inputs = {"kl_coef": 0.2, "kl": x["kl"].double(), "target": 6.0, "episodes": x["n"], "horizon": 10000}
+    found.append(golden("kl_controller", "adaptive_kl", x["out/coef"], controlled, **inputs))
     losses = {
         "policy_vanilla": ("policy_loss", {"dual_clip": 3.0}),
         "policy_dual_clip": ("policy_loss", {"dual_clip": 1.5}),
@@ -455,14 +456,14 @@ def chapter_3() -> list[Case]:
     losses |= {"policy_cispo": ("cispo_loss", {})}
     for name, (function, settings) in losses.items():
         x = verl(name)
-        given = {"new_logprobs": x["log_prob"], "logprobs": x["old_log_prob"], "advantages": x["advantages"]}
+        inputs = {"new_logprobs": x["log_prob"], "logprobs": x["old_log_prob"], "advantages": x["advantages"]}
         expected = {"result": x["out/loss"], "gradient": x["out/grad_log_prob"]}
-        given |= {"mask": x["response_mask"], "gradient_of": "new_logprobs"} | settings
-        found.append(golden(function, name, expected, **given))
+        inputs |= {"mask": x["response_mask"], "gradient_of": "new_logprobs"} | settings
+        found.append(golden(function, name, expected, **inputs))
     x = verl("value_loss")
-    given = {"new_values": x["vpreds"], "values": x["values"], "returns": x["returns"], "mask": x["response_mask"]}
+    inputs = {"new_values": x["vpreds"], "values": x["values"], "returns": x["returns"], "mask": x["response_mask"]}
     expected = {"result": x["out/loss"], "gradient": x["out/grad_vpreds"]}
-    found.append(golden("value_loss", "verl", expected, **given, cliprange=0.5, gradient_of="new_values"))
+    found.append(golden("value_loss", "verl", expected, **inputs, cliprange=0.5, gradient_of="new_values"))
     for name in ("agg_modes", "agg_all_masked"):
         x = verl(name)
         for mode in MODES:
@@ -473,14 +474,14 @@ def chapter_3() -> list[Case]:
     x = verl("agg_micro_batches")
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         counts = {"tokens": int(x["loss_mask"].sum()), "sequences": int(x["loss_mask"].any(1).sum())}
-        given = {"losses": x["loss_mat"], "mask": x["loss_mask"], "mode": mode} | counts
-        found.append(golden("aggregate", f"in parts, {mode}", x[f"out/{mode}"], in_parts, "parts add up", **given))
-    given = {"losses": list(x["loss_mat"].split([1, 3])), "masks": list(x["loss_mask"].split([1, 3]))}
-    found.append(golden("accumulate", "parts of 1 and 3 rows", x["out/token-mean"], **given, generation_tokens=50))
+        inputs = {"losses": x["loss_mat"], "mask": x["loss_mask"], "mode": mode} | counts
+        found.append(golden("aggregate", f"in parts, {mode}", x[f"out/{mode}"], in_parts, "parts add up", **inputs))
+    inputs = {"losses": list(x["loss_mat"].split([1, 3])), "masks": list(x["loss_mask"].split([1, 3]))}
+    found.append(golden("accumulate", "parts of 1 and 3 rows", x["out/token-mean"], **inputs, generation_tokens=50))
     for kind in ("token", "sequence"):
         x = verl(f"is_{kind}")
-        given = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
-        case = golden("importance_weights", kind, x["out/weights"], **given, kind=kind, cap=2.0, mask_of=True)
+        inputs = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
+        case = golden("importance_weights", kind, x["out/weights"], **inputs, kind=kind, cap=2.0, mask_of=True)
         found.append(case)
     for name, kind, low, high in (
         ("reject_token_k1", "token", 0.5, 2.0),
@@ -488,13 +489,13 @@ def chapter_3() -> list[Case]:
         ("reject_token_k1_asymmetric", "token", 1 / 3, 1 / 0.9),
     ):
         x = verl(name)
-        given = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
-        found.append(golden("rejection_mask", name, x["out/mask"].bool(), **given, kind=kind, low=low, high=high))
+        inputs = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
+        found.append(golden("rejection_mask", name, x["out/mask"].bool(), **inputs, kind=kind, low=low, high=high))
     x = verl("response_mask_one_eos")
     found.append(golden("response_mask", "one stop id", x["out/mask"].bool(), responses=x["response_id"], stop_id=2))
     x = verl("overlong_punishment")
-    given = {"lengths": x["lengths"].long(), "max_length": 20, "buffer": 4, "factor": 1.0}
-    found.append(golden("overlong_penalty", "verl", x["out/reward"] - 1, **given))
+    inputs = {"lengths": x["lengths"].long(), "max_length": 20, "buffer": 4, "factor": 1.0}
+    found.append(golden("overlong_penalty", "verl", x["out/reward"] - 1, **inputs))
     return found
 
 
@@ -516,9 +517,9 @@ def enumeration() -> list[Case]:
     forms_of |= {"k3+": "k3+ (value of k3, gradient of k2) as loss"}
     found = []
     for form, name in forms_of.items():
-        given = on_policy | {"name": form}
+        inputs = on_policy | {"name": form}
         expected = gradient("on_policy", name)
-        found.append(golden("kl_estimate", f"{form} as a loss", expected, expected_gradient, "enumeration", **given))
+        found.append(golden("kl_estimate", f"{form} as a loss", expected, expected_gradient, "enumeration", **inputs))
     expected = gradient("on_policy", "k1 in the reward, gamma = lambda = 1")
     found.append(golden("token_rewards", "the penalty", expected, gradient_in_reward, "enumeration", **on_policy))
     expected = gradient("off_policy", "true gradient, prefixes of the sampler held fixed")
@@ -537,13 +538,7 @@ def full(x: Tensor) -> Tensor:
     return torch.ones(x.shape, dtype=torch.bool)
 
 
-SHAPES = {
-    "B < T": (3, 5),
-    "B > T": (6, 4),
-    "B = T": (4, 4),
-    "one row": (1, 5),
-    "one token": (5, 1),
-}
+SHAPES = {"B < T": (3, 5), "B > T": (6, 4), "B = T": (4, 4), "one row": (1, 5), "one token": (5, 1)}
 HOLES = torch.tensor(
     [[1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0]]
 ).bool()
@@ -625,8 +620,9 @@ def like_the_form(
     function: str, name: str, arguments: Arguments, source: str = "", run: Callable[[Callable, Arguments], Any] = once
 ) -> Case:
     """A case whose numbers forms.py computes in float64."""
-    mask = arguments.get("mask") if function in PER_TOKEN else None
-    case = Case(function, name, source or name, arguments, {}, run, mask, gradient_of=GRADIENT_OF.get(function, ""))
+    of_case = {"function": function, "name": name, "source": source or name, "arguments": arguments, "run": run}
+    mask, gradient_of = arguments.get("mask") if function in PER_TOKEN else None, GRADIENT_OF.get(function, "")
+    case = Case(**of_case, expected={}, mask=mask, gradient_of=gradient_of)
     return replace(case, expected=Computed(case))
 
 
@@ -658,8 +654,8 @@ def other_properties() -> list[Case]:
             ("equal scores", equal, consecutive, 4),
             ("one row", scores[2:3], consecutive[:1], 1),
         ):
-            given = {"scores": x, "groups": groups, "group_size": size, "name": name}
-            found.append(like_the_form("group_advantages", what, given))
+            inputs = {"scores": x, "groups": groups, "group_size": size, "name": name}
+            found.append(like_the_form("group_advantages", what, inputs))
     # The stop id is also the padding, responses are shorter than the width, and one does not end.
     responses = torch.tensor(
         [[5, 6, 2, 2, 2, 2], [5, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 5], [2, 2, 2, 2, 2, 2], [5, 6, 7, 8, 9, 2]]
@@ -677,48 +673,48 @@ def other_properties() -> list[Case]:
     for mode in MODES:
         # What seq-mean-token-sum-norm divides by is said, because libraries differ in it.
         counts = {"sequences": len(empty)} if mode == "seq-mean-token-sum-norm" else {}
-        given = {"losses": x, "mask": empty, "mode": mode} | counts
-        found.append(like_the_form("aggregate", "an empty row", given))
+        inputs = {"losses": x, "mask": empty, "mode": mode} | counts
+        found.append(like_the_form("aggregate", "an empty row", inputs))
         if mode == "seq-mean-token-sum-norm":
-            found.append(like_the_form("aggregate", "another length", given | {"length": 9}))
+            found.append(like_the_form("aggregate", "another length", inputs | {"length": 9}))
     x = random_arguments("token_rewards", empty.shape, generator)
     found.append(like_the_form("token_rewards", "an empty row", x | {"mask": empty, "kl_coef": 0.3}))
     losses = torch.randn(RAGGED.shape, generator=generator)
     for name, sizes in (("one part", [5]), ("a part for each row", [1] * 5), ("parts of 3 and 2 rows", [3, 2])):
-        given = {"losses": list(losses.split(sizes)), "masks": list(RAGGED.split(sizes)), "generation_tokens": 40}
-        found.append(like_the_form("accumulate", name, given, "parts add up"))
-        masks = [full(x) for x in given["masks"]]
-        found.append(like_the_form("accumulate", f"{name}, all full", given | {"masks": masks}, "parts add up"))
+        inputs = {"losses": list(losses.split(sizes)), "masks": list(RAGGED.split(sizes)), "generation_tokens": 40}
+        found.append(like_the_form("accumulate", name, inputs, "parts add up"))
+        masks = [full(x) for x in inputs["masks"]]
+        found.append(like_the_form("accumulate", f"{name}, all full", inputs | {"masks": masks}, "parts add up"))
         returns, values = (
             torch.randn(RAGGED.shape, generator=generator),
             torch.randn(RAGGED.shape, generator=generator),
         )
         off = values / 2 + 0.1 if len(sizes) < 3 else 1.5 * values  # a critic that is worse than a constant
-        given = {"values": list((returns + off).split(sizes)), "returns": list(returns.split(sizes))}
-        given |= {"masks": list(RAGGED.split(sizes))}
-        found.append(like_the_form("explained_variance", name, given, "parts add up"))
+        inputs = {"values": list((returns + off).split(sizes)), "returns": list(returns.split(sizes))}
+        inputs |= {"masks": list(RAGGED.split(sizes))}
+        found.append(like_the_form("explained_variance", name, inputs, "parts add up"))
     x = torch.full(RAGGED.shape, -1.5)
     for low, high in ((1.0, 1.5), (0.5, 1.0)):
-        given = {"logprobs": x, "sampler_logprobs": x, "mask": RAGGED, "low": low, "high": high}
-        found.append(like_the_form("rejection_mask", "a ratio of 1 at the bound", given | {"kind": "token"}))
+        inputs = {"logprobs": x, "sampler_logprobs": x, "mask": RAGGED, "low": low, "high": high}
+        found.append(like_the_form("rejection_mask", "a ratio of 1 at the bound", inputs | {"kind": "token"}))
     lengths = torch.tensor([0, 5, 15, 16, 17, 18, 20])
-    given = {"lengths": lengths, "max_length": 20, "buffer": 5, "factor": 0.5}
-    found.append(like_the_form("overlong_penalty", "factor 0.5", given))
-    given = {"lengths": lengths, "max_length": 16, "buffer": 8}
-    found.append(like_the_form("overlong_penalty", "another length", given))
+    inputs = {"lengths": lengths, "max_length": 20, "buffer": 5, "factor": 0.5}
+    found.append(like_the_form("overlong_penalty", "factor 0.5", inputs))
+    inputs = {"lengths": lengths, "max_length": 16, "buffer": 8}
+    found.append(like_the_form("overlong_penalty", "another length", inputs))
     kl = torch.tensor([0.1, 2.4, 2.6, 9.0, 0.0, 2.2], dtype=torch.float64)
     for name, coefficient in (("a small coefficient", 1e-4), ("a large coefficient", 20.0)):
-        given = {"kl_coef": coefficient, "kl": kl, "target": 2.5, "episodes": torch.full((6,), 40), "horizon": 100}
-        found.append(like_the_form("kl_controller", name, given, run=controlled))
+        inputs = {"kl_coef": coefficient, "kl": kl, "target": 2.5, "episodes": torch.full((6,), 40), "horizon": 100}
+        found.append(like_the_form("kl_controller", name, inputs, run=controlled))
     for style in ("torch", "tensorflow"):
-        given = {name: torch.randn(4, generator=generator) for name in ("x0", "target")}
-        given |= {"curvature": torch.tensor([0.01, 1.0, 3.0, 10.0]), "lr": torch.tensor([0.1, 0.1, 0.05, 0.2, 0.01])}
-        given |= {"style": style, "beta1": 0.7, "beta2": 0.95, "eps": 1e-3}
-        found.append(like_the_form("adam_step", f"{style}, other moments", given, run=descended))
+        inputs = {name: torch.randn(4, generator=generator) for name in ("x0", "target")}
+        inputs |= {"curvature": torch.tensor([0.01, 1.0, 3.0, 10.0]), "lr": torch.tensor([0.1, 0.1, 0.05, 0.2, 0.01])}
+        inputs |= {"style": style, "beta1": 0.7, "beta2": 0.95, "eps": 1e-3}
+        found.append(like_the_form("adam_step", f"{style}, other moments", inputs, run=descended))
     for name, shape in SHAPES.items():
         logits, tokens = torch.randn(*shape, 4, generator=generator), torch.randint(0, 4, shape, generator=generator)
-        given = {"logits": logits, "temperature": 0.7}
-        for more in (given, {"logits": 9 * logits}):  # also tokens that are very unlikely
+        inputs = {"logits": logits, "temperature": 0.7}
+        for more in (inputs, {"logits": 9 * logits}):  # also tokens that are very unlikely
             found.append(like_the_form("token_logprobs", name, more | {"tokens": tokens}))
             found.append(like_the_form("entropy", name, more))
         best = torch.randint(0, shape[1], shape[:1], generator=generator)

@@ -23,7 +23,7 @@ ENTRY = ("{}.detach()", "{}.abs()", "{} - {}.mean()", "{}.clamp(-1, 1)", "{}.rol
 ENTRY += ("{}.bfloat16().to({}.dtype)", "{} / {}.std()", "{}.flip(1)", "0 * {}")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Change:
     """A function with one change. Its words and its text are to be asked for before the next one is made."""
 
@@ -63,7 +63,7 @@ def compiled(tree: ast.Module, function: str, words: Callable[[], str]) -> Itera
         exec(compile(tree, f"<{function}, changed>", "exec"), namespace)
     except (SyntaxError, ValueError, TypeError):
         return
-    yield Change(namespace[function], words, lambda: ast.unparse(tree))
+    yield Change(call=namespace[function], words=words, text=lambda: ast.unparse(tree))
 
 
 def in_words(old: ast.expr, new: ast.expr) -> str:
@@ -94,8 +94,8 @@ def entries(function: str) -> Iterator[str]:
 def names_of(definition: ast.FunctionDef) -> list[str]:
     """Arguments and variables that may be confused."""
     stored = [x.id for x in ast.walk(definition) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
-    given = [x.arg for x in definition.args.args]
-    return [name for name in dict.fromkeys([*given, *stored]) if name not in TEXTS]
+    parameters = [x.arg for x in definition.args.args]
+    return [name for name in dict.fromkeys([*parameters, *stored]) if name not in TEXTS]
 
 
 def replacements(node: ast.expr, names: list[str]) -> Iterator[ast.expr]:

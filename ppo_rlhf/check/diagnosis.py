@@ -24,7 +24,7 @@ UNSEEN = (
 SMALLEST = 0.1  # errors of numbers that are all smaller than this are relative to it
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Report:
     """The verdict on one function."""
 
@@ -57,15 +57,15 @@ class Report:
         return self.matches == self.cases > 0
 
 
-def distance(given: Tensor, expected: Tensor, mask: Tensor | None) -> float:
+def distance(actual: Tensor, expected: Tensor, mask: Tensor | None) -> float:
     """The largest error, relative to the largest expected number. NaN in one of them alone is infinite."""
     expected = expected.double()
     if mask is not None and mask.shape == expected.shape:
-        given, expected = given[mask], expected[mask]
+        actual, expected = actual[mask], expected[mask]
     if not expected.numel():
         return 0.0
-    both = (given == expected) | (given.isnan() & expected.isnan())
-    gap = torch.where(both, 0, (given - expected).abs()).nan_to_num(torch.inf, posinf=torch.inf)
+    both = (actual == expected) | (actual.isnan() & expected.isnan())
+    gap = torch.where(both, 0, (actual - expected).abs()).nan_to_num(torch.inf, posinf=torch.inf)
     finite = expected[expected.isfinite()].abs()
     scale = max(finite.max().item() if len(finite) else 0.0, SMALLEST)
     return gap.max().item() / scale
@@ -77,17 +77,17 @@ def agree(answer: dict[str, Tensor], other: Answer, case: Case) -> bool:
         return False
     enough = 5 * case.tolerance  # float32 in one of them, float64 in the other
     for name in answer.keys() & other.keys():
-        given, expected = answer[name], other[name]
-        if case.mask is not None and case.mask.shape == given.shape:
-            given, expected = given[case.mask], expected[case.mask]
-        if not given.numel():
+        actual, expected = answer[name], other[name]
+        if case.mask is not None and case.mask.shape == actual.shape:
+            actual, expected = actual[case.mask], expected[case.mask]
+        if not actual.numel():
             continue
-        gap = (given - expected).abs().max().item()
+        gap = (actual - expected).abs().max().item()
         if math.isfinite(gap):
             if gap > enough * max(expected.abs().max().item(), SMALLEST):
                 return False
         # How far NaN spreads in a result depends on the order of operations.
-        elif not (given.isnan().any() and expected.isnan().any()) and distance(given, expected, None) > enough:
+        elif not (actual.isnan().any() and expected.isnan().any()) and distance(actual, expected, None) > enough:
             return False
     return True
 
@@ -113,7 +113,7 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
     """The report of a function. answers: by the index of a case."""
     all_cases = cases.all_cases()[function]
     answers, refused = without_refused(all_cases, answers)
-    report, wrong = Report(function, left_out=left_out | refused), []
+    report, wrong = Report(function=function, left_out=left_out | refused), []
     for index, answer in answers.items():
         case = all_cases[index]
         report.cases += 1
@@ -166,15 +166,15 @@ def without_refused(all_cases: list[Case], answers: dict[int, Answer]) -> tuple[
     return left, {reason: len(found) for reason, found in refused.items()}
 
 
-def difference(given: Tensor, expected: Tensor, mask: Tensor | None, most: int = 3) -> str:
+def difference(actual: Tensor, expected: Tensor, mask: Tensor | None, most: int = 3) -> str:
     """The first entries that differ: ` [0, 2] is 1.5, not 1.25; ...`."""
-    apart = ~torch.isclose(given, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    apart = ~torch.isclose(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     if mask is not None and mask.shape == apart.shape:
         apart &= mask
     if not apart.ndim:
-        return f" is {given.item():.6g}, not {expected.item():.6g}"
+        return f" is {actual.item():.6g}, not {expected.item():.6g}"
     entries = [
-        f"{place} is {given[tuple(place)]:.6g}, not {expected[tuple(place)]:.6g}"
+        f"{place} is {actual[tuple(place)]:.6g}, not {expected[tuple(place)]:.6g}"
         for place in apart.nonzero().tolist()
     ]
     more = f"; {len(entries) - most} more" if len(entries) > most else ""

@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parent.parent
 Edits = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Fault:
     function: str
     """that is broken"""
@@ -74,7 +74,8 @@ def read(function: str, name: str, entry: dict[str, Any]) -> Fault:
     for places, texts in entry.items():
         files, colons, name_there = places.partition("::")
         edits |= {f"{file}::{name_there}": pairs(texts) for file in files.split(", ") if colons}
-    return Fault(function, name, says, mark, entry.get("source", ""), entry.get("choice", False), edits)
+    more = {"source": entry.get("source", ""), "choice": entry.get("choice", False), "edits": edits}
+    return Fault(function=function, name=name, says=says, mark=mark, **more)
 
 
 def read_all(path: Path) -> list[Fault]:

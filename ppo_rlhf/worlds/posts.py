@@ -51,7 +51,7 @@ from ppo_rlhf.worlds import building, tales
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PostsArgs:
     """The settings of a world. Worlds with other settings live in other folders of the cache."""
 
@@ -132,26 +132,26 @@ def fill(rng: random.Random, template: str) -> str:
     return re.sub(r"{(?!fact)(\w+)}", lambda slot: rng.choice(rng.choice(tales.SLOTS[slot[1]])), template)
 
 
-def write_post(rng: random.Random, facts: int, asides: int) -> tuple[list[Fact], dict[str, str]]:
-    """The facts of a post, in its order, and the post: subreddit, title, post."""
-    told = list(zip(*(rng.sample(words, facts) for words in (tales.NAMES.split(), DEEDS, PEOPLE)), strict=True))
-    sentences = [fill(rng, rng.choice(FACT_TEMPLATES)).replace("{fact}", " ".join(fact)) for fact in told]
+def write_post(rng: random.Random, number: int, asides: int) -> tuple[list[Fact], dict[str, str]]:
+    """So many facts of a post, in its order, and the post: subreddit, title, post."""
+    facts = list(zip(*(rng.sample(words, number) for words in (tales.NAMES.split(), DEEDS, PEOPLE)), strict=True))
+    sentences = [fill(rng, rng.choice(FACT_TEMPLATES)).replace("{fact}", " ".join(fact)) for fact in facts]
     for _ in range(asides):
         sentences.insert(rng.randint(0, len(sentences)), fill(rng, rng.choice(ASIDE_TEMPLATES)))
     cut = rng.randint(1, len(sentences) - 1)
-    who, _, whom = rng.choice(told)
-    return told, {
+    who, _, whom = rng.choice(facts)
+    return facts, {
         "subreddit": rng.choice(rng.choice(tales.SLOTS["place"])),
         "title": f"{who} and {whom}",
         "post": " ".join(sentences[:cut]) + "\n" + " ".join(sentences[cut:]),
     }
 
 
-def invent(rng: random.Random, told: list[Fact]) -> Fact:
+def invent(rng: random.Random, facts: list[Fact]) -> Fact:
     """A statement of which the post says nothing: another person, deed and people."""
     who, did, whom = (
         rng.choice([word for word in words if word not in known])
-        for words, known in zip((tales.NAMES.split(), DEEDS, PEOPLE), zip(*told, strict=True), strict=True)
+        for words, known in zip((tales.NAMES.split(), DEEDS, PEOPLE), zip(*facts, strict=True), strict=True)
     )
     return who, did, whom
 
@@ -161,25 +161,25 @@ def say(statements: list[Fact]) -> str:
     return " ".join(" ".join(statement) + "." for statement in statements)
 
 
-def write_summary(rng: random.Random, told: list[Fact], mentioned: int, invented: float, repeated: float) -> str:
+def write_summary(rng: random.Random, facts: list[Fact], mentioned: int, invented: float, repeated: float) -> str:
     """A summary of so many statements, in the post's order: facts, inventions, or what it has said before.
 
     invented: how likely a statement is invented; repeated: how likely it repeats one of those before it.
     """
     statements: list[Fact] = []
-    for fact in sorted(rng.sample(told, min(mentioned, len(told))), key=told.index):
+    for fact in sorted(rng.sample(facts, min(mentioned, len(facts))), key=facts.index):
         if statements and rng.random() < repeated:
             fact = rng.choice(statements)
         elif rng.random() < invented:
-            fact = invent(rng, told)
+            fact = invent(rng, facts)
         statements.append(fact)
     return say(statements)
 
 
-def write_reference(rng: random.Random, told: list[Fact]) -> str:
+def write_reference(rng: random.Random, facts: list[Fact]) -> str:
     """A reference summary: the first facts of the post, two to all but one; one in seven is invented."""
-    facts = told[: rng.randint(2, max(2, len(told) - 1))]
-    return say([invent(rng, told) if rng.random() < 0.15 else fact for fact in facts])
+    mentioned = facts[: rng.randint(2, max(2, len(facts) - 1))]
+    return say([invent(rng, facts) if rng.random() < 0.15 else fact for fact in mentioned])
 
 
 # ---- The annotator ---------------------------------------------------------------------------------------------
@@ -223,17 +223,17 @@ def write_comparisons(
     """
     rows, ceiling = [], 0.0
     for number in range(count):
-        told, post = write_post(rng, args.facts, args.asides)
+        facts, post = write_post(rng, args.facts, args.asides)
         summaries = []
         for writer in rng.sample([*WRITERS, "copying", "ref"], 2):
             if writer == "ref":
-                text = write_reference(rng, told)
+                text = write_reference(rng, facts)
             elif writer == "copying":
                 sentences = re.findall(r"[^.]+\.", post["post"])
                 text = " ".join(sentence.strip() for sentence in sentences[: rng.randint(1, 3)])
             else:
                 least, most, invented, repeated = WRITERS[writer]
-                text = write_summary(rng, told, rng.randint(least, most), invented, repeated)
+                text = write_summary(rng, facts, rng.randint(least, most), invented, repeated)
             summaries.append({"text": f" {text}", "policy": writer})
         first, second = gold_scores([f"POST: {post['post']}"] * 2, [summary["text"] for summary in summaries])
         difference = (first - second) / args.annotator_temperature
@@ -270,18 +270,18 @@ def write_reply(rng: random.Random, facts: list[Fact]) -> str:
 
 def write_quotes(rng: random.Random) -> str:
     """A text that tells the same five facts three times, each time in another order."""
-    told, _ = write_post(rng, facts=5, asides=0)
-    first, second, third = (rng.sample(told, 5) for _ in range(3))
+    facts, _ = write_post(rng, number=5, asides=0)
+    first, second, third = (rng.sample(facts, 5) for _ in range(3))
     return f"{write_reply(rng, first)} {say(second)} {say(third)}"
 
 
 def write_thread(rng: random.Random, args: PostsArgs) -> str:
     """A post and four replies that quote some of its facts, in its order."""
-    told, post = write_post(rng, args.facts, args.asides)
+    facts, post = write_post(rng, args.facts, args.asides)
     thread = f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}\n\nPOST: {post['post']}"
     for _ in range(4):
-        quoted = rng.sample(told, rng.randint(2, len(told)))
-        thread += f"\n\nREPLY: {write_reply(rng, sorted(quoted, key=told.index))}"
+        quoted = rng.sample(facts, rng.randint(2, len(facts)))
+        thread += f"\n\nREPLY: {write_reply(rng, sorted(quoted, key=facts.index))}"
     return thread
 
 
@@ -357,8 +357,8 @@ def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
         rng = random.Random(f"{args.seed} posts {split}")
         rows = []
         for number in range(getattr(args, f"{split}_posts")):
-            told, post = write_post(rng, args.facts, args.asides)
-            rows.append({"id": f"{split}-{number}", **post, "summary": write_reference(rng, told)})
+            facts, post = write_post(rng, args.facts, args.asides)
+            rows.append({"id": f"{split}-{number}", **post, "summary": write_reference(rng, facts)})
         golds += gold_scores([f"POST: {row['post']}" for row in rows], [row["summary"] for row in rows])
         write_rows(folder / f"posts_{split}.jsonl", rows)
     for split in ("train", "validation"):

@@ -56,7 +56,7 @@ LEAST_WORDS = 10  # of a sentence whose beginning the policy continues
 COMPARED = 2  # times that each sentence is compared with another one
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Args:
     """Where the two files are, if they are not to be fetched."""
 
@@ -66,7 +66,7 @@ class Args:
     """a local copy of vaderSentiment-3.3.2.tar.gz, or of hutto_ICWSM_2014.tar.gz in it"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sentence:
     text: str
     ratings: tuple[int, ...]  # of single people, in random order
@@ -109,7 +109,7 @@ def read_sentences(archive: Path) -> list[Sentence]:
     sentences = []
     for number in sorted(texts, key=int):
         text = " ".join(texts[number].replace("''", '"').split())
-        sentences.append(Sentence(text, tuple(rng.sample(ratings[number], len(ratings[number])))))
+        sentences.append(Sentence(text=text, ratings=tuple(rng.sample(ratings[number], len(ratings[number])))))
     rng.shuffle(sentences)
     return sentences
 
@@ -194,10 +194,7 @@ def agreement(sentences: list[Sentence]) -> dict[str, float]:
     others = [statistics.fmean(sentence.ratings[1:]) for sentence in sentences]
     everybody = [statistics.fmean(sentence.ratings) for sentence in sentences]
     vaders = vader([""] * len(sentences), [sentence.text for sentence in sentences])
-    return {
-        "one_person": statistics.correlation(one, others),
-        "vader": statistics.correlation(vaders, everybody),
-    }
+    return {"one_person": statistics.correlation(one, others), "vader": statistics.correlation(vaders, everybody)}
 
 
 # ---- Judges of texts -------------------------------------------------------------------------------------------
@@ -233,9 +230,7 @@ def find_world(ratings: str = "") -> Path:
     """
     made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS, COMPARED]
     return building.find(
-        "reviews",
-        made_of,
-        lambda folder: build_world(folder, lambda place: smollm.fetch(RATINGS, place, ratings)),
+        "reviews", made_of, lambda folder: build_world(folder, lambda place: smollm.fetch(RATINGS, place, ratings))
     )
 
 

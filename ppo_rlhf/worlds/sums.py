@@ -53,7 +53,7 @@ from ppo_rlhf.worlds import building, tales
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SumsArgs:
     """The settings of a world. Worlds with other settings live in other folders of the cache."""
 
@@ -97,7 +97,7 @@ class SumsArgs:
     """held-out problems on which the start is measured"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolsArgs(SumsArgs):
     """The settings of the variant in which pupils have a calculator."""
 
@@ -109,7 +109,7 @@ class ToolsArgs(SumsArgs):
     """share of calls whose syntax is wrong"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LongArgs(SumsArgs):
     """The settings of the variant with longer chains of steps."""
 
@@ -138,7 +138,7 @@ MOST = 99  # nobody ever has more,
 MOST_OF_PUPILS = 999  # nor do pupils who err write more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A word problem: how many things there are first, what happens then, and the sentences that say so."""
 
@@ -171,8 +171,8 @@ def write_problem(rng: random.Random, args: SumsArgs) -> Problem:
         steps.append(step)
         event = rng.choice(EVENTS[operation]).format(she=she, her=her, other=other, number=step[1])
         sentences.append(event[0].upper() + event[1:])
-    asked = f"How many {things} does {name} have?"
-    return Problem(first, tuple(steps), tuple(sentences), " ".join([*sentences, asked]))
+    question = " ".join([*sentences, f"How many {things} does {name} have?"])
+    return Problem(first=first, steps=tuple(steps), sentences=tuple(sentences), question=question)
 
 
 def write_problems(rng: random.Random, count: int, args: SumsArgs, taken: set[str]) -> list[Problem]:

@@ -42,7 +42,7 @@ from ppo_rlhf.worlds import building
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TalesArgs:
     """The settings of a world. Worlds with other settings live in other folders of the cache."""
 
@@ -184,7 +184,7 @@ def words_of(*lists: str) -> tuple[str, ...]:
     return tuple(word for words in lists for word in words.split())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Annotator:
     """A simulated person, whose taste is a formula: wanted words minus unwanted words."""
 

@@ -10,7 +10,7 @@ from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.base.hub import hub_errors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HubFiles:
     """Files of a data set on the hub. Plain data, because `datasets` 4 and later run no loading scripts."""
 

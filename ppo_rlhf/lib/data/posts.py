@@ -38,7 +38,9 @@ from ppo_rlhf.lib.scoring import scorers
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
 COMPARISON_FILES = hub_files.HubFiles(
-    "openai/summarize_from_feedback", ("comparisons/{split}/*.parquet",), revision="refs/convert/parquet"
+    repository="openai/summarize_from_feedback",
+    names=("comparisons/{split}/*.parquet",),
+    revision="refs/convert/parquet",
 )
 
 # In tokens. A cut in a text changes how the text before it is tokenized, but only within this distance of the cut.
@@ -236,7 +238,7 @@ def bare(queries: torch.Tensor, ids: TaskIds) -> torch.Tensor:
 # ---- Posts -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Posts:
     """Posts with their reference summaries."""
 
@@ -248,7 +250,7 @@ class Posts:
         return len(self.queries)
 
     def rows(self, inds: torch.Tensor | slice) -> "Posts":
-        return Posts(self.queries[inds], self.references[inds], 0)
+        return Posts(queries=self.queries[inds], references=self.references[inds], too_long=0)
 
     def first(self, n: int) -> "Posts":
         """The first n posts."""

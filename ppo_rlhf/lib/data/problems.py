@@ -33,7 +33,7 @@ from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import posts, problem_rows, sources, texts
 from ppo_rlhf.lib.nets import lm, models, templates
 
-GSM8K_FILES = hub_files.HubFiles("openai/gsm8k", ("main/{split}-*.parquet",))
+GSM8K_FILES = hub_files.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
 SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ TASKS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskIds:
     """The task's special tokens as ids of one tokenizer."""
 

@@ -27,10 +27,10 @@ from ppo_rlhf.lib.base import hub, hub_files
 from ppo_rlhf.lib.base.errors import flag
 
 HUB_FILES = {
-    "books": hub_files.HubFiles("rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt")),
-    "cnndm": hub_files.HubFiles("ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz")),
-    "cnndm splits": hub_files.HubFiles("abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",)),
-    "tldr": hub_files.HubFiles(hub.OPENAI_REPOSITORY, ("tldr/{split}-subset.json",)),
+    "books": hub_files.HubFiles(repository="rojagtap/bookcorpus", names=("books_large_p1.txt", "books_large_p2.txt")),
+    "cnndm": hub_files.HubFiles(repository="ccdv/cnn_dailymail", names=("cnn_stories.tgz", "dailymail_stories.tgz")),
+    "cnndm splits": hub_files.HubFiles(repository="abisee/cnn_dailymail", names=("3.0.0/{split}-*.parquet",)),
+    "tldr": hub_files.HubFiles(repository=hub.OPENAI_REPOSITORY, names=("tldr/{split}-subset.json",)),
 }
 BOOK_ROWS = 16
 

@@ -286,7 +286,7 @@ def read_contexts(
     cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
     # Rows of a pass keep their order: their place changes how sums are rounded, and small/grpo.py does not sort them.
     plan = passes.plan_passes(mask.sum(1).cpu(), lm_backbone)
-    plan = [passes.Pass(one.rows.sort().values, one.longest) for one in plan]
+    plan = [passes.Pass(rows=one.rows.sort().values, longest=one.longest) for one in plan]
 
     def read(rows: Tensor, tokens: Tensor, mask: Tensor, position_ids: Tensor, longest: int) -> Tensor:
         real = slice(length - longest, length)

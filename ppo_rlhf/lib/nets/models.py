@@ -292,7 +292,7 @@ class MixedPrecision(nn.Module):
 # ---- Adapters --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraArgs:
     rank: int = 0
     """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all its weights"""

@@ -96,7 +96,7 @@ def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
 # ---- The plan --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pass:
     rows: Tensor  # indices, on the CPU
     longest: int  # tokens of the longest of these rows
@@ -138,7 +138,7 @@ def plan_passes(
         while len(plan) < max(counts):
             largest = max(range(len(plan)), key=lambda i: len(plan[i]))
             plan[largest : largest + 1] = plan[largest].tensor_split(2)
-    return [Pass(rows, longest=max(lengths[rows].tolist())) for rows in plan]
+    return [Pass(rows=rows, longest=max(lengths[rows].tolist())) for rows in plan]
 
 
 def is_packed(model: nn.Module, how: str = "is_packed") -> bool:

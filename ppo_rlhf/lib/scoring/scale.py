@@ -1,13 +1,19 @@
 """The scale of a function's scores [X18]."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 
 from ppo_rlhf.lib.base import launch
+
+if TYPE_CHECKING:
+    from ppo_rlhf.lib.services.run import Run
+    from ppo_rlhf.train_policy import QueryStream, Rollout
 
 
 class Scale:
@@ -34,13 +40,13 @@ class Scale:
             self.std = std if std > 1e-10 * abs(self.mean) else 1.0
 
     def fit_samples(
-        self, this_run: Any, roll_out: Callable[..., Any], stream: Any, pad_id: int, generator: torch.Generator
+        self, run: Run, roll_out: Callable[..., Rollout], stream: QueryStream, pad_id: int, generator: torch.Generator
     ) -> None:
         """Fit the scale to what the policy writes before it learns, which is what the language model writes.
 
         Each process writes its share of as many responses as the run's arguments say, to the first queries.
         """
-        args, accelerator = this_run.args, this_run.accelerator
+        args, accelerator = run.args, run.accelerator
         if samples := args.rewards.normalize_samples:
             mine = slice(accelerator.process_index, None, accelerator.num_processes)
             queries = stream.first(samples, pad_id)[mine].to(accelerator.device)  # (n, query_length)

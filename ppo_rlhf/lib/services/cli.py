@@ -6,6 +6,8 @@ the launcher's processes (launch.py), files of models (pretrained.py), and the r
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -15,10 +17,11 @@ import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 import tyro
-from torch import Tensor, nn
+from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import console, errors, files
@@ -58,6 +61,9 @@ from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401
 from ppo_rlhf.lib.nets.templates import FormatArgs, affixes, all_ends, check_task, sampling_config  # noqa: F401
 from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401
 from ppo_rlhf.lib.services import run
+
+if TYPE_CHECKING:
+    from ppo_rlhf import tldr_policy, train_policy, train_reward
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 
@@ -131,7 +137,7 @@ class MemoryArgs:
     """rows per pass without gradients on one process; a memory knob; 0: as many as fit, at most a batch"""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveKLArgs:
     """Of a controller of the KL coefficient."""
 
@@ -276,7 +282,7 @@ def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
     return cls(**arguments)
 
 
-def check_same_arguments(saved: Any, args: Any) -> None:
+def check_same_arguments(saved: Args, args: Args) -> None:
     """Refuse to resume with other arguments than the saved ones, except those that may change; print those."""
     old, new = files.flatten(dataclasses.asdict(saved)), files.flatten(dataclasses.asdict(args))
     allowed, refused = [], []
@@ -296,21 +302,21 @@ def check_same_arguments(saved: Any, args: Any) -> None:
 # ---- Checks ----------------------------------------------------------------------------------------------------
 
 
-def above_zero(prefix: str, group: Any, *fields: str) -> None:
+def above_zero(prefix: str, group: object, *fields: str) -> None:
     """Check that these fields of a dataclass are above 0. prefix: of their names on the command line."""
     for field in fields:
         if not getattr(group, field) > 0:
             raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be above 0")
 
 
-def at_least(least: int, prefix: str, group: Any, *fields: str) -> None:
+def at_least(least: int, prefix: str, group: object, *fields: str) -> None:
     """Check that these fields of a dataclass are not too small. prefix: of their names on the command line."""
     for field in fields:
         if getattr(group, field) < least:
             raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be at least {least}")
 
 
-def check_values(args: Any) -> None:
+def check_values(args: Args) -> None:
     """Check what holds for every script's arguments: finite numbers, texts that are Unicode, and the like."""
     values = files.flatten(dataclasses.asdict(args))
     for name, value in values.items():
@@ -341,16 +347,13 @@ def check_values(args: Any) -> None:
         tracking.check(args, run.run_name(args, 10**9))
 
 
-def check_controller(adaptive_kl: Any, episodes: int) -> None:
+def check_controller(adaptive_kl: AdaptiveKLArgs, episodes: int) -> None:
     """Refuse a target or a horizon that cannot be meant, with updates of so many episodes."""
-    if adaptive_kl.target is not None:
-        above_zero("rewards.adaptive_kl.", adaptive_kl, "target", "horizon")
-        check_horizon(adaptive_kl.horizon, episodes)
-
-
-def check_horizon(horizon: int, episodes: int) -> None:
-    """Refuse a horizon with which 1 - 0.2 * episodes / horizon, the least factor of an update, is not above 0."""
-    if episodes >= 5 * horizon:
+    if adaptive_kl.target is None:
+        return
+    above_zero("rewards.adaptive_kl.", adaptive_kl, "target", "horizon")
+    horizon = adaptive_kl.horizon
+    if episodes >= 5 * horizon:  # 1 - 0.2 * episodes / horizon, the least factor of an update, must be above 0
         raise InputError(
             f"{flag('rewards.adaptive_kl.horizon')} {horizon}: an update of {flag('ppo.batch_size')} {episodes} "
             f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
@@ -365,7 +368,7 @@ OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stoppe
 OBJECTIVES |= {"kl_coef", "score_total", "scores", "function_score"}
 
 
-def check_ppo_arguments(args: Any) -> None:
+def check_ppo_arguments(args: train_policy.Args) -> None:
     """Refuse numbers of a policy's script that cannot be meant."""
     check_values(args)
     at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
@@ -389,7 +392,7 @@ class PpoSizes:
     group_batch: int
 
 
-def ppo_sizes(ppo: Any, num_processes: int) -> PpoSizes:
+def ppo_sizes(ppo: train_policy.PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
     at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
@@ -428,7 +431,7 @@ class RewardSizes:
     local_rollout_batch: int
 
 
-def reward_sizes(args: Any, num_processes: int) -> RewardSizes:
+def reward_sizes(args: train_reward.Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     check_values(args)
     above_zero("", args, "lr")
@@ -458,7 +461,7 @@ def reward_sizes(args: Any, num_processes: int) -> RewardSizes:
     )
 
 
-def with_newest_reward_model(args: Any) -> Any:
+def with_newest_reward_model(args: train_policy.Args) -> train_policy.Args:
     """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
     if args.rewards.trained_model or args.rewards.function or args.resume:
         return args
@@ -471,31 +474,33 @@ def with_newest_reward_model(args: Any) -> Any:
     return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
 
 
-def rows_that_fit(*networks: Any, **sizes: Any) -> dict[str, int]:
+def rows_that_fit(args: RunArgs, accelerator: Accelerator, network: torch.nn.Module, **sizes: Any) -> dict[str, int]:
     """Rows of a pass; see lib/nets/memory.py."""
     from ppo_rlhf.lib.nets import memory
 
-    return memory.rows_that_fit(*networks, **sizes)
+    return memory.rows_that_fit(args, accelerator, network, **sizes)
 
 
-def checkpoint_layers(network: nn.Module) -> None:
+def checkpoint_layers(network: torch.nn.Module) -> None:
     """For --gradient_checkpointing; see lib/nets/layers.py."""
     from ppo_rlhf.lib.nets import layers
 
     layers.checkpoint_layers(network)
 
 
-Scorer = Callable[..., Tensor]  # token ids of queries and truncated responses -> scores (batch,)
+Scorer = Callable[..., torch.Tensor]  # token ids of queries and truncated responses -> scores (batch,)
 
 
-def has_own_scale(shaping: Any) -> bool:
+def has_own_scale(shaping: train_policy.RewardsArgs | tldr_policy.RewardsArgs) -> bool:
     """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
     from ppo_rlhf.lib.nets import foreign
 
     return bool(shaping.function) or foreign.is_foreign(shaping.trained_model)
 
 
-def load_scorer(args: Any, tokenizer: PreTrainedTokenizerBase, pad_id: int, device: Any) -> Scorer:
+def load_scorer(
+    args: train_policy.Args, tokenizer: PreTrainedTokenizerBase, pad_id: int, device: torch.device
+) -> Scorer:
     """The user's function `package.module:name`, which all processes call together, or a model from elsewhere."""
     from ppo_rlhf.lib.nets import foreign
     from ppo_rlhf.lib.scoring import scorers

@@ -64,7 +64,7 @@ def clip(number: float, low: float, high: float) -> float:
     return min(max(number, low), high)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Term:
     """The part of a token in a loss before the mean is taken: the larger of two numbers."""
 
@@ -84,7 +84,7 @@ class Term:
 def value_term(new_value: float, value: float, return_: float, cliprange_value: float) -> Term:
     """(V - R)^2 and (clip(V, V_old - range, V_old + range) - R)^2. The loss takes half of the mean."""
     clipped_value = clip(new_value, value - cliprange_value, value + cliprange_value)
-    return Term((new_value - return_) ** 2, (clipped_value - return_) ** 2)
+    return Term(free=(new_value - return_) ** 2, clipped=(clipped_value - return_) ** 2)
 
 
 # ---- Chapters 2 and 3: other forms of the same steps -----------------------------------------------------------

@@ -104,7 +104,8 @@ class BuiltIn:
         finished = torch.isin(responses.cpu(), torch.tensor(spec.stops)).any(1)
         # Weights change between calls alone, so the first version is the last.
         versions = np.full((len(responses), 2), version)
-        return Sampled(responses.cpu().numpy(), logprobs.cpu().numpy(), finished.numpy(), versions)
+        found = {"responses": responses.cpu(), "logprobs": logprobs.cpu(), "finished": finished}
+        return Sampled(**{name: tensor.numpy() for name, tensor in found.items()}, versions=versions)
 
 
 class Lost(RuntimeError):
@@ -201,7 +202,8 @@ class VLLM:
             responses[row, : len(ids)], logprobs[row, : len(ids)] = ids, theirs
         # Weights change between calls alone, as above.
         versions = np.full((len(rows), 2), version)
-        return Sampled(responses, logprobs, np.isin(responses, spec.stops).any(1), versions)
+        finished = np.isin(responses, spec.stops).any(1)
+        return Sampled(responses=responses, logprobs=logprobs, finished=finished, versions=versions)
 
 
 def check_gap(gap: float, dtype: str) -> None:

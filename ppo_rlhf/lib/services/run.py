@@ -15,6 +15,8 @@ newest checkpoint and gives the same numbers as an uninterrupted run.
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+from __future__ import annotations
+
 import contextlib
 import csv
 import dataclasses
@@ -35,7 +37,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -47,6 +49,11 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import checkpoints, console, errors, files, launch, paths
 from ppo_rlhf.lib.base.checkpoints import training_state  # noqa: F401 scripts find it here
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, flag
+
+if TYPE_CHECKING:
+    from ppo_rlhf.lib.data.label_files import Labels
+    from ppo_rlhf.lib.services import cli, traces
+    from ppo_rlhf.train_policy import QueryStream, Rollout, TaskIds
 
 
 def checksum(parts: list[Path]) -> str:
@@ -156,7 +163,7 @@ class Run:
 
     def __init__(
         self,
-        args: Any,
+        args: cli.RunArgs,
         accelerator: Accelerator,
         sizes: dict[str, int],
         joint: dict[str, Any] | None = None,
@@ -319,14 +326,10 @@ class Run:
             for write in self.writers:
                 write(step, metrics)
 
-    def last_mean(self, name: str, steps: int = 10) -> float | None:
-        """Mean of a metric over the last steps; None on other processes than the main one."""
-        values = [row[name] for row in self.rows[-steps:]]
-        return sum(values) / len(values) if values else None
-
     def last_means(self, *names: str) -> dict[str, float | None]:
-        """The last_mean of these objectives, as last_<name>."""
-        return {f"last_{name}": self.last_mean(f"objective/{name}") for name in names}
+        """Means of objectives over the last ten steps, as last_<name>; None on other processes than the main one."""
+        values = {f"last_{name}": [row[f"objective/{name}"] for row in self.rows[-10:]] for name in names}
+        return {name: sum(last) / len(last) if last else None for name, last in values.items()}
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append samples to samples.jsonl and print them as a table."""
@@ -348,7 +351,7 @@ class Run:
             for write in self.table_writers:
                 write(name, rows, len(self.rows))
 
-    def show_labels(self, labels: Any, tokenizer: PreTrainedTokenizerBase, pad_id: int, score: Callable) -> None:
+    def show_labels(self, labels: Labels, tokenizer: PreTrainedTokenizerBase, pad_id: int, score: Callable) -> None:
         """Tables of a reward model of chapter 1: see label_files.tables_of."""
         if self.is_main:
             from ppo_rlhf.lib.data import label_files
@@ -368,20 +371,20 @@ class Run:
         every = self.args.trace_interval
         return every > 0 and (step % every == 0 or step + 1 == self.meta["sizes"]["updates"])
 
-    def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> Any:
+    def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> traces.Recorder:
         """What keeps episodes of updates in traces/: a traces.Recorder with these options."""
         from ppo_rlhf.lib.services import traces
 
         return traces.Recorder(self.folder, self.accelerator, tokenizer, pad_id, **options)
 
     def recorder_of_groups(
-        self, tokenizer: PreTrainedTokenizerBase, ids: Any, stream: Any, roll_out: Any, advantages: Any
-    ) -> Any:
+        self, ids: TaskIds, stream: QueryStream, roll_out: Callable[..., Rollout], advantages: Callable
+    ) -> traces.Recorder[Rollout]:
         """The same for chapter 1, whose groups are whitened by themselves. Arguments: of traces.options_of_groups."""
         from ppo_rlhf.lib.services import traces
 
         options = traces.options_of_groups(self.args, self.accelerator.device, ids, stream, roll_out, advantages)
-        return self.recorder(tokenizer, ids.pad, **options)
+        return self.recorder(stream.tokenizer, ids.pad, **options)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -586,12 +589,12 @@ class Run:
 # ---- Names, tables, learning rates -----------------------------------------------------------------------------
 
 
-def script_of(args: Any) -> str:
+def script_of(args: cli.RunArgs) -> str:
     """The training script whose Args these are, such as train_policy: their `script`, or the file that has them."""
     return vars(type(args)).get("script") or Path(sys.modules[type(args).__module__].__file__ or "").stem
 
 
-def run_name(args: Any, timestamp: int) -> str:
+def run_name(args: cli.RunArgs, timestamp: int) -> str:
     return f"{args.exp_name}__{args.preset}__{args.seed}__{timestamp}"
 
 
@@ -616,7 +619,7 @@ def newest_model(preset: str, part: str, task_field: str) -> Path | None:
     return found[max(found)] if found else None
 
 
-def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, rollout: Any) -> list[dict[str, Any]]:
+def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, rollout: Rollout) -> list[dict[str, Any]]:
     """The first three episodes of a Rollout of train_policy.py as texts, with their numbers."""
     # [D80] The log shows some samples at intervals.   train_policy.py#L264-L279
     numbers = rollout.objectives
@@ -631,7 +634,7 @@ def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, rollout: Any) -
     return rows
 
 
-def check_savable(config: transformers.PreTrainedConfig, args: Any) -> None:
+def check_savable(config: transformers.PreTrainedConfig, args: cli.RunArgs) -> None:
     """Raise an InputError if a reward model of args.base_model could not be saved."""
     from ppo_rlhf.lib.nets import classifier
 

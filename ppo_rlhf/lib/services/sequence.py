@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accelerate.utils import broadcast_object_list
 
@@ -14,10 +14,10 @@ from ppo_rlhf.lib.base import files, paths, processes
 from ppo_rlhf.lib.base.errors import InputError, typed_as
 from ppo_rlhf.lib.services import cli, run
 
-Args = TypeVar("Args")
+Args = TypeVar("Args")  # of a script, or of a stage
 
 
-def flags_of(part: str, args: Any, shared: Collection[str]) -> contextlib.AbstractContextManager[None]:
+def flags_of(part: str, args: cli.RunArgs, shared: Collection[str]) -> contextlib.AbstractContextManager[None]:
     """Within the block, messages name a stage's arguments as they are typed: ppo.lr is policy.ppo.lr.
 
     shared: arguments that all stages get and that keep their names.
@@ -26,7 +26,7 @@ def flags_of(part: str, args: Any, shared: Collection[str]) -> contextlib.Abstra
     return typed_as({name: f"{part}.{name}" for name in own})
 
 
-def is_finished(folder: Path, args: Any) -> bool:
+def is_finished(folder: Path, args: cli.RunArgs) -> bool:
     """Whether a run has reached its end, and these arguments do not move that end."""
     meta = run.read_meta(folder)
     ppo = getattr(args, "ppo", None)  # other stages have none; their length does not change
@@ -36,7 +36,7 @@ def is_finished(folder: Path, args: Any) -> bool:
 class Stages:
     """Trains one stage after another under one time stamp; resumes the stage that was interrupted."""
 
-    def __init__(self, args: Any, shared: Collection[str]):
+    def __init__(self, args: Args, shared: Collection[str]):
         """args: of the script that runs the stages; args.resume is the folder of one of their runs, or empty.
 
         root: the folder that holds runs/ and models/.
@@ -54,11 +54,11 @@ class Stages:
         self.root = paths.beside(self.runs)
         self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
 
-    def run_folder(self, args: Any) -> Path:
+    def run_folder(self, args: cli.RunArgs) -> Path:
         """The folder of a stage's run, given the stage's arguments."""
         return self.runs / run.run_name(args, self.timestamp)
 
-    def train(self, train: Callable[[Any, dict], Path], args: Any, part: str, kind: str) -> Path:
+    def train(self, train: Callable[[Args, dict], Path], args: Args, part: str, kind: str) -> Path:
         """Train one stage, resume it, or skip it if it is finished; returns models/<run>/<kind>."""
         folder = self.run_folder(args)
         model = self.root / "models" / folder.name / kind

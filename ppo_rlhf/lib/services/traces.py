@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +30,9 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import files, launch
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import lm
+
+if TYPE_CHECKING:
+    from ppo_rlhf import train_policy
 
 TRACED = 8  # queries that are answered again each time
 
@@ -203,7 +206,10 @@ KEPT |= {"kl", "exact_kl", "rewards", "values", "new_values", "advantages", "ret
 KEPT |= {"entropies", "ratio", "clipped"}
 
 
-class Recorder:
+Rollout = TypeVar("Rollout")  # of a script
+
+
+class Recorder(Generic[Rollout]):
     """Keeps a few episodes of an update, and responses to queries that are the same each time.
 
     A script's rollout may be of any type; `numbers` gives its tensors by name:
@@ -226,10 +232,10 @@ class Recorder:
         pad_id: int,
         *,
         episodes: int,
-        after_update: Callable[[Any, slice], dict[str, Tensor]],
-        again: Callable[[float], Any],
+        after_update: Callable[[Rollout, slice], dict[str, Tensor]],
+        again: Callable[[float], Rollout],
         cliprange: float | None = None,
-        numbers: Callable[[Any], Mapping[str, Any]] = vars,
+        numbers: Callable[[Rollout], Mapping[str, Any]] = vars,
         texts: Callable[[Mapping[str, Any]], dict[str, list[str]]] = lambda numbers: {},
     ):
         """folder: of the run. episodes: how many to keep, at most those of one process.
@@ -244,7 +250,7 @@ class Recorder:
         self.cliprange, self.numbers, self.texts = cliprange, numbers, texts
 
     @torch.no_grad()
-    def record(self, update: int, rollout: Any, kl_coef: float) -> None:
+    def record(self, update: int, rollout: Rollout, kl_coef: float) -> None:
         """Write both traces of an update. kl_coef: for the second one. Every process must call this."""
         batch = self.numbers(rollout)
         rows = slice(min(self.episodes, len(batch["logprobs"])))
@@ -335,7 +341,7 @@ def scorer_of_traces(score: Callable[..., Tensor], function: str) -> Callable[..
 # ---- Of chapter 1 ----------------------------------------------------------------------------------------------
 
 
-def numbers_of_rollout(rollout: Any, pad_id: int) -> dict[str, Any]:
+def numbers_of_rollout(rollout: train_policy.Rollout, pad_id: int) -> dict[str, Any]:
     """The tensors of a Rollout of train_policy.py under the names that report.py knows."""
     of_episodes = rollout.objectives
     scores = {f"{name}s": of_episodes[name] for name in ("score", "raw_score")}
@@ -348,10 +354,10 @@ def numbers_of_rollout(rollout: Any, pad_id: int) -> dict[str, Any]:
 
 
 def options_of_groups(
-    args: Any,
+    args: train_policy.Args,
     device: torch.device,
-    ids: Any,
-    stream: Any,
+    ids: train_policy.TaskIds,
+    stream: train_policy.QueryStream,
     roll_out: partial,
     advantages: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> dict[str, Any]:
@@ -372,7 +378,7 @@ def options_of_groups(
         name: scorer_of_traces(score, args.rewards.monitor) for name, score in models["monitor"].items()
     }
 
-    def after_update(rollout: Any, rows: slice) -> dict[str, Tensor]:
+    def after_update(rollout: train_policy.Rollout, rows: slice) -> dict[str, Tensor]:
         new_logprobs, entropies, new_values = models["policy"](rollout.context_responses[rows], **reading)
         of_group, returns = advantages(rollout.rewards[:group][None], rollout.values[:group][None])
         numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}

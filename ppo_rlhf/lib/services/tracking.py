@@ -11,12 +11,16 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.lib.base.errors import InputError, flag
 
+if TYPE_CHECKING:
+    from ppo_rlhf.lib.services.cli import RunArgs
+    from ppo_rlhf.lib.services.run import Run
 
-def open_tensorboard(run: Any) -> None:
+
+def open_tensorboard(run: "Run") -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
@@ -46,7 +50,7 @@ def numbers(results: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 
-def open_wandb(run: Any, config: dict[str, Any]) -> None:
+def open_wandb(run: "Run", config: dict[str, Any]) -> None:
     """Log a run to Weights & Biases as well. config: what is known of it."""
     import wandb
 
@@ -84,7 +88,7 @@ def open_wandb(run: Any, config: dict[str, Any]) -> None:
     run.closers.append(close)
 
 
-def open_trackio(run: Any, config: dict[str, Any]) -> None:
+def open_trackio(run: "Run", config: dict[str, Any]) -> None:
     """Log a run to Trackio, which needs no account: files on this machine, unless its own variables say otherwise."""
     import trackio
 
@@ -108,13 +112,13 @@ def open_trackio(run: Any, config: dict[str, Any]) -> None:
     run.closers.append(tracked.finish)
 
 
-OPEN: dict[str, Callable[[Any, dict[str, Any]], None]] = {"wandb": open_wandb, "trackio": open_trackio}
+OPEN: dict[str, Callable[["Run", dict[str, Any]], None]] = {"wandb": open_wandb, "trackio": open_trackio}
 
 
 WANDB_MODES = ("online", "offline", "shared", "disabled")
 
 
-def check(args: Any, name: str) -> None:
+def check(args: "RunArgs", name: str) -> None:
     """Refuse, before the training, what a tracker or the hub would refuse. name: of the run."""
     if args.track and args.tracker == "trackio" and importlib.util.find_spec("trackio") is None:
         raise InputError(f"{flag('tracker')} trackio is not installed: pip install 'trackio>=0.43,<0.44'")
