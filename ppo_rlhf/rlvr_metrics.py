@@ -20,8 +20,8 @@ from torch import Tensor
 from ppo_rlhf import rlvr_args, rlvr_data, rlvr_math
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, paths, processes
-from ppo_rlhf.lib.data import problems, texts
-from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import lm, pretrained
 from ppo_rlhf.lib.services import cli, run, traces
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def answered_calls(setup: rlvr_data.Setup, responses: Tensor, from_tool: Tensor)
 
     responses: (rows, response_length); from_tool: of that shape, the tokens that the tool wrote.
     """
-    call_end = texts.one_token(setup.tokenizer, setup.args.tools.call_end, "call_end")
+    call_end = pretrained.one_token(setup.tokenizer, setup.args.tools.call_end, "call_end")
     ends = (responses == call_end) & ~from_tool  # (rows, response_length), each ends a call
     # A call at the very end of a response has no room for an answer, and one after max_calls ends the response.
     return ends[:, :-1].sum(1).clamp(max=setup.args.tools.max_calls)

@@ -49,7 +49,7 @@ from ppo_rlhf import rlvr_args, rlvr_data, rlvr_policy
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems, texts
-from ppo_rlhf.lib.nets import lm, passes
+from ppo_rlhf.lib.nets import lm, passes, pretrained
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
 
@@ -193,7 +193,7 @@ def conversation(setup: rlvr_data.Setup, tool: tools.Tool) -> Conversation:
     """What a tool needs to answer calls. Raises an InputError if something does not fit."""
     args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
     with cli.typed_as({"task.call_end": "tools.call_end"}):
-        call_end = texts.one_token(tokenizer, args.call_end, "call_end")
+        call_end = pretrained.one_token(tokenizer, args.call_end, "call_end")
     if call_end in ids.stops:
         raise InputError(f"{cli.flag('tools.call_end')} {args.call_end!r} ends a response; a call must end otherwise")
     if not args.call_start:

@@ -257,7 +257,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
             evaluation, _ = evaluate(prompts, reference_scores, update)
 
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
-        batch = setup.train_posts.rows(posts_of_update(args.seed, len(setup.train_posts), update, sizes.batch)[rows])
+        drawn = posts_of_update(args.seed, len(setup.train_posts), update=update, batch=sizes.batch)  # (batch,)
+        batch = setup.train_posts.rows(drawn[rows])
         uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
 
         # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.

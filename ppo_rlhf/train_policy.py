@@ -695,8 +695,9 @@ class PolicyWithValueHead(nn.Module):
         """
         with torch.autocast(query_responses.device.type, torch.bfloat16, enabled=self.low_precision):
             settings = {"context_length": context_length, "temperature": temperature, "vocab_size": self.vocab_size}
-            read = response_logprobs(self.lm_backbone, query_responses, pad_id, **settings)
-            logprobs, entropies, hidden_states = read
+            logprobs, entropies, hidden_states = response_logprobs(
+                self.lm_backbone, query_responses, pad_id, **settings
+            )
             # [D26] A value belongs to the position before the response token, as its log-prob does.   policy.py#L125
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
 

@@ -180,9 +180,8 @@ def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path,
 
 
 def test_runs_may_be_a_link_to_another_disk(both_run: Path, tmp_path: Path) -> None:
-    """A joint run goes on with the models of its first stage, leaves the new ones beside them, and is the same.
-
-    As if the policy's run had been cut off in its third update, after the checkpoint of the second.
+    """The policy's run was cut off in its third update, after the checkpoint of the second. The joint run is resumed
+    with the reward model that it has, and makes the same numbers, samples and weights as one that nobody cut off.
     """
     work, disk = shutil.copytree(both_run, tmp_path / "work"), tmp_path / "disk"
     disk.mkdir()

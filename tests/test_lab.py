@@ -16,7 +16,7 @@ from benchmark import lab
 from benchmark.experiments import arithmetic, people
 from ppo_rlhf import rlvr_checks, rlvr_policy, train_policy
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib.services import cli, traces
 
 # Its training script never starts.
 TOY = lab.Experiment(
@@ -134,8 +134,11 @@ def test_report_of_arithmetic(tmp_path, capsys):
     assert kept == [{"variant": "dr_grpo", "seed": seed, **answers[0]} for seed in (1, 2)]
 
 
-def test_report_of_people(tmp_path, capsys):
-    """Eight updates; the judge saw every third, liked the second best, and its means are of up to three of them."""
+def test_report_of_people(tmp_path, monkeypatch, capsys):
+    """Eight updates; the judge saw every third, liked the second best, and its means are of up to three of them.
+    This judge reads the number that a text is.
+    """
+    monkeypatch.setattr(people, "judge", lambda folder, texts: [*map(float, texts)])
     runs = tmp_path / "runs"
     made_up(runs, "reward-200", 1, {"test_corr": 0.5}, {})
     for seed, end in {1: 1.0, 2: 3.0}.items():
@@ -146,7 +149,15 @@ def test_report_of_people(tmp_path, capsys):
         meta = json.loads((run / "meta.json").read_text())
         meta["args"]["rewards"] = {"trained_model": "../../rewards/200"}
         (run / "meta.json").write_text(json.dumps(meta))
-        (run / "judged.json").write_text(json.dumps({"0": 0.0, "3": end, "6": -end}))
+        for update, mean in {0: 0.0, 3: end, 6: -end}.items():
+            nothing = {"tokens": {}, "episodes": {}, "texts": {}}
+            batch = {
+                "queries": ["", "-"],
+                "responses": [[f"{10 + 2 * mean}", ""], ["1", "0"]],
+            }  # 10 + 2 mean; -10
+            traces.write(run, traces.Trace(update=update, again=False, **batch, **nothing))
+            same = {"queries": ["9"], "responses": [["9"]]}  # what is asked each time is not of the batch
+            traces.write(run, traces.Trace(update=update, again=True, **same, **nothing))
     # The judge: end and -end are in the last six. The means are 0, end / 2 and 0, with KL 0, 1.5 and 3.
     expected = ["2.00 ± 12.71", "0.00 ± 0.00", "0.50 ± 0.00", "4.50 ± 0.00", "1.00 ± 6.35", "1.50 ± 0.00"]
     assert reported(people.EXPERIMENT, tmp_path, capsys) == [["`200`", "2", "0.500", *expected]]

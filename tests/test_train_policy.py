@@ -672,9 +672,10 @@ def test_a_policy_has_one_scorer_and_finds_the_newest_reward_model(args: Args, t
     names = ["train_reward__sentiment__1__20", "other__sentiment__2__100", "train_reward__tales__1__999"]
     names += ["my__sentiment__1__tales__1__998", "tldr_reward__sentiment__1__997"]
     for name in names:
-        task = {"comparisons": ""} if name.startswith("tldr") else {"query_dataset": ""}
+        info = {"kind": "reward model", "base_model": "", "vocab_size": 1}
+        info["task"] = {"comparisons": ""} if name.startswith("tldr") else {"query_dataset": ""}
         (tmp_path / "models" / name / "reward").mkdir(parents=True)
-        (tmp_path / "models" / name / "reward/ppo_rlhf.json").write_text(json.dumps({"task": task}))
+        (tmp_path / "models" / name / "reward/ppo_rlhf.json").write_text(json.dumps(info))
     (tmp_path / "models/train_reward__sentiment__1__1000/reward").mkdir(parents=True)  # not saved yet
     found = cli.with_newest_reward_model(unnamed)
     assert found.rewards.trained_model == "models/other__sentiment__2__100/reward"

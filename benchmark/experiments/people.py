@@ -6,11 +6,10 @@
 
 `preset` is the preset. Its policies continue 400 held-out beginnings, before and after training.
 
-The others show over-optimisation (Gao et al. 2022). They have hardly any penalty, and reward models that learned
+The others look for over-optimisation (Gao et al. 2022). They have hardly any penalty, and reward models that learned
 from 200, 1,000 or 4,800 sentences, each with the mean of half of its ratings; `4800-single` learned from one person's
-rating of each. While the policy moves away from the language model, texts of every third update are shown to two that
-have nothing to do with the reward model: a second reward model, the judge, which learned from other people's ratings
-of other sentences, and VADER.
+rating of each. While the policy moves away from the language model, two others judge its texts of every third update:
+a second reward model, "the judge", which learned from other people's ratings of other sentences, and VADER.
 
 The reward models and the judge have one seed, and are trained first; the policies of a variant share theirs.
 """
@@ -130,7 +129,7 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, A
     best = table[["judge", CURVES["KL"]]].dropna().rolling(3, min_periods=1).mean()
     found |= {"best of the judge": best["judge"].max(), "KL there": best[CURVES["KL"]][best["judge"].idxmax()]}
     found |= {"explained": table["ppo/val/var_explained"].tail(LAST).mean(), "minutes": meta["wall_time"] / 60}
-    if learned_from == "4800" and run.parents[2].name == "preset":
+    if run.parents[2].name == "preset":
         for line in held_out(run, rewards):
             name = line.pop("")
             found |= {f"{name} {column}": value for column, value in line.items()}

@@ -284,7 +284,7 @@ def train_policy(args, tokenizer, all_queries: Tensor, reference: PreTrainedMode
     stop, kl_coef = tokenizer.encode(".")[0], args.kl_coef
     for update in range(args.updates):
         with torch.no_grad():
-            # 1. The next queries, in random order. They are new until all were used: it learns to continue any story.
+            # 1. The next queries, in random order. None comes again before all were used: none is learned by heart.
             queries = all_queries.roll(-update * args.batch, dims=0)[: args.batch]  # (batch, QUERY_LENGTH)
 
             # 2. Generate responses. Compute log-probs and values, as step 7 will, which measures how far they move.

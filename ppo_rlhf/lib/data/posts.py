@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import files, hub_files, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import texts
-from ppo_rlhf.lib.nets import lm, models, templates
+from ppo_rlhf.lib.nets import lm, models, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
@@ -119,7 +119,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
-    stop = texts.one_token(tokenizer, task.stop_text, "stop_text")
+    stop = pretrained.one_token(tokenizer, task.stop_text, "stop_text")
     prefix, suffix = templates.affixes(task, tokenizer)
     if len(prefix) + len(suffix) >= task.query_length:
         raise InputError(

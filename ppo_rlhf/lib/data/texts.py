@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import sources
 from ppo_rlhf.lib.nets import pretrained, templates
-from ppo_rlhf.lib.nets.pretrained import one_token, vocabulary_size  # noqa: F401 later chapters find one_token here
+from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.nets.templates import encode_text  # noqa: F401 others find it here
 
 

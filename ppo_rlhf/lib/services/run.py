@@ -49,6 +49,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import checkpoints, console, errors, files, launch, paths
 from ppo_rlhf.lib.base.checkpoints import training_state  # noqa: F401 scripts find it here
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, flag
+from ppo_rlhf.lib.nets import pretrained
 
 if TYPE_CHECKING:
     from ppo_rlhf.lib.data.label_files import Labels
@@ -613,8 +614,8 @@ def newest_model(preset: str, part: str, task_field: str) -> Path | None:
     """
     found = {}  # by time stamp
     for info in Path("models").glob(f"*/{part}/ppo_rlhf.json"):
-        *_, own_preset, _, timestamp = ["", "", *info.parents[1].name.split("__")]
-        if own_preset == preset and timestamp.isdigit() and task_field in files.read_json(info).get("task", {}):
+        *_, own_preset, _, timestamp = ["", "", *info.parents[1].name.split("__")]  # see run_name
+        if own_preset == preset and timestamp.isdigit() and task_field in pretrained.read_info(info.parent)["task"]:
             found[int(timestamp)] = info.parent
     return found[max(found)] if found else None
 
