@@ -64,9 +64,9 @@ def test_policies_of_people_differ_in_their_reward_model_and_its_penalty_alone(t
     learned_from = {name: args.rewards.trained_model.rpartition("/")[2] for name, args in read.items()}
     assert learned_from == {"preset": "4800"} | {name: name for name in ("200", "1000", "4800", "4800-single")}
     preset = read["preset"]
-    plain = {"log_interval": 0, "trace_interval": 3, "trace_episodes": 64, "rewards": preset.rewards}
+    plain = {"log_interval": 0, "trace_interval": 3, "trace_episodes": 64, "max_memory": 8, "rewards": preset.rewards}
     assert preset == dataclasses.replace(train_policy.PRESETS["reviews"], **plain)
-    ppo = dataclasses.replace(preset.ppo, lr=1e-4, total_episodes=1280)
+    ppo = dataclasses.replace(preset.ppo, total_episodes=1280)
     without = dataclasses.replace(preset.rewards.adaptive_kl, target=None)
     for name in read.keys() - {"preset"}:
         shaping = {"trained_model": f"../../rewards/{name}", "kl_coef": 0.01, "adaptive_kl": without}

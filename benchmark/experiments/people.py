@@ -39,7 +39,7 @@ REWARDS = {  # few labels make small steps, so that there are at least 25
     "4800-single": "--label_dataset people/single.json",
     "judge": "--label_dataset people/judge.json",
 }
-LITTLE_PENALTY = "--rewards.kl_coef 0.01 --rewards.adaptive_kl.target None --ppo.lr 1e-4 --ppo.total_episodes 1280"
+LITTLE_PENALTY = "--rewards.kl_coef 0.01 --rewards.adaptive_kl.target None --ppo.total_episodes 1280"
 VARIANTS = {"preset": "--rewards.trained_model ../../rewards/4800"} | {
     name: f"--rewards.trained_model ../../rewards/{name} {LITTLE_PENALTY}" for name in REWARDS if name != "judge"
 }
@@ -174,7 +174,7 @@ def picture(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
 EXPERIMENT = lab.Experiment(
     name="people",
     script="ppo_rlhf/train_policy.py",
-    common="--preset reviews --log_interval 0 --trace_interval 3 --trace_episodes 64",  # the whole batch
+    common="--preset reviews --log_interval 0 --trace_interval 3 --trace_episodes 64 --max_memory 8",  # whole batches
     variants=VARIANTS,
     curves=tuple(CURVES.values()),
     measure=measure,
