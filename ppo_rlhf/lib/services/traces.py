@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import files, launch
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.nets import lm, passes
 
 if TYPE_CHECKING:
     from ppo_rlhf import train_policy
@@ -379,7 +379,9 @@ def options_of_groups(
     }
 
     def after_update(rollout: train_policy.Rollout, rows: slice) -> dict[str, Tensor]:
-        new_logprobs, entropies, new_values = models["policy"](rollout.context_responses[rows], **reading)
+        new_logprobs, entropies, new_values = passes.few_rows_at_a_time(
+            partial(models["policy"], **reading), models["rows"], rollout.context_responses[rows]
+        )
         of_group, returns = advantages(rollout.rewards[:group][None], rollout.values[:group][None])
         numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
         return numbers | {"advantages": of_group[0, rows], "returns": returns[0, rows]}
