@@ -64,14 +64,15 @@ def test_policies_of_people_differ_in_their_reward_model_and_its_penalty_alone(t
     learned_from = {name: args.rewards.trained_model.rpartition("/")[2] for name, args in read.items()}
     assert learned_from == {"preset": "4800"} | {name: name for name in ("200", "1000", "4800", "4800-single")}
     preset = read["preset"]
-    plain = {"log_interval": 0, "trace_interval": 3, "trace_episodes": 64, "max_memory": 8, "rewards": preset.rewards}
+    plain = {"log_interval": 0, "trace_interval": 4, "trace_episodes": 128, "max_memory": 8}
+    plain["rewards"] = preset.rewards
     assert preset == dataclasses.replace(train_policy.PRESETS["reviews"], **plain)
-    ppo = dataclasses.replace(preset.ppo, total_episodes=1280)
+    ppo = dataclasses.replace(preset.ppo, lr=2e-4)
     without = dataclasses.replace(preset.rewards.adaptive_kl, target=None)
     for name in read.keys() - {"preset"}:
         shaping = {"trained_model": f"../../rewards/{name}", "kl_coef": 0.01, "adaptive_kl": without}
         rewards = dataclasses.replace(preset.rewards, **shaping)
-        assert read[name] == dataclasses.replace(preset, ppo=ppo, rewards=rewards)
+        assert read[name] == dataclasses.replace(preset, trace_interval=1, ppo=ppo, rewards=rewards)
 
 
 def test_variants_are_chosen_by_name():
@@ -158,8 +159,8 @@ def test_report_of_people(tmp_path, monkeypatch, capsys):
             traces.write(run, traces.Trace(update=update, again=False, **batch, **nothing))
             same = {"queries": ["9"], "responses": [["9"]]}  # what is asked each time is not of the batch
             traces.write(run, traces.Trace(update=update, again=True, **same, **nothing))
-    # The judge: end and -end are in the last six. The means are 0, end / 2 and 0, with KL 0, 1.5 and 3.
-    expected = ["2.00 ± 12.71", "0.00 ± 0.00", "0.50 ± 0.00", "4.50 ± 0.00", "1.00 ± 6.35", "1.50 ± 0.00"]
+    # The judge: of the last three, one was read, -end. The means are 0, end / 2 and 0, with KL 0, 1.5 and 3.
+    expected = ["2.00 ± 12.71", "-2.00 ± 12.71", "0.50 ± 0.00", "6.00 ± 0.00", "1.00 ± 6.35", "1.50 ± 0.00"]
     assert reported(people.EXPERIMENT, tmp_path, capsys) == [["`200`", "2", "0.500", *expected]]
     assert pd.read_csv(tmp_path / "out/updates.csv")["judge"].dropna().tolist() == [0, 1, -1, 0, 3, -3]
 

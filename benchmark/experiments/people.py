@@ -8,8 +8,8 @@
 
 The others look for over-optimisation (Gao et al. 2022). They have hardly any penalty, and reward models that learned
 from 200, 1,000 or 4,800 sentences, each with the mean of half of its ratings; `4800-single` learned from one person's
-rating of each. While the policy moves away from the language model, two others judge its texts of every third update:
-a second reward model, "the judge", which learned from other people's ratings of other sentences, and VADER.
+rating of each. While the policy moves away from the language model, two others judge its texts: a second reward model,
+"the judge", which learned from other people's ratings of other sentences, and VADER.
 
 The reward models and the judge have one seed, and are trained first; the policies of a variant share theirs.
 """
@@ -39,13 +39,13 @@ REWARDS = {  # few labels make small steps, so that there are at least 25
     "4800-single": "--label_dataset people/single.json",
     "judge": "--label_dataset people/judge.json",
 }
-LITTLE_PENALTY = "--rewards.kl_coef 0.01 --rewards.adaptive_kl.target None --ppo.total_episodes 1280"
-VARIANTS = {"preset": "--rewards.trained_model ../../rewards/4800"} | {
+LITTLE_PENALTY = "--rewards.kl_coef 0.01 --rewards.adaptive_kl.target None --ppo.lr 2e-4 --trace_interval 1"
+VARIANTS = {"preset": "--rewards.trained_model ../../rewards/4800 --trace_interval 4"} | {
     name: f"--rewards.trained_model ../../rewards/{name} {LITTLE_PENALTY}" for name in REWARDS if name != "judge"
 }
 CURVES = {"score": "objective/score", "judge": "judge", "VADER": "objective/vader", "KL": "objective/kl"}
 HELD_OUT = 400  # beginnings that the preset's policies continue
-LAST = 6  # updates at the end that are averaged
+LAST = 3  # updates at the end that are averaged
 
 
 # ---- Reward models ---------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def draw_against_kl(axes: Axes, updates: pd.DataFrame, column: str) -> None:
-    """A line for each variant: means over seeds, of three updates each, that have been judged."""
+    """A line for each variant: means over seeds, and over three updates each."""
     for name, own in updates.groupby("variant", sort=False):
         means = own.dropna(subset="judge").groupby("step")[[CURVES["KL"], column]].mean()
         means = means.rolling(3, min_periods=1).mean()
@@ -174,7 +174,7 @@ def picture(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
 EXPERIMENT = lab.Experiment(
     name="people",
     script="ppo_rlhf/train_policy.py",
-    common="--preset reviews --log_interval 0 --trace_interval 3 --trace_episodes 64 --max_memory 8",  # whole batches
+    common="--preset reviews --log_interval 0 --trace_episodes 128 --max_memory 8",  # whole batches
     variants=VARIANTS,
     curves=tuple(CURVES.values()),
     measure=measure,
