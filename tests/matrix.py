@@ -1,34 +1,114 @@
 """Which test files reject which mistakes of the book (ppo_rlhf/check/faults.toml): writes tests/matrix.csv.
 
-    python tests/matrix.py                                  # all; hours. Started again, it goes on where it was
+    python tests/matrix.py --workers 2                     # all; hours. Started again, it goes on where it was
     python tests/matrix.py "gae: next value 0" "whiten: with n minus 1"
 
-Each mistake is put into one of our functions in a temporary copy of the repository. Each test file that calls the
-function runs there until the first failure, without the tests that put mistakes into the code themselves. To know
-what a test file calls, it runs once with functions that leave a trace; tests/matrix_calls.csv keeps what it called.
+First, each test file runs once with functions that leave a trace: tests/matrix_calls.csv (not committed) keeps what
+each test called, and how long it took. Then each mistake is put into one of our functions in a temporary copy of the
+repository, and the tests that call the function run there, the fastest of a file first and up to its first failure.
+Tests of more than a second only run where fewer than two files reject a mistake without them. Left out are tests that
+put mistakes into the code themselves, tests that fail in the copy without any, and mistakes in check/forms.py: those
+are for tests/test_check.py.
 
-A row of matrix.csv has a mistake, where it was, a test file, the first test that failed (empty: none did) and the
-seconds that this took. Mistakes in check/forms.py are left out: tests/test_check.py is about them.
+A row of matrix.csv has a mistake, where it was, a test file, the first of its tests that failed (empty: none did),
+and how many of them ran.
 """
 
 import argparse
 import ast
 import csv
+import json
 import os
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from ppo_rlhf.check import faults
 
 ROOT = Path(__file__).parent.parent
 MATRIX, CALLS = ROOT / "tests/matrix.csv", ROOT / "tests/matrix_calls.csv"
 MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edits if not place.startswith("check/")]
-INJECTING = "mistake_is_detected or a_mistake_in"  # tests that fail because the text to be replaced is gone
 PLACES = sorted({place for _, place in MUTANTS})
+INJECTING = "not (mistake_is_detected or a_mistake_in)"  # what these replace is gone
+FAST = 1.0  # seconds
+ENOUGH = 2  # files that reject a mistake
+
+
+# ---- In the process of the tests -------------------------------------------------------------------------------
+
+
+class Record:
+    """A plugin of pytest that writes a row of matrix_calls.csv for each test: what touched a file in `seen`."""
+
+    def __init__(self, seen: str, rows: str) -> None:
+        self.seen, self.rows = Path(seen), Path(rows)
+        self.by_fixtures: set[str] = set()  # they may serve all tests of the file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        touched = {path.name.replace("|", "/") for path in self.seen.iterdir()}
+        for path in self.seen.iterdir():
+            path.unlink()
+        if report.when == "setup":
+            self.by_fixtures |= touched
+        elif report.when == "call":
+            places = " ".join(sorted(touched | self.by_fixtures))
+            add_row(self.rows, report.nodeid, f"{report.duration:.2f}", report.outcome, places)
+
+
+class Reject:
+    """A plugin of pytest that runs some tests, each file's up to the first failure, and writes what it found."""
+
+    def __init__(self, seconds: dict[str, float], found: str) -> None:
+        self.seconds, self.found = seconds, Path(found)
+        self.failed: dict[str, str] = {}
+        self.ran: dict[str, int] = defaultdict(int)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self.seconds])
+        items[:] = [item for item in items if item.nodeid in self.seconds]
+        items.sort(key=lambda item: (item.path.name, self.seconds[item.nodeid]))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        if item.path.name in self.failed:
+            return True  # as if it had run
+        signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(60 + round(20 * self.seconds[item.nodeid]))
+        try:
+            return (yield)
+        finally:
+            signal.alarm(0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file, _, test = report.nodeid.removeprefix("tests/").partition("::")
+        self.ran[file] += report.when == "setup"
+        if report.failed:
+            self.failed.setdefault(file, test)
+
+    def pytest_sessionfinish(self) -> None:
+        self.found.write_text(json.dumps({file: [self.failed.get(file, ""), n] for file, n in self.ran.items()}))
+
+
+def too_long(number: int, frame: object) -> None:
+    raise TimeoutError("a mistake may make a function that never ends")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Called where this file is loaded with -p."""
+    wanted = json.loads(Path(os.environ["MATRIX"]).read_text())
+    config.pluginmanager.register(Record(**wanted) if "rows" in wanted else Reject(**wanted))
+
+
+# ---- What starts them ------------------------------------------------------------------------------------------
 
 
 def rows_of(path: Path) -> list[list[str]]:
@@ -41,11 +121,6 @@ def add_row(path: Path, *row: object) -> None:
         csv.writer(file).writerow(row)
 
 
-def start(path: Path, *columns: str) -> None:
-    if not path.exists():
-        add_row(path, *columns)
-
-
 def copy_repository(folder: Path) -> None:
     """The files that git knows, as they are now."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -55,16 +130,14 @@ def copy_repository(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def first_failure(folder: Path, test: str, *options: str) -> str:
-    """The first test of a file that fails in the copy; empty if none does."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
-    command += [*options, "-k", f"not ({INJECTING})", f"tests/{test}"]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode in (0, 5):  # 5: nothing was left to run
-        return ""
-    named = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return named[0].rpartition("::")[2] if named else f"pytest ended with status {done.returncode}"
+def run_tests(folder: Path, files: Iterable[str], **plugin: object) -> None:
+    """Run test files in a copy of the repository with one of the plugins."""
+    wanted = folder / "matrix.json"
+    wanted.write_text(json.dumps(plugin))
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-p", "matrix"]
+    command += ["--tb=no", "-k", INJECTING, *(f"tests/{file}" for file in files)]
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{folder}/tests", "MATRIX": str(wanted)}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True)
 
 
 def leaving_traces(file: str, folder: Path) -> str:
@@ -85,51 +158,87 @@ def leaving_traces(file: str, folder: Path) -> str:
     return "".join(inserted.get(number, "") + line for number, line in enumerate(lines, start=1))
 
 
-def find_calls(folder: Path, tests: list[str]) -> dict[str, set[str]]:
-    """The places of the book that each test file calls."""
-    start(CALLS, "test", "places")
-    known = {test: set(places.split()) for test, places in rows_of(CALLS)}
-    for test in [test for test in tests if test not in known]:
-        seen = folder / "seen"
-        seen.mkdir()
-        for file in {place.partition("::")[0] for place in PLACES}:
-            (folder / "ppo_rlhf" / file).write_text(leaving_traces(file, seen))
-        first_failure(folder, test)
-        known[test] = {path.name.replace("|", "/") for path in seen.iterdir()}
-        add_row(CALLS, test, " ".join(sorted(known[test])))
-        print(f"{test} calls {len(known[test])} of {len(PLACES)}", flush=True)
-        shutil.rmtree(seen)
+def record(folder: Path, test: str) -> None:
+    """Add rows of matrix_calls.csv: what the tests of a file call."""
+    seen, rows = folder / "seen", folder / "rows.csv"
+    seen.mkdir(exist_ok=True)
+    rows.write_text("\n")
     for file in {place.partition("::")[0] for place in PLACES}:
-        shutil.copy2(ROOT / "ppo_rlhf" / file, folder / "ppo_rlhf" / file)
-    return known
+        (folder / "ppo_rlhf" / file).write_text(leaving_traces(file, seen))
+    run_tests(folder, [test], seen=str(seen), rows=str(rows))
+    for row in rows_of(rows) or [[f"tests/{test}", "0", "none", ""]]:
+        add_row(CALLS, *row)
+    print(f"{test}: {len(rows_of(rows))} tests", flush=True)
+
+
+def reject(folder: Path, title: str, place: str, tests: dict[str, float]) -> None:
+    """Add rows of matrix.csv for a mistake. tests: those that call the place, with their seconds."""
+    file = place.partition("::")[0]
+    (folder / "ppo_rlhf" / file).write_text(faults.edited_file(file, {place: faults.named(title).edits[place]}))
+    found, all_found = folder / "found.json", {}
+    for chosen in (
+        {test: seconds for test, seconds in tests.items() if seconds <= FAST},
+        {test: seconds for test, seconds in tests.items() if seconds > FAST},
+    ):
+        rejecting = sum(bool(by) for by, _ in all_found.values())
+        if chosen and rejecting < ENOUGH:
+            files = sorted({file_of(test) for test in chosen})
+            found.write_text(json.dumps({name: ["no test could run", 0] for name in files}))
+            run_tests(folder, files, seconds=chosen, found=str(found))
+            for test, (by, ran) in json.loads(found.read_text()).items():
+                earlier, before = all_found.get(test, ["", 0])
+                all_found[test] = [earlier or by, before + ran]
+    for test, (by, ran) in (all_found or {"": ["", 0]}).items():
+        add_row(MATRIX, title, place, test, by, ran)
+    shutil.copy2(ROOT / "ppo_rlhf" / file, folder / "ppo_rlhf" / file)
+    print(f"{title}, in {place}: {sum(bool(by) for by, _ in all_found.values())} of {len(all_found)}", flush=True)
+
+
+def file_of(test: str) -> str:
+    return test.removeprefix("tests/").partition("::")[0]
+
+
+def work(workers: int, tasks: list[tuple], do: Callable[..., None]) -> None:
+    """Do tasks side by side, each in a copy of the repository that nobody else uses."""
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(workers) as pool:
+        free: queue.Queue[Path] = queue.Queue()
+        for number in range(workers):
+            copy_repository(Path(name) / str(number))
+            free.put(Path(name) / str(number))
+
+        def one(task: tuple) -> None:
+            folder = free.get()
+            try:
+                do(folder, *task)
+            finally:
+                free.put(folder)
+
+        list(pool.map(one, tasks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mistakes", nargs="*", help="titles of mistakes; all, if there is none")
-    parser.add_argument("--tests", nargs="+", help="test files; all, if there is none")
+    parser.add_argument("--workers", type=int, default=1, help="how many at once")
     args = parser.parse_args()
-    tests = args.tests or sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
-    mutants = [(title, place) for title, place in MUTANTS if not args.mistakes or title in args.mistakes]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        copy_repository(folder)
-        calls = find_calls(folder, tests)
-        start(MATRIX, "mistake", "place", "test", "rejected_by", "seconds")
-        done = {tuple(row[:3]) for row in rows_of(MATRIX)}
-        for title, place in mutants:
-            file = place.partition("::")[0]
-            edits = {place: faults.named(title).edits[place]}
-            (folder / "ppo_rlhf" / file).write_text(faults.edited_file(file, edits))
-            for test in tests:
-                if place in calls[test] and (title, place, test) not in done:
-                    began = time.monotonic()
-                    failed = first_failure(folder, test, "-x")
-                    add_row(MATRIX, title, place, test, failed, f"{time.monotonic() - began:.0f}")
-                    print(
-                        f"{title}, in {place}: {test} {f'rejects it by {failed}' if failed else 'passes'}", flush=True
-                    )
-            shutil.copy2(ROOT / "ppo_rlhf" / file, folder / "ppo_rlhf" / file)
+    for path, columns in ((CALLS, "test seconds outcome places"), (MATRIX, "mistake place test rejected_by ran")):
+        if not path.exists():
+            add_row(path, *columns.split())
+    known = {file_of(row[0]) for row in rows_of(CALLS)}
+    files = sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
+    work(args.workers, [(file,) for file in files if file not in known], record)
+    calls = [
+        (test, float(seconds), set(places.split()))
+        for test, seconds, state, places in rows_of(CALLS)
+        if state == "passed"
+    ]
+    done = {tuple(row[:2]) for row in rows_of(MATRIX)}
+    tasks = [
+        (title, place, {test: seconds for test, seconds, places in calls if place in places})
+        for title, place in MUTANTS
+        if (title, place) not in done and (not args.mistakes or title in args.mistakes)
+    ]
+    work(args.workers, tasks, reject)
 
 
 if __name__ == "__main__":
