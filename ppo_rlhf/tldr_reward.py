@@ -130,7 +130,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         for step in range(first_step, sizes.steps):
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
             optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
-            inds, counts = processes.deal(
+            mb_inds, counts = processes.deal(
                 order[step * sizes.batch : (step + 1) * sizes.batch],
                 sizes.batch,
                 accelerator.process_index,
@@ -140,7 +140,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 reward_model,
                 optimizer,
                 comparisons,
-                inds=inds,
+                mb_inds=mb_inds,
                 counts=counts,
                 pad_id=ids.pad,
                 accelerator=accelerator,
@@ -197,7 +197,7 @@ def pairs_update(
     reward_model: lm.RewardModel,
     optimizer: torch.optim.Optimizer,
     comparisons: posts.Comparisons,
-    inds: Tensor,
+    mb_inds: Tensor,
     counts: Tensor,
     pad_id: int,
     accelerator: Accelerator,
@@ -215,10 +215,10 @@ def pairs_update(
     sums = processes.widened(torch.zeros(4, device=device))
     # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
-    lengths = comparisons.lengths(pad_id)[inds]  # (local_batch,), of the longer text of each
+    lengths = comparisons.lengths(pad_id)[mb_inds]  # (local_batch,), of the longer text of each
     for one in passes.plan_passes(2 * lengths, reward_model, rows, most_tokens):
         queries, chosen, rejected, weights = (
-            t.to(device) for t in (*comparisons.tokens(inds[one.rows]), counts[one.rows])
+            t.to(device) for t in (*comparisons.tokens(mb_inds[one.rows]), counts[one.rows])
         )
         # Two tensors of (micro_batch,). A row of the plan has both texts of a comparison.
         scores = score_pairs(reward_model, queries, chosen, rejected, pad_id, one.longest // 2)

@@ -140,7 +140,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
             optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
             order = torch.randperm(len(train_posts), generator=lm.keyed_generator(args.seed, "posts", epoch))
-            inds, counts = processes.deal(
+            mb_inds, counts = processes.deal(
                 order[batch * sizes.batch : (batch + 1) * sizes.batch],
                 sizes.batch,
                 accelerator.process_index,
@@ -148,7 +148,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             )
             # The query and its reference are one text. It makes no difference where the padding is.
             #       tldr_dataset.py#L202-L212
-            tokens = torch.cat([train_posts.queries[inds], train_posts.references[inds]], dim=1)
+            tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
             metrics = sft_update(model, optimizer, tokens, pad_id=ids.pad, accelerator=accelerator, **limits)
             processes.check_finite(metrics, step, processes.anew_with_lower("lr"))

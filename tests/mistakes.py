@@ -1,6 +1,6 @@
 """Mistakes of the book (ppo_rlhf/check/faults.toml) in our own functions, for tests that must reject them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pytest
 
@@ -22,6 +22,24 @@ def titles(file: str, *functions: str, without: tuple[str, ...] = ()) -> list[st
     return found
 
 
+def tests_of(checks: Mapping[str, list[Callable[[], None]]], files: tuple[str, ...]) -> tuple[Callable, Callable]:
+    """Two tests: each mistake of these files makes its checks fail; functions that are rebuilt without one don't."""
+
+    @pytest.mark.parametrize("mistake", checks)
+    def mistake_is_detected(mistake, monkeypatch):
+        put(mistake, files, monkeypatch)
+        for check in checks[mistake]:
+            with pytest.raises(AssertionError):
+                check()
+
+    def rebuilt_functions_pass(monkeypatch):
+        put_unchanged(checks, files, monkeypatch)
+        for check in {check for some in checks.values() for check in some}:
+            check()
+
+    return mistake_is_detected, rebuilt_functions_pass
+
+
 def put(title: str, files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a mistake into all functions of these files that the book has it for."""
     there = list(places(title, files))
@@ -30,7 +48,7 @@ def put(title: str, files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> 
         replace(place, faults.named(title).edits[place], monkeypatch)
 
 
-def put_unchanged(some: list[str], files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def put_unchanged(some: Iterable[str], files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Put all functions that these mistakes are in back in place: rebuilt from their text, without a mistake."""
     for place in {place for title in some for place in places(title, files)}:
         replace(place, (), monkeypatch)

@@ -8,8 +8,8 @@
 
 The others look for over-optimisation (Gao et al. 2022). They have hardly any penalty, and reward models that learned
 from 200, 1,000 or 4,800 sentences, each with the mean of half of its ratings; `4800-single` learned from one person's
-rating of each. While the policy moves away from the language model, two others judge its texts: a second reward model,
-"the judge", which learned from other people's ratings of other sentences, and VADER.
+rating of each. While the policy moves away from the language model, two others judge its texts: VADER, and a second
+reward model, "the judge", which learned from other people's ratings of other sentences.
 
 The reward models and the judge have one seed, and are trained first; the policies of a variant share theirs.
 """
