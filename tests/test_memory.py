@@ -156,6 +156,15 @@ def test_free_memory_of_a_machine(machine: str, tmp_path: Path):
     assert memory.free_on_cpu(tmp_path) == expected
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has another count of it")
+def test_the_most_that_a_process_has_held():
+    torch.ones(2**26)  # 256 MiB, which are free again
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    most = int(lines["VmHWM"].split()[0]) * 1024
+    assert memory.most_held() == pytest.approx(most, rel=0.01)
+    assert memory.held_memory(torch.device("cpu")) < most - 2**27  # what was held was given back
+
+
 def limit(monkeypatch, max_memory: float = 0.0, free: float = 10.0, **knobs: int) -> dict[str, int]:
     """The sizes of a process that holds 2 GiB, with so many GiB free. 1 GiB of its weights learns."""
     with torch.device("meta"):

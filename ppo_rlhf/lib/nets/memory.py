@@ -213,6 +213,13 @@ def held_memory(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return most_held()
+
+
+def most_held() -> int:
+    """The most bytes that this process has held so far: of its GPU, if it has used one."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
     import resource  # not on every system
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -494,6 +494,7 @@ class Run:
         """
         if not self.is_main:
             return
+        from ppo_rlhf.lib.nets import memory
         from ppo_rlhf.lib.services import plots
 
         panels = getattr(plots, panels) if isinstance(panels, str) else panels
@@ -502,7 +503,8 @@ class Run:
             write({name: value for name, value in results.items() if value is not None})
         if not self.args.upload_model:
             self.close_logs()
-        self.save_meta(finished=True, wall_time=round(self.seconds(), 1), results=results)
+        held = round(memory.most_held() / 2**20)
+        self.save_meta(finished=True, wall_time=round(self.seconds(), 1), peak_mib=held, results=results)
         checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
         print(f"finished {paths.shown(self.folder)}; what it trained is in {paths.shown(self.model_folder)}")
