@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 
 from benchmark import lab
-from benchmark.experiments import arithmetic, people
+from benchmark.experiments import arithmetic, people, value_head
 from ppo_rlhf import rlvr_checks, rlvr_policy, train_policy
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, traces
@@ -73,6 +73,14 @@ def test_policies_of_people_differ_in_their_reward_model_and_its_penalty_alone(t
         shaping = {"trained_model": f"../../rewards/{name}", "kl_coef": 0.01, "adaptive_kl": without}
         rewards = dataclasses.replace(preset.rewards, **shaping)
         assert read[name] == dataclasses.replace(preset, trace_interval=1, ppo=ppo, rewards=rewards)
+
+
+def test_value_heads_differ_in_their_learning_rate_alone(tmp_path):
+    read = arguments(value_head.EXPERIMENT, train_policy, tmp_path)
+    assert read["2019"].ppo == train_policy.PRESETS["tales"].ppo
+    for name, args in read.items():
+        ppo = dataclasses.replace(args.ppo, value_head_lr=None if name == "2019" else float(name))
+        assert args == dataclasses.replace(read["2019"], ppo=ppo)
 
 
 def test_variants_are_chosen_by_name():
@@ -163,6 +171,17 @@ def test_report_of_people(tmp_path, monkeypatch, capsys):
     expected = ["2.00 ± 12.71", "-2.00 ± 12.71", "0.50 ± 0.00", "6.00 ± 0.00", "1.00 ± 6.35", "1.50 ± 0.00"]
     assert reported(people.EXPERIMENT, tmp_path, capsys) == [["`200`", "2", "0.500", *expected]]
     assert pd.read_csv(tmp_path / "out/updates.csv")["judge"].dropna().tolist() == [0, 1, -1, 0, 3, -3]
+
+
+def test_report_of_value_heads(tmp_path, capsys):
+    """What the critic explains in updates 0 to 19, 20 to 59 and from 60 on; score and KL of the last twenty."""
+    curves = {"step": range(200), "episode": range(200)}
+    curves |= {value_head.EXPLAINED: [0.0] * 20 + [0.25] * 40 + [0.5] * 140, value_head.KL: [9.0] * 180 + [4.0] * 20}
+    for seed in (1, 2):
+        made_up(tmp_path / "runs", "3e-3", seed, {}, curves | {value_head.SCORE: [9.0] * 180 + [2.0 * seed] * 20})
+    explained = ["0.00 ± 0.00", "0.25 ± 0.00", "0.50 ± 0.00"]
+    expected = ["`3e-3`", "2", *explained, "3.00 ± 12.71", "4.00 ± 0.00"]
+    assert reported(value_head.EXPERIMENT, tmp_path, capsys) == [expected]
 
 
 def test_rows_of_runs_that_are_not_in_the_folder_are_kept(tmp_path):
