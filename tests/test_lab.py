@@ -173,6 +173,33 @@ def test_report_of_people(tmp_path, monkeypatch, capsys):
     assert pd.read_csv(tmp_path / "out/updates.csv")["judge"].dropna().tolist() == [0, 1, -1, 0, 3, -3]
 
 
+def test_held_out_texts_of_people(tmp_path, capsys):
+    """15 of 60 texts have the word before, in any case, and all after. How often a text has one doesn't count, nor
+    words that most had before, nor short ones. The first fifty are kept."""
+    runs = tmp_path / "runs"
+    made_up(runs, "reward-4800", 1, {"test_corr": 0.5}, {})
+    curves = dict.fromkeys([*people.CURVES.values(), "ppo/val/var_explained"], 1.0)
+    made_up(runs, "preset", 2, {}, curves)
+    (run,) = (runs / "preset/seed2/runs").iterdir()
+    meta = json.loads((run / "meta.json").read_text())
+    (run / "meta.json").write_text(json.dumps(meta | {"args": {"rewards": {"trained_model": "../../rewards/4800"}}}))
+    (run / "judged.json").write_text('{"7": 0.5}')
+    (run / "held_out.json").write_text('[{"": "score", "before": 0.0, "after": 1.5, "± 95 %": 0.25}]')
+    texts = {"base": "Think, think.", "policy": "So so: thoughts, that's thought-provoking; think think think."}
+    rows = [{"query": f"{i}", **texts} for i in range(60)]
+    for row in rows[:15]:
+        row["base"] += " A THOUGHT-PROVOKING film. That's it. Thoughts"
+    for row in rows[15:30]:
+        row["base"] += " That's. Thoughts."
+    (run / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reported(people.EXPERIMENT, tmp_path, capsys)
+    (found,) = pd.read_csv(tmp_path / "out/runs.csv").to_dict("records")
+    assert (found["score after"], found["score ± 95 %"]) == (1.5, 0.25)
+    assert (found["habit"], found["habit before"], found["habit after"]) == ("thought-provoking", 0.25, 1.0)
+    kept = [json.loads(line) for line in (tmp_path / "out/texts.jsonl").read_text().splitlines()]
+    assert kept == [{"seed": 2, **row} for row in rows[:50]]
+
+
 def test_report_of_value_heads(tmp_path, capsys):
     """What the critic explains in updates 0 to 19, 20 to 59 and from 60 on; score and KL of the last twenty."""
     curves = {"step": range(200), "episode": range(200)}

@@ -14,7 +14,10 @@ reward model, "the judge", which learned from other people's ratings of other se
 The reward models and the judge have one seed, and are trained first; the policies of a variant share theirs.
 """
 
+import json
+import re
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,8 @@ VARIANTS = {"preset": "--rewards.trained_model ../../rewards/4800 --trace_interv
 }
 CURVES = {"score": "objective/score", "judge": "judge", "VADER": "objective/vader", "KL": "objective/kl"}
 HELD_OUT = 400  # beginnings that the preset's policies continue
+READ = 50  # of which the texts are kept in texts.jsonl
+WORD = re.compile("[a-z][a-z'-]{4,}")  # long enough to say something
 LAST = 3  # updates at the end that are averaged
 
 
@@ -118,6 +123,10 @@ def held_out(run: Path, rewards: Path) -> list[dict[str, Any]]:
     return read_json(kept)
 
 
+def texts_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
+
+
 def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, Any]:
     """The numbers of a finished run. The table of its updates gets a column with what the judge says."""
     rewards = run.parents[3] / "rewards"
@@ -133,7 +142,30 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, A
         for line in held_out(run, rewards):
             name = line.pop("")
             found |= {f"{name} {column}": value for column, value in line.items()}
+        rows = texts_of(run)
+        found |= habit([row["base"] for row in rows], [row["policy"] for row in rows])
     return found
+
+
+def habit(before: list[str], after: list[str]) -> dict[str, Any]:
+    """Of all words, the one whose share of texts has grown most, and both shares."""
+    shares = []
+    for texts in (before, after):
+        counts = Counter(word for text in texts for word in {*WORD.findall(text.lower())})
+        shares.append({word: count / len(texts) for word, count in counts.items()})
+    old, new = shares
+    word = max(sorted(new), key=lambda word: new[word] - old.get(word, 0.0))
+    return {"habit": word, "habit before": old.get(word, 0.0), "habit after": new[word]}
+
+
+def write_texts(args: Args) -> None:
+    """texts.jsonl: the first held-out texts of the preset's policies."""
+    runs = lab.finished_runs(EXPERIMENT, args)
+    runs = ((whose["seed"], folder) for whose, folder, _ in runs if whose["variant"] == "preset")
+    rows = [{"seed": seed} | row for seed, folder in runs for row in texts_of(folder)[:READ]]
+    if rows:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (EXPERIMENT.of(args, output=True) / "texts.jsonl").write_text("".join(lines))
 
 
 # ---- Table and picture -----------------------------------------------------------------------------------------
@@ -159,10 +191,9 @@ def draw_against_kl(axes: Axes, updates: pd.DataFrame, column: str) -> None:
 
 def picture(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    shown = updates[updates["variant"] != "preset"]
     panels = {"score": "its reward model", "judge": "the judge", "VADER": "VADER"}
     for axes, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        draw_against_kl(axes, shown, CURVES[name])
+        draw_against_kl(axes, updates, CURVES[name])
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("KL, nats", fontsize=9)
         axes.tick_params(labelsize=8)
@@ -180,6 +211,7 @@ EXPERIMENT = lab.Experiment(
     measure=measure,
     table=means_of,
     picture=picture,
+    also=write_texts,
 )
 
 
