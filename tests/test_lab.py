@@ -197,7 +197,7 @@ def test_held_out_texts_of_people(tmp_path, capsys):
     assert (found["score after"], found["score ± 95 %"]) == (1.5, 0.25)
     assert (found["habit"], found["habit before"], found["habit after"]) == ("thought-provoking", 0.25, 1.0)
     kept = [json.loads(line) for line in (tmp_path / "out/texts.jsonl").read_text().splitlines()]
-    assert kept == [{"seed": 2, **row} for row in rows[:50]]
+    assert kept == [{"variant": "preset", "seed": 2, **row} for row in rows[:50]]
 
 
 def test_report_of_value_heads(tmp_path, capsys):

@@ -142,30 +142,23 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, A
         for line in held_out(run, rewards):
             name = line.pop("")
             found |= {f"{name} {column}": value for column, value in line.items()}
-        rows = texts_of(run)
-        found |= habit([row["base"] for row in rows], [row["policy"] for row in rows])
+        found |= habit(*([row[side] for row in texts_of(run)] for side in ("base", "policy")))
     return found
 
 
 def habit(before: list[str], after: list[str]) -> dict[str, Any]:
     """Of all words, the one whose share of texts has grown most, and both shares."""
-    shares = []
-    for texts in (before, after):
-        counts = Counter(word for text in texts for word in {*WORD.findall(text.lower())})
-        shares.append({word: count / len(texts) for word, count in counts.items()})
-    old, new = shares
-    word = max(sorted(new), key=lambda word: new[word] - old.get(word, 0.0))
-    return {"habit": word, "habit before": old.get(word, 0.0), "habit after": new[word]}
+    old, new = (Counter(w for text in texts for w in {*WORD.findall(text.lower())}) for texts in (before, after))
+    word = max(sorted(new), key=lambda word: new[word] / len(after) - old[word] / len(before))
+    return {"habit": word, "habit before": old[word] / len(before), "habit after": new[word] / len(after)}
 
 
 def write_texts(args: Args) -> None:
     """texts.jsonl: the first held-out texts of the preset's policies."""
-    runs = lab.finished_runs(EXPERIMENT, args)
-    runs = ((whose["seed"], folder) for whose, folder, _ in runs if whose["variant"] == "preset")
-    rows = [{"seed": seed} | row for seed, folder in runs for row in texts_of(folder)[:READ]]
-    if rows:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (EXPERIMENT.of(args, output=True) / "texts.jsonl").write_text("".join(lines))
+    runs = ((whose, run) for whose, run, _ in lab.finished_runs(EXPERIMENT, args) if whose["variant"] == "preset")
+    if rows := [whose | row for whose, run in runs for row in texts_of(run)[:READ]]:
+        file = EXPERIMENT.of(args, output=True) / "texts.jsonl"
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 # ---- Table and picture -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     python benchmark/experiments/value_head.py run --seeds 3      # repeat it to resume
 
 `2019` has one rate for all weights, as the original; the others give the value head another one. The reward is the
-annotator's own formula. All else is the same, and so are the queries and the noise of a seed.
+annotator's own formula, and variants share the queries and the noise of a seed.
 """
 
 from pathlib import Path
@@ -36,8 +36,7 @@ def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
 EXPERIMENT = lab.Experiment(
     name="value-head",
     script="ppo_rlhf/train_policy.py",
-    common="--preset tales --log_interval 0 --trace_interval 0"
-    " --rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores",
+    common="--preset tales --trace_interval 0 --rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores",
     variants={"2019": "", "1e-3": "--ppo.value_head_lr 1e-3", "3e-3": "--ppo.value_head_lr 3e-3"},
     curves=(SCORE, KL, EXPLAINED),
     measure=measure,
