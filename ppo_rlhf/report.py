@@ -175,7 +175,7 @@ class OneRun:
         facts = {"run": self.name, "script": f"{meta['script']}.py (chapter {KINDS[meta['script']][1]})"}
         facts["state"] = "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged"
         facts["time"] = f"{meta.get('wall_time', 0) / 60:.1f} minutes"
-        if "peak_mib" in meta:  # not in runs of earlier commits
+        if "peak_mib" in meta:  # old runs have none
             facts["memory"] = f"at most {meta['peak_mib']:,} MiB"
         for name in ("device", "num_processes", "threads", "commit"):
             facts[name.replace("num_", "")] = meta.get(name) or "unknown"

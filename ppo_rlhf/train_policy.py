@@ -175,7 +175,7 @@ class Args(cli.PolicyRunArgs):
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
 TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
 GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
-# A real language model and few episodes, each read once: two steps an update, and a controller that reacts soon.
+# A real language model sees few episodes: it learns from each once, in two steps an update; the controller acts soon.
 ONCE = {"noptepochs": 1, "nminibatches": 2, "whiten_groups": 1}
 REVIEWS = PpoArgs(total_episodes=2_688, batch_size=128, lr=1e-4, value_head_lr=3e-3, **ONCE)
 REVIEWS_KL = cli.AdaptiveKLArgs(target=12.0, horizon=400)

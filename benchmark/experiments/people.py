@@ -124,6 +124,7 @@ def held_out(run: Path, rewards: Path) -> list[dict[str, Any]]:
 
 
 def texts_of(run: Path) -> list[dict[str, Any]]:
+    """The rows of held_out.jsonl, one for each beginning."""
     return [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
 
 
@@ -175,7 +176,7 @@ def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def draw_against_kl(axes: Axes, updates: pd.DataFrame, column: str) -> None:
-    """A line for each variant: means over seeds, and over three updates each."""
+    """A line for each variant: means over seeds, and over up to three of the updates that were judged."""
     for name, own in updates.groupby("variant", sort=False):
         means = own.dropna(subset="judge").groupby("step")[[CURVES["KL"], column]].mean()
         means = means.rolling(3, min_periods=1).mean()
@@ -198,7 +199,7 @@ def picture(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
 EXPERIMENT = lab.Experiment(
     name="people",
     script="ppo_rlhf/train_policy.py",
-    common="--preset reviews --log_interval 0 --trace_episodes 128 --max_memory 8",  # whole batches
+    common="--preset reviews --log_interval 0 --trace_episodes 128 --max_memory 8",  # traces keep whole batches
     variants=VARIANTS,
     curves=(*CURVES.values(), "objective/kl_coef", "ppo/val/var_explained"),
     measure=measure,
