@@ -67,12 +67,14 @@ def test_policies_of_people_differ_in_their_reward_model_and_its_penalty_alone(t
     plain = {"log_interval": 0, "trace_interval": 4, "trace_episodes": 128, "max_memory": 8}
     plain["rewards"] = preset.rewards
     assert preset == dataclasses.replace(train_policy.PRESETS["reviews"], **plain)
-    ppo = dataclasses.replace(preset.ppo, lr=2e-4)
+    ppo = dataclasses.replace(preset.ppo, lr=3e-4, batch_size=64, total_episodes=768)
     without = dataclasses.replace(preset.rewards.adaptive_kl, target=None)
     for name in read.keys() - {"preset"}:
         shaping = {"trained_model": f"../../rewards/{name}", "kl_coef": 0.01, "adaptive_kl": without}
         rewards = dataclasses.replace(preset.rewards, **shaping)
-        assert read[name] == dataclasses.replace(preset, trace_interval=1, ppo=ppo, rewards=rewards)
+        assert read[name] == dataclasses.replace(
+            preset, trace_interval=1, trace_episodes=64, ppo=ppo, rewards=rewards
+        )
 
 
 def test_value_heads_differ_in_their_learning_rate_alone(tmp_path):

@@ -6,10 +6,10 @@
 
 `preset` is the preset. Its policies continue 400 held-out beginnings, before and after training.
 
-The others look for over-optimisation (Gao et al. 2022). They have hardly any penalty, and reward models that learned
-from 200, 1,000 or 4,800 sentences, each with the mean of half of its ratings; `4800-single` learned from one person's
-rating of each. While the policy moves away from the language model, two others judge its texts: VADER, and a second
-reward model, "the judge", which learned from other people's ratings of other sentences.
+The others look for over-optimisation (Gao et al. 2022): 12 updates of 64 with large steps and hardly any penalty,
+against reward models that learned from 200, 1,000 or 4,800 sentences, each with the mean of half of its ratings;
+`4800-single` learned from one person's rating of each. While the policy moves away from the language model, two
+others judge its texts: VADER, and a second reward model, "the judge", which learned from other ratings of other sentences.
 
 The reward models and the judge have one seed, and are trained first; the policies of a variant share theirs.
 """
@@ -42,10 +42,11 @@ REWARDS = {  # few labels make small steps, so that there are at least 25
     "4800-single": "--label_dataset people/single.json",
     "judge": "--label_dataset people/judge.json",
 }
-LITTLE_PENALTY = "--rewards.kl_coef 0.01 --rewards.adaptive_kl.target None --ppo.lr 2e-4 --trace_interval 1"
-VARIANTS = {"preset": "--rewards.trained_model ../../rewards/4800 --trace_interval 4"} | {
+LITTLE_PENALTY = "--rewards.kl_coef 0.01 --rewards.adaptive_kl.target None --ppo.lr 3e-4 --ppo.batch_size 64"
+LITTLE_PENALTY += " --ppo.total_episodes 768 --trace_interval 1 --trace_episodes 64"
+VARIANTS = {"preset": "--rewards.trained_model ../../rewards/4800 --trace_interval 4 --trace_episodes 128"} | {
     name: f"--rewards.trained_model ../../rewards/{name} {LITTLE_PENALTY}" for name in REWARDS if name != "judge"
-}
+}  # traces keep whole batches, for the judge
 CURVES = {"score": "objective/score", "judge": "judge", "VADER": "objective/vader", "KL": "objective/kl"}
 HELD_OUT = 400  # beginnings that the preset's policies continue
 READ = 50  # of which the texts are kept in texts.jsonl
@@ -199,7 +200,7 @@ def picture(runs: pd.DataFrame, updates: pd.DataFrame) -> Figure:
 EXPERIMENT = lab.Experiment(
     name="people",
     script="ppo_rlhf/train_policy.py",
-    common="--preset reviews --log_interval 0 --trace_episodes 128 --max_memory 8",  # traces keep whole batches
+    common="--preset reviews --log_interval 0 --max_memory 8",
     variants=VARIANTS,
     curves=(*CURVES.values(), "objective/kl_coef", "ppo/val/var_explained"),
     measure=measure,
