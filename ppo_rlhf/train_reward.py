@@ -129,7 +129,7 @@ PRESETS = {
     "tldr": Args(label_dataset="tldr/online_45k.json", **SUMMARIES_REWARD),
     "tales": Args(**TALES_REWARD),
     "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES_REWARD),
-    "reviews": Args(**REVIEWS_REWARD, rollout_batch_size=256),
+    "reviews": Args(**REVIEWS_REWARD, rollout_batch_size=256, local_micro_batch_size=8),
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 
@@ -260,10 +260,8 @@ def sample_and_normalize(
     mine = slice(rank * n, (rank + 1) * n)
     queries = stream.next_batch(samples, ids.pad)[mine].to(accelerator.device)  # (n, query_length)
     # [X01] The noise belongs to the sample.
-    generator = keyed_generator(args.seed, "normalize", stage)
-    shape = samples, args.task.response_length
-    uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)[mine]
-    uniforms = uniforms.to(cli.device_of_noise(accelerator.device))
+    keyed = {"generator": keyed_generator(args.seed, "normalize", stage), "dtype": torch.float64}
+    uniforms = torch.rand(samples, args.task.response_length, **keyed)[mine].to(cli.device_of_noise(queries.device))
     sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": args.task.temperature}
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
     write = partial(generate, language_model, **sampling)
@@ -336,15 +334,15 @@ def reward_update(
     Returns the gradient norm, gain and bias, and the label_statistics of the whole batch on all processes, all 0-d.
     """
     scores = []
-    # [D67] [D88] Micro-batches add up to the gradient of the whole batch.
+    # [D67] [D88] Micro-batches, of labels of similar length, add up to the gradient of the whole batch.
+    mb_inds = mb_inds[(labels.samples[mb_inds] != pad_id).sum((1, 2)).argsort(stable=True)]
     optimizer.zero_grad()
     for inds in mb_inds.split(micro_batch):
         scores.append(score_samples(reward_model, labels, inds, pad_id))  # (micro_batch, n)
         targets = labels.targets[inds].to(scores[-1].device)
         (label_loss(labels.kind, scores[-1], targets) * len(inds) / len(mb_inds)).backward()
     average_gradients(reward_model)
-    gradients = [parameter.grad for parameter in reward_model.parameters() if parameter.grad is not None]
-    gradient_norm = nn.utils.get_total_norm(gradients)  # only looked at: nothing is clipped
+    gradient_norm = nn.utils.get_total_norm([p.grad for p in reward_model.parameters() if p.grad is not None])
     optimizer.step()
     # Statistics of the whole batch, over all processes.
     batch = {"scores": torch.cat(scores).detach(), "targets": labels.targets[mb_inds].to(scores[-1].device)}
@@ -355,9 +353,11 @@ def reward_update(
 
 def score_samples(reward_model: RewardModel, labels: sources.Labels, inds: Tensor, pad_id: int) -> Tensor:
     """Scores (batch, n) of the samples of the labels with these indices (batch,)."""
-    queries, samples = (t[inds].to(reward_model.gain.device) for t in (labels.queries, labels.samples))
-    n = samples.shape[1]
-    query_responses = torch.cat([queries.unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
+    samples, n = labels.samples[inds], labels.samples.shape[1]
+    query_responses = torch.cat([labels.queries[inds].unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
+    # Padding changes nothing, so there is only what the longest row leaves.
+    longest = (query_responses != pad_id).sum(1).max()
+    query_responses = left_pad(query_responses, pad_id)[:, -longest:].to(reward_model.gain.device)
     return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
 
 

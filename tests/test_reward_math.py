@@ -92,6 +92,18 @@ def test_scores_of_samples_equal_single_scores(tiny_models):
             assert_close(scores[i, j], reward_model(torch.tensor([tokens]), PAD)[0], atol=1e-5, rtol=0)
 
 
+def test_a_pass_has_no_more_padding_than_its_longest_sample(tiny_models):
+    labels, widths = make_labels(4), []
+    labels.queries[:], labels.samples[:] = 4, 5
+    for sample, length in zip(labels.samples, [4, 1, 3, 2], strict=True):
+        sample[:, length:] = PAD
+    reward_model = tiny_reward_model(tiny_models)
+    reward_model.register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    optimizer, inds = AdamTensorFlowStyle(reward_model.parameters(), lr=1e-3), torch.arange(4)
+    reward_update(reward_model, optimizer, labels, inds, PAD, Accelerator(cpu=True), micro_batch=2)
+    assert widths == [QUERY + 2, QUERY + 4]  # samples of 1 and 2 together, and of 3 and 4
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_micro_batches_give_the_same_step(tiny_models, micro_batch):
     labels, inds, results = make_labels(12), torch.tensor([3, 1, 11, 7, 5, 0, 2, 9]), []

@@ -9,7 +9,7 @@
 The others look for over-optimisation (Gao et al. 2022): 12 updates of 64 with large steps and hardly any penalty,
 against reward models that learned from 200, 1,000 or 4,800 sentences, each with the mean of half of its ratings;
 `4800-single` learned from one person's rating of each. While the policy moves away from the language model, two
-others judge its texts: VADER, and a second reward model, "the judge", which learned from other ratings of other sentences.
+others judge its texts: VADER, and a second reward model, "the judge", which learned from other ratings and sentences.
 
 The reward models and the judge have one seed, and are trained first; the policies of a variant share theirs.
 """
@@ -37,7 +37,7 @@ from ppo_rlhf.lib.services import cli, traces
 
 REWARDS = {  # few labels make small steps, so that there are at least 25
     "200": "--num_train 200 --batch_size 8",
-    "1000": "--num_train 1000 --batch_size 16",
+    "1000": "--num_train 1000 --batch_size 20",
     "4800": "",
     "4800-single": "--label_dataset people/single.json",
     "judge": "--label_dataset people/judge.json",

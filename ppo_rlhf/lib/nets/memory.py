@@ -152,7 +152,7 @@ def limit_passes(
             )
         room = max(room, LEAST)
     budget = min(gather_object([room]))  # the same on all processes, which divide alike
-    tokens = (knobs.local_micro_batch_size or rows) * length
+    tokens = min(knobs.local_micro_batch_size or rows, rows) * length
     tokens = min(tokens, knobs.local_micro_batch_tokens or tokens, tokens_that_fit(network, budget, "training"))
     tokens = max(int(tokens), length)  # a row is never divided
     largest = pass_bytes(network, tokens, "training")

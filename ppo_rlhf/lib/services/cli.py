@@ -447,7 +447,6 @@ def reward_sizes(args: train_reward.Args, num_processes: int) -> RewardSizes:
             f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
             f"{flag('num_train')} {fitting} is"
         )
-    rows_at_a_time("", args, "local_micro_batch_size", local_batch)
     # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
     #       train_reward.py#L197-L199
     normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
