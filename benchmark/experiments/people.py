@@ -49,9 +49,8 @@ VARIANTS = {"preset": "--rewards.trained_model ../../rewards/4800 --trace_interv
 }  # traces keep whole batches, for the judge
 CURVES = {"score": "objective/score", "judge": "judge", "VADER": "objective/vader", "KL": "objective/kl"}
 HELD_OUT = 400  # beginnings that the preset's policies continue
-READ = 50  # of which the texts are kept in texts.jsonl
+READ, LAST = 50, 3  # texts that are kept in texts.jsonl; updates at the end that are averaged
 WORD = re.compile("[a-z][a-z'-]{4,}")  # long enough to say something
-LAST = 3  # updates at the end that are averaged
 
 
 # ---- Reward models ---------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def write_texts(args: Args) -> None:
 
 def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
     """One row for each variant."""
-    shown = ["score", "judge", "VADER", "KL", "best of the judge", "KL there"]
+    shown = [*CURVES, "best of the judge", "KL there"]
     return [
         {"variant": f"`{name}`", "seeds": str(len(own)), "correlation": f"{own['correlation'].iloc[0]:.3f}"}
         | {column: cell(own[column], ".2f") for column in shown}
