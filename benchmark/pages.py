@@ -151,8 +151,8 @@ def times(name: str, side: str, peer: str) -> str:
     return f"{statistics.median(ratios):.1f} [{min(ratios):.1f}, {max(ratios):.1f}]"
 
 
-def commits(name: str) -> str:
-    return ", ".join(dict.fromkeys(table(name)["commit"].dropna()))
+def commits(name: str, query: str = "index >= 0") -> str:
+    return ", ".join(dict.fromkeys(table(name).query(query)["commit"].dropna()))
 
 
 def meta(demo: str) -> dict:
