@@ -290,12 +290,6 @@ def test_ppo_memory_knobs_offer_what_divides(knob, value):
     assert set(follow_offers(ppo_sizes, PpoArgs(**{knob: value}), 2, group="ppo.")) == {knob}
 
 
-@pytest.mark.parametrize("value", [5, 1000])
-def test_reward_memory_knob_offers_what_divides(value):
-    args = replace(train_reward.PRESETS["sentiment"], local_micro_batch_size=value)
-    assert set(follow_offers(reward_sizes, args, 2)) == {"local_micro_batch_size"}
-
-
 # ---- Command lines ---------------------------------------------------------------------------------------------
 
 

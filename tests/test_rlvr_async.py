@@ -459,8 +459,10 @@ def shutdown():
     print("is ended", flush=True)
 """
 CONNECTS = """
-import sys, time
+import sys, threading, time
 sys.path.insert(0, "")
+start = threading.Thread.start
+threading.Thread.start = lambda thread: (start(thread), time.sleep(0.2))
 from ppo_rlhf import rlvr_async
 from ppo_rlhf.lib.base import errors
 

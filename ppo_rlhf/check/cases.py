@@ -196,8 +196,8 @@ def language_model(weights: dict[str, Tensor], heads: int) -> Any:
         raise ValueError(f"weights of another model: {missing} {unexpected}")
     if weights["wpe.weight"].requires_grad:  # the one that a gradient is asked of
         del model.transformer.wpe.weight
-        model.transformer.wpe.weight = weights["wpe.weight"].float()
-    return model
+        model.transformer.wpe.weight = weights["wpe.weight"]
+    return model.to(weights["wpe.weight"].dtype)
 
 
 # ---- Golden numbers --------------------------------------------------------------------------------------------
