@@ -95,6 +95,28 @@ def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Jo
     )
 
 
+def train_first(experiment: Experiment, args: Args, kind: str, commands: dict[str, str]) -> bool:
+    """Train what the variants share, with one seed, and link each model of this kind as <kind>s/<its name>, where the
+    variants, whose commands run two folders below, look for it. commands: of scripts below the root, by name.
+
+    Returns whether all have finished.
+    """
+    folder = experiment.of(args).resolve()
+    where = {"num_seeds": 1, "folder": folder, "any_commit": args.any_commit}
+    jobs = {}
+    for name, command in commands.items():
+        command = f"python {shlex.quote(str(ROOT))}/{command}"
+        (jobs[name],) = many_seeds.find_jobs(many_seeds.Args(name=f"{kind}-{name}", command=command, **where))
+    many_seeds.run_here(many_seeds.Args(name=experiment.name, workers=args.workers), list(jobs.values()))
+    (folder / f"{kind}s").mkdir(exist_ok=True)
+    for name, job in jobs.items():
+        link = folder / f"{kind}s" / name
+        if job.state == "finished" and not link.is_symlink():
+            (trained,) = (job.folder / "models").glob(f"*/{kind}")
+            link.symlink_to(trained)
+    return all(job.state == "finished" for job in jobs.values())
+
+
 def run(experiment: Experiment, args: Args) -> int:
     """Train all policies and report. Returns the exit status."""
     jobs = [job for name in chosen(experiment, args) for job in jobs_of(experiment, args, name)]

@@ -13,8 +13,8 @@ import pytest
 import scipy.stats
 
 from benchmark import lab
-from benchmark.experiments import arithmetic, people, value_head
-from ppo_rlhf import rlvr_checks, rlvr_policy, train_policy
+from benchmark.experiments import arithmetic, people, summaries, value_head
+from ppo_rlhf import rlvr_checks, rlvr_policy, sample, tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, traces
 
@@ -145,6 +145,18 @@ def test_report_of_arithmetic(tmp_path, capsys):
     assert kept == [{"variant": "dr_grpo", "seed": seed, **answers[0]} for seed in (1, 2)]
 
 
+def test_summaries_start_from_models_of_the_same_preset(tmp_path):
+    read = arguments(summaries.EXPERIMENT, tldr_policy, tmp_path)["preset"]
+    start = {"base_model": "../../sfts/reviews", "log_interval": 0, "max_memory": 8}
+    rewards = dataclasses.replace(read.rewards, trained_model="../../rewards/pairs")
+    assert read == dataclasses.replace(tldr_policy.PRESETS["reviews"], rewards=rewards, **start)
+    modules = (tldr_sft, tldr_reward, train_reward)
+    for line, module in zip([*summaries.SFT.values(), *summaries.REWARDS.values()], modules, strict=True):
+        script, *words = shlex.split(line)
+        assert str(lab.ROOT / script) == module.__file__
+        assert cli.parse_args(module.PRESETS, words).preset == "reviews"
+
+
 def test_report_of_people(tmp_path, monkeypatch, capsys):
     """Eight updates; the judge saw every third, liked the second best, and its means are of up to three of them.
     This judge reads the number that a text is.
@@ -200,6 +212,27 @@ def test_held_out_texts_of_people(tmp_path, capsys):
     assert (found["habit"], found["habit before"], found["habit after"]) == ("thought-provoking", 0.25, 1.0)
     kept = [json.loads(line) for line in (tmp_path / "out/texts.jsonl").read_text().splitlines()]
     assert kept == [{"variant": "preset", "seed": 2, **row} for row in rows[:50]]
+
+
+def test_report_of_summaries(tmp_path, monkeypatch, capsys):
+    """Three of four endings are longer after PPO, and this judge likes what is long."""
+    monkeypatch.setattr(people, "judge", lambda folder, texts: [float(len(text)) for text in texts])
+    texts = [{"query": "A film", "base": " is.", "policy": " is" + end} for end in (".", "!!!", " wonderful.", "...")]
+    said = {"base score": 0.0, "policy score": 1.0, "base VADER": 0.25, "policy VADER": 0.5, "kl": 3.0}
+    monkeypatch.setattr(sample, "sample", lambda args: [] if args.judge else [row | said for row in texts])
+    runs = tmp_path / "runs"
+    made_up(runs, "sft-reviews", 1, {"validation/sft/eos_rate": 0.5}, {})
+    made_up(runs, "reward-pairs", 1, {"eval/rm/validation/accuracy": 0.75, "ceiling": 0.875}, {})
+    made_up(runs, "preset", 1, {"validation/eos_rate": 1.0}, dict.fromkeys(summaries.CURVES.values(), 2.0))
+    (row,) = reported(summaries.EXPERIMENT, tmp_path, capsys)
+    assert row == ["`preset`", "1", *[f"{value:.2f} ± nan" for value in (2, 2, 2, 0.75, 3.5, 0.25, 3)]]
+    (found,) = pd.read_csv(tmp_path / "out/runs.csv").to_dict("records")
+    assert (found["accuracy"], found["ceiling"], found["ends before"], found["ends after"]) == (0.75, 0.875, 0.5, 1)
+    kept = [json.loads(line) for line in (tmp_path / "out/texts.jsonl").read_text().splitlines()]
+    assert kept == [
+        {"variant": "preset", "seed": 1, **row, **said, "base judge": 10.0, "policy judge": 6.0 + len(row["policy"])}
+        for row in texts
+    ]
 
 
 def test_report_of_value_heads(tmp_path, capsys):

@@ -16,7 +16,6 @@ The reward models and the judge have one seed, and are trained first; the polici
 
 import json
 import re
-import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from benchmark import lab
-from benchmark.curves import many_seeds
 from benchmark.lab import Args, cell
 from ppo_rlhf import sample
 from ppo_rlhf.lib.base.files import read_json, write_json
@@ -57,24 +55,10 @@ WORD = re.compile("[a-z][a-z'-]{4,}")  # long enough to say something
 
 
 def train_rewards(args: Args) -> bool:
-    """Train the judge and the reward models of the chosen variants, and link them below `rewards`, where the
-    policies look for them. Returns whether all have finished."""
+    """The judge and the reward models of the chosen variants. Returns whether all have finished."""
     names = dict.fromkeys(["judge", *("4800" if name == "preset" else name for name in lab.chosen(EXPERIMENT, args))])
-    folder, script = EXPERIMENT.of(args).resolve(), shlex.quote(str(lab.ROOT / "ppo_rlhf/train_reward.py"))
-    where = {"num_seeds": 1, "folder": folder, "any_commit": args.any_commit}
-    commands = {name: f"python {script} --preset reviews {REWARDS[name]}".strip() for name in names}
-    jobs = {
-        name: many_seeds.find_jobs(many_seeds.Args(name=f"reward-{name}", command=command, **where))[0]
-        for name, command in commands.items()
-    }
-    many_seeds.run_here(many_seeds.Args(name="rewards", workers=args.workers), list(jobs.values()))
-    (folder / "rewards").mkdir(exist_ok=True)
-    for name, job in jobs.items():
-        link = folder / "rewards" / name
-        if job.state == "finished" and not link.is_symlink():
-            (trained,) = (job.folder / "models").glob("*/reward")
-            link.symlink_to(trained)
-    return all(job.state == "finished" for job in jobs.values())
+    commands = {name: f"ppo_rlhf/train_reward.py --preset reviews {REWARDS[name]}".strip() for name in names}
+    return lab.train_first(EXPERIMENT, args, "reward", commands)
 
 
 @torch.no_grad()
@@ -154,11 +138,11 @@ def habit(before: list[str], after: list[str]) -> dict[str, Any]:
     return {"habit": word, "habit before": old[word] / len(before), "habit after": new[word] / len(after)}
 
 
-def write_texts(args: Args) -> None:
+def keep_texts(experiment: lab.Experiment, args: Args) -> None:
     """texts.jsonl: the first held-out texts of the preset's policies."""
-    runs = ((whose, run) for whose, run, _ in lab.finished_runs(EXPERIMENT, args) if whose["variant"] == "preset")
+    runs = ((whose, run) for whose, run, _ in lab.finished_runs(experiment, args) if whose["variant"] == "preset")
     if rows := [whose | row for whose, run in runs for row in texts_of(run)[:READ]]:
-        file = EXPERIMENT.of(args, output=True) / "texts.jsonl"
+        file = experiment.of(args, output=True) / "texts.jsonl"
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
@@ -205,7 +189,7 @@ EXPERIMENT = lab.Experiment(
     measure=measure,
     table=means_of,
     picture=picture,
-    also=write_texts,
+    also=lambda args: keep_texts(EXPERIMENT, args),
 )
 
 
