@@ -141,8 +141,12 @@ def test_report_of_arithmetic(tmp_path, capsys):
         ["before", "2", *[f"25.0{none}"] * 4, f"0.0{none}", "", "1.00 ± 0.00", "0.00 ± 0.00", "-0.50 ± 0.00", ""],
         ["`dr_grpo`", "2", *["60.0 ± 127.1"] * 2, f"90.0{none}", f"100.0{none}", f"50.0{none}", *after],
     ]
-    kept = [json.loads(line) for line in (tmp_path / "out/answers.jsonl").read_text().splitlines()]
-    assert kept == [{"variant": "dr_grpo", "seed": seed, **answers[0]} for seed in (1, 2)]
+    found = [{"variant": "dr_grpo", "seed": seed, **answers[0]} for seed in (1, 2)]
+    file, other = tmp_path / "out/answers.jsonl", {"variant": "gae", "seed": 1, **answers[0]}
+    assert [json.loads(line) for line in file.read_text().splitlines()] == found
+    file.write_text("".join(json.dumps(row) + "\n" for row in (found[0] | {"after": "13"}, other)))
+    lab.report(arithmetic.EXPERIMENT, lab.Args(folder=tmp_path / "runs", output=tmp_path / "out"))
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [other, *found]
 
 
 def test_summaries_start_from_models_of_the_same_preset(tmp_path):
