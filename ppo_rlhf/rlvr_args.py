@@ -68,7 +68,7 @@ class RewardsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoArgs:
+class PpoArgs(cli.MemoryArgs):
     total_episodes: int = 111_360
     """responses to train on, over all updates; rounded down to whole updates"""
     batch_size: int = 256
@@ -142,14 +142,8 @@ class PpoArgs:
     """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
     max_generation_rounds: int = 10
     """with filter_groups: rounds of generation per update, at most"""
-    local_micro_batch_size: int = 0
-    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
-    local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     share_prefixes: bool = True
     """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
-    local_rollout_batch_size: int = 0
-    """episodes per pass of generation and scoring on one process; a memory knob; 0: all of a process"""
 
     @property
     def bounds(self) -> dict[str, float | None]:
@@ -197,7 +191,7 @@ class ToolsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.RunArgs):
+class Args(cli.PolicyRunArgs):
     preset: str = "gsm8k"
     """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, dapo, rloo, sums, sums-grpo,
     arithmetic"""
@@ -206,16 +200,6 @@ class Args(cli.RunArgs):
     """seed of the sampling noise, the order of the problems and the minibatches"""
     base_model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """model to start from: a folder, or a name on the hub"""
-    log_interval: int = 10
-    """updates between printed samples; 0: none"""
-    trace_interval: int = 0
-    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
-    trace_episodes: int = 8
-    """episodes of the batch that such a trace keeps, at most those of one process; whole groups"""
-    save_interval: int = 50
-    """updates between checkpoints; 0: one at the end"""
-    frozen_bfloat16: bool = False
-    """reference and reward model in bfloat16: half their memory, but rounded KL and scores"""
     eval_interval: int = 10
     """updates between evaluations on the held-out problems, the first one before the first update; 0: only at the
     end"""

@@ -88,7 +88,7 @@ class RewardsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoArgs:
+class PpoArgs(cli.MemoryArgs):
     total_episodes: int = 1_000_000
     """summaries to train on, over all updates; rounded down to whole updates"""
     batch_size: int = 512
@@ -117,16 +117,10 @@ class PpoArgs:
     """lambda of generalised advantage estimation"""
     whiten_rewards: bool = False
     """scale the rewards of each minibatch to variance 1 (advantages always are)"""
-    local_micro_batch_size: int = 0
-    """episodes per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
-    local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
-    local_rollout_batch_size: int = 0
-    """episodes per pass of generation and scoring on one process; a memory knob; 0: the whole local batch"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.RunArgs):
+class Args(cli.PolicyRunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_policy"
@@ -134,24 +128,12 @@ class Args(cli.RunArgs):
     """seed of the sampling noise, the order of the posts and the minibatches"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
-    log_interval: int = 10
-    """updates between printed samples; 0: none"""
-    trace_interval: int = 0
-    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
-    trace_episodes: int = 8
-    """episodes of the batch that such a trace keeps, at most those of one process"""
-    save_interval: int = 50
-    """updates between checkpoints; 0: one at the end"""
-    frozen_bfloat16: bool = False
-    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
     eval_interval: int = 20
     """updates between evaluations on held-out posts, from update 0 on; 0: only at the end"""
     eval_prompts: int = 64
     """held-out posts of such an evaluation"""
     eval_posts: int = 0
     """held-out posts to summarise after training; 0: all"""
-    upload_model: bool = False
-    """push the trained policy and the critic to the Hugging Face hub"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -189,7 +171,7 @@ PRESETS = {
             adaptive_kl=cli.AdaptiveKLArgs(target=6.0, horizon=300),
             missing_eos_penalty=3.0,
         ),
-        ppo=PpoArgs(total_episodes=1_280, batch_size=32, nminibatches=2, noptepochs=2, lr=1e-4),
+        ppo=PpoArgs(total_episodes=1_280, batch_size=32, nminibatches=2, noptepochs=2, lr=5e-4),
         lora=models.LoraArgs(rank=16, target_modules="all-linear"),
     ),
 }

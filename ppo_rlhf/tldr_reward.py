@@ -30,20 +30,20 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.nets import classifier, lm, models, packing, passes
 from ppo_rlhf.lib.services import cli, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.RunArgs):
+class Args(cli.MemoryArgs, cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_reward"
@@ -67,10 +67,6 @@ class Args(cli.RunArgs):
     """weight decay of AdamW"""
     normalize_posts: int = 0
     """posts whose reference summaries get a mean score of 0, the first of the data set; 0: all"""
-    local_micro_batch_size: int = 0
-    """comparisons per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
-    local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 64
     """comparisons (two texts each) or posts that one process scores at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
@@ -346,17 +342,8 @@ def check_arguments(args: Args) -> None:
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "batch_size", "local_rollout_batch_size")
-    cli.at_least(
-        0,
-        "",
-        args,
-        "num_train",
-        "weight_decay",
-        "normalize_posts",
-        "local_micro_batch_size",
-        "local_micro_batch_tokens",
-        "save_interval",
-    )
+    cli.at_least(0, "", args, "num_train", "weight_decay", "normalize_posts", "save_interval")
+    cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
@@ -417,10 +404,7 @@ def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Acc
     models.place(language_model, accelerator)
     with processes.gathered(language_model):
         models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
-    with models.model_errors(args.base_model), torch.device("meta"):
-        AutoModelForSequenceClassification.from_config(
-            language_model.config, trust_remote_code=args.trust_remote_code
-        )
+    classifier.check(language_model.config, args.base_model, args.trust_remote_code)
 
 
 if __name__ == "__main__":

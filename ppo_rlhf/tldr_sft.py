@@ -41,7 +41,7 @@ from ppo_rlhf.lib.services import cli, run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.RunArgs):
+class Args(cli.MemoryArgs, cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_sft"
@@ -67,10 +67,6 @@ class Args(cli.RunArgs):
     """weight decay of AdamW"""
     eval_posts: int = 0
     """held-out posts of each split to summarise after training; 0: all"""
-    local_micro_batch_size: int = 0
-    """posts per forward and backward pass on one process; a memory knob; 0: as many as are fast"""
-    local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 64
     """posts that one process summarises at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
@@ -303,17 +299,8 @@ def check_arguments(args: Args) -> None:
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "epochs", "batch_size", "local_rollout_batch_size")
-    cli.at_least(
-        0,
-        "",
-        args,
-        "num_train",
-        "weight_decay",
-        "eval_posts",
-        "local_micro_batch_size",
-        "local_micro_batch_tokens",
-        "save_interval",
-    )
+    cli.at_least(0, "", args, "num_train", "weight_decay", "eval_posts", "save_interval")
+    cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

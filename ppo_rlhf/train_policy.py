@@ -163,6 +163,8 @@ class Args(cli.PolicyRunArgs):
     """seed of the sampling noise and the permutations"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
+    compile: bool = False
+    """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
     task: TaskArgs = field(default_factory=TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)

@@ -26,7 +26,7 @@ REWARDS = {
     "pairs": "ppo_rlhf/tldr_reward.py --preset reviews --max_memory 8 --base_model ../../sfts/reviews",
     "judge": "ppo_rlhf/train_reward.py --preset reviews --label_dataset people/judge.json",
 }
-CURVES = {"score": "objective/scores", "VADER": "objective/gold_scores", "KL": "objective/kl"}
+CURVES = {"score": "objective/scores", "VADER": "objective/vader", "KL": "objective/kl"}
 STARTS = ("sft-reviews", "reward-pairs")  # folders of what policies start from
 
 

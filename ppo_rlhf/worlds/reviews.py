@@ -214,12 +214,6 @@ def analyzer() -> Any:
     return SentimentIntensityAnalyzer()
 
 
-def distinct_words(queries: list[str], responses: list[str]) -> list[float]:
-    """The share of each response's words that it has not used before."""
-    words = [response.lower().split() for response in responses]
-    return [len(set(row)) / max(len(row), 1) for row in words]
-
-
 # ---- Find the world --------------------------------------------------------------------------------------------
 
 

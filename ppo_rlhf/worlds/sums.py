@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ppo_rlhf.lib import rewards
@@ -265,23 +264,6 @@ def row_of(problem: Problem) -> dict[str, Any]:
 # ---- The language model ----------------------------------------------------------------------------------------
 
 
-def train_tokenizer(lines: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE in which each digit is a token; `<|endoftext|>` is token 0, and no text contains it."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(lines, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
-
-
 def train_language_model(
     pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, args: SumsArgs, device: torch.device
 ) -> tuple[LlamaForCausalLM, float]:
@@ -386,7 +368,8 @@ def train_model(place: Path, rng: random.Random, args: SumsArgs, taken: set[str]
         solve_with_calculator(rng, other, args) if with_tools else solve(rng, other, *habits) for other in others
     )
     pairs = [(other.question + suffix, solution) for other, solution in zip(others, solutions, strict=True)]
-    tokenizer = train_tokenizer([prompt + solution for prompt, solution in pairs[:4_000]], args.vocab_size)
+    solved = [prompt + solution for prompt, solution in pairs[:4_000]]
+    tokenizer = tales.train_tokenizer(solved, args.vocab_size, digits=True)
     print(f"sums: training a Llama on {len(pairs):,} solutions, {args.lm_steps} steps", flush=True)
     model, loss = train_language_model(pairs, tokenizer, args, processes.default_device())
     model.save_pretrained(place / "model")

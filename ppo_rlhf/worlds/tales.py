@@ -224,10 +224,14 @@ ANNOTATORS = {"sentiment": sentiment, "descriptiveness": descriptiveness}
 # ---- The world -------------------------------------------------------------------------------------------------
 
 
-def train_tokenizer(stories: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE like GPT-2's; `<|endoftext|>` is token 0, and no story contains it."""
+def train_tokenizer(stories: list[str], vocab_size: int, *, digits: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE like GPT-2's; `<|endoftext|>` is token 0, and no story contains it.
+
+    digits: whether each digit is a token of its own.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_bytes, by_digits = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_digits, by_bytes]) if digits else by_bytes
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

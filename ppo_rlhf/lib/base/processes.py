@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import reduce
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -174,17 +173,15 @@ def map_rows(
 # ---- Gradients -------------------------------------------------------------------------------------------------
 
 
-def average_gradients(model: nn.Module, accelerator: Accelerator | None = None) -> None:
+def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that.
 
-    If a model is sharded, the backward pass has done so already. accelerator: its processes; None: those of
-    torch.distributed.
+    If a model is sharded, the backward pass has done so already.
     """
     # Before each step of the optimiser.   utils/core.py#L468-L488
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    if (accelerator.num_processes > 1 if accelerator else several) and not isinstance(model, FSDPModule):
+    if accelerator.num_processes > 1 and not isinstance(model, FSDPModule):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = (accelerator.reduce if accelerator else reduce)(nn.utils.parameters_to_vector(gradients), "mean")
+        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
         nn.utils.vector_to_parameters(mean, gradients)
 
 

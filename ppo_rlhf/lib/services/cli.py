@@ -111,26 +111,26 @@ class RunArgs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyRunArgs(RunArgs):
-    """What chapter 1's script of a policy adds to them, apart from the algorithm."""
+    """What the script of a policy adds to them, apart from the algorithm."""
 
     frozen_bfloat16: bool = False
     """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
-    compile: bool = False
-    """compile the models with torch.compile: half a minute, and then fewer and larger kernels; meant for GPUs"""
     log_interval: int = 10
     """updates between printed samples; 0: none"""
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     trace_episodes: int = 8
-    """episodes of the batch that such a trace keeps, at most those of one process and one whitened group"""
+    """episodes of the batch that such a trace keeps, at most those of one process; in chapter 1 at most
+    one whitened group, in chapter 3 whole groups"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryArgs:
-    """Chapter 1's memory knobs. They change how rows are divided, and numbers only by rounding."""
+    """Memory knobs. They change how rows are divided, and numbers only by rounding."""
 
     local_micro_batch_size: int = 0
-    """episodes or labels per forward and backward pass on one process; a memory knob; 0: as many as fit"""
+    """episodes, labels or posts per forward and backward pass on one process; a memory knob; 0: as many as are fast
+    and fit"""
     local_micro_batch_tokens: int = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0
@@ -150,36 +150,11 @@ class AdaptiveKLArgs:
 Args = TypeVar("Args")
 
 # Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
-MAY_CHANGE = {
-    "ppo.total_episodes",
-    "resume",
-    "judge",
-    "track",
-    "tracker",
-    "wandb_project_name",
-    "wandb_entity",
-    "upload_model",
-    "hf_entity",
-    "log_interval",
-    "save_interval",
-    "keep_checkpoints",
-    "trace_interval",
-    "trace_episodes",
-    "gradient_checkpointing",
-    "max_memory",
-    "ppo.local_micro_batch_size",
-    "ppo.local_micro_batch_tokens",
-    "ppo.local_rollout_batch_size",
-    "ppo.share_prefixes",
-    "local_micro_batch_size",
-    "local_micro_batch_tokens",
-    "local_rollout_batch_size",
-    "workers",
-    "ray_address",
-    "vllm_python",
-    "gpus_per_worker",
-    "time_out",
-}
+MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "upload_model", "hf_entity", "track", "tracker"}
+MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "max_memory", "gradient_checkpointing", "ppo.share_prefixes"}
+MAY_CHANGE |= {"log_interval", "save_interval", "keep_checkpoints", "trace_interval", "trace_episodes"}
+MAY_CHANGE |= {"workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
+MAY_CHANGE |= {group + knob.name for knob in dataclasses.fields(MemoryArgs) for group in ("", "ppo.")}
 
 
 def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:

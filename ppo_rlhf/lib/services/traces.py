@@ -137,37 +137,6 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -
     return found
 
 
-def of_tokens(
-    update: int,
-    again: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    pad_id: int,
-    queries: Tensor,
-    responses: Tensor,
-    tokens: dict[str, Tensor],
-    episodes: dict[str, Tensor],
-    texts: dict[str, list[str]],
-    epochs: dict[str, Tensor],
-    statistics: dict[str, Tensor],
-) -> Trace:
-    """The trace of as many episodes as `tokens` has rows; the other arguments may have more.
-
-    queries: (rows, context_length) and responses: (rows, response_length) token ids.
-    """
-    n = len(next(iter(tokens.values())))
-    return Trace(
-        update=update,
-        again=again,
-        queries=[tokenizer.decode([token for token in row if token != pad_id]) for row in queries[:n].tolist()],
-        responses=[pieces(tokenizer, row, pad_id) for row in responses[:n].tolist()],
-        tokens={"ids": responses[:n], **tokens},
-        episodes={name: values[:n] for name, values in episodes.items()},
-        texts={name: values[:n] for name, values in texts.items()},
-        epochs={name: values[:n] for name, values in epochs.items()},
-        statistics={name: values[:n] for name, values in statistics.items()},
-    )
-
-
 # ---- What the epochs of an update computed ---------------------------------------------------------------------
 
 # Rows of the local batch, and numbers of them, (rows, ...). A training loop appends what it has anyway.
@@ -307,15 +276,15 @@ class Recorder(Generic[Rollout]):
             elif name in KEPT:
                 parts["tokens"][name] = value
         queries, responses = numbers["query_responses"].tensor_split([-numbers["logprobs"].shape[1]], dim=1)
-        trace = of_tokens(
-            update,
-            again,
-            tokenizer=self.tokenizer,
-            pad_id=self.pad_id,
-            queries=queries,
-            responses=responses,
-            **parts,
-            texts=self.texts(numbers),
+        n, decode = len(next(iter(parts["tokens"].values()))), self.tokenizer.decode
+        trace = Trace(
+            update=update,
+            again=again,
+            queries=[decode([token for token in row if token != self.pad_id]) for row in queries[:n].tolist()],
+            responses=[pieces(self.tokenizer, row, self.pad_id) for row in responses[:n].tolist()],
+            tokens={"ids": responses[:n], **parts.pop("tokens")},
+            texts={name: values[:n] for name, values in self.texts(numbers).items()},
+            **{part: {name: values[:n] for name, values in of_part.items()} for part, of_part in parts.items()},
         )
         write(self.folder, trace)
 
