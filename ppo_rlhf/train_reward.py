@@ -129,7 +129,7 @@ PRESETS = {
     "tldr": Args(label_dataset="tldr/online_45k.json", **SUMMARIES_REWARD),
     "tales": Args(**TALES_REWARD),
     "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES_REWARD),
-    "reviews": Args(**REVIEWS_REWARD, rollout_batch_size=256, local_micro_batch_size=8),
+    "reviews": Args(**REVIEWS_REWARD, rollout_batch_size=64, local_micro_batch_size=8),
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 

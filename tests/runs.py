@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
+
 from ppo_rlhf import report
+from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.worlds import posts, sums, tales
 
 TINY_WORLD = tales.TalesArgs(
@@ -125,3 +128,11 @@ def explained_metrics(chapter: int) -> set[str]:
     """The names of the metrics that metrics.toml explains for a chapter, where <x> stands for any text."""
     (rows,) = (table["rows"] for table in report.METRICS["meanings"] if table["chapter"] == chapter)
     return {name for cell, _ in rows for name in report.full_names(cell)}
+
+
+def error_line(function, *args, **kwargs) -> str:
+    """The message of the InputError that the call raises: one line."""
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

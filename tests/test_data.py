@@ -16,11 +16,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from runs import error_line
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import hub, hub_files
-from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import label_files, posts as posts_of_chapter_2, published, sources, texts
 from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs
 from ppo_rlhf.lib.nets import models
@@ -53,14 +53,6 @@ class Vocabulary:
 
     def get_vocab(self) -> dict[str, int]:
         return {str(token): token for token in range(self.size)}
-
-
-def error_line(function, *args) -> str:
-    """The message of the InputError that the call raises: one line."""
-    with pytest.raises(InputError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import SCRIPTS, Launched, Result, launch, launch_together, start_together
 from runs import both_arguments, metrics_of, only, policy_arguments, reward_arguments, samples_of, world_arguments
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 LIMITED = Path(__file__).parent / "limited_run.py"
@@ -83,10 +83,6 @@ def check_goes_on(run: Path, undisturbed: Path) -> None:
         for folder in (run, undisturbed)
     ]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
-
-
-def test_a_run_that_was_cut_off_goes_on(cut_off, policy_run):
-    check_goes_on(cut_off, policy_run)
 
 
 # ---- SIGTERM and Ctrl-C ----------------------------------------------------------------------------------------
@@ -248,53 +244,6 @@ def test_a_run_whose_folder_became_read_only(cut_off, policy_run, which):
     check_goes_on(cut_off, policy_run)
 
 
-# ---- Damaged checkpoints ---------------------------------------------------------------------------------------
-
-
-def flip_a_bit(content: bytes) -> bytes:
-    return content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]
-
-
-DAMAGE = {
-    "truncated": ("tensors.safetensors", lambda content: content[:-1000]),
-    "one bit": ("tensors.safetensors", flip_a_bit),
-    "empty": ("tensors.safetensors", lambda content: b""),
-    "state cut": ("state.json", lambda content: content[:-10]),
-    "state edited": ("state.json", lambda content: content.replace(b'"kl_coef": 0', b'"kl_coef": 1')),
-    "no checksum": ("state.json", lambda content: content.replace(b"sha256", b"sha255")),
-    "another type": ("state.json", lambda content: b"[1]"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(policy_run, tmp_path, damage):
-    run = tmp_path / "runs" / policy_run.name
-    shutil.copytree(policy_run, run)
-    name, change = DAMAGE[damage]
-    file = run / "checkpoints" / "4" / name
-    assert change(file.read_bytes()) != file.read_bytes()
-    file.write_bytes(change(file.read_bytes()))
-    before = files_below(run)
-    line = error_line(resume(run))
-    assert str(file.parent) in line and "remove that folder to resume from the one before" in line
-    assert files_below(run) == before
-    shutil.rmtree(file.parent)
-    check_goes_on(run, policy_run)
-
-
-def test_the_undamaged_checkpoint_serves(policy_run, tmp_path):
-    run = tmp_path / "runs" / policy_run.name
-    shutil.copytree(policy_run, run)
-    check_goes_on(run, policy_run)
-
-
-def test_weights_that_were_written_anew_are_refused(cut_off):
-    """Another run's tensors of the same shapes, in a file that is whole."""
-    file = cut_off / "checkpoints" / "2" / "tensors.safetensors"
-    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
-    assert "its files are not what was written" in error_line(resume(cut_off))
-
-
 # ---- Going on with something else ------------------------------------------------------------------------------
 
 
@@ -307,24 +256,6 @@ def test_what_may_change_is_named(cut_off, policy_run):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "change"),
-    [
-        ("--ppo.lr", "1e-3", "ppo.lr 0.0002 -> 0.001"),
-        ("--seed", "2", "seed 1 -> 2"),
-        ("--ppo.batch_size", "32", "ppo.batch_size 16 -> 32"),
-        ("--task.temperature", "1", "task.temperature 0.7 -> 1.0"),
-    ],
-)
-def test_what_may_not_change_is_named_with_what_may(cut_off, flag, value, change):
-    before = files_below(cut_off)
-    line = error_line(resume(cut_off, flag, value, "--track"))
-    assert f"{change} would make it another run" in line
-    for name in ("ppo.total_episodes", "ppo.local_micro_batch_size", "track", "save_interval"):
-        assert name in line.split("only these may change")[1]
-    assert files_below(cut_off) == before
-
-
 def test_a_finished_run_goes_on_if_it_shall_be_longer(policy_run, tmp_path):
     run = tmp_path / "runs" / policy_run.name
     shutil.copytree(policy_run, run)
@@ -333,11 +264,6 @@ def test_a_finished_run_goes_on_if_it_shall_be_longer(policy_run, tmp_path):
     rows = metrics_of(run)
     assert rows[:4] == metrics_of(policy_run) and [row["step"] for row in rows] == list(range(6))
     assert rows[5]["ppo/lr"] == pytest.approx(2e-4 / 6)
-
-
-def test_a_run_does_not_become_shorter_than_it_is(policy_run):
-    line = error_line(resume(policy_run, "--ppo.total_episodes", "32"))
-    assert "this run has made 4" in line and "--ppo.total_episodes 64 is enough" in line
 
 
 def test_a_joint_run_becomes_longer(tiny_world, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from refusals import with_value
 
 from ppo_rlhf import (
     rlvr_policy,
@@ -149,7 +150,7 @@ def offline(monkeypatch, tmp_path):
 def test_what_is_not_there_is_found_before_anything_is_loaded(script, preset, changes, words, offline):
     args = script.PRESETS[preset] if preset else script.Args()
     for name, value in changes.items():
-        args = changed(args, name, value)
+        args = with_value(args, name, value)
     with pytest.raises(InputError, match=re.escape(words.format(folder=offline))):
         script.train(args)
     assert sorted(path.name for path in offline.iterdir() if path.suffix) == ["broken.py", "needs.py"]
@@ -193,12 +194,6 @@ def test_what_all_stages_share_keeps_its_name(tiny_tokenizer):
             task_ids(replace(args.task, **change), tiny_tokenizer)
 
 
-def changed(args, name: str, value):
-    """A script's arguments with another value for one, such as policy.ppo.lr."""
-    first, _, rest = name.partition(".")
-    return replace(args, **{first: changed(getattr(args, first), rest, value) if rest else value})
-
-
 def wrong_values(script) -> Iterator[tuple[str, object]]:
     """Numbers of the stages' own arguments that few of them take, and texts that none does."""
     for name, value in flatten(dataclasses.asdict(script.PRESETS[PRESET[script]])).items():
@@ -218,7 +213,7 @@ def test_every_argument_in_a_message_is_one_of_the_script(script, until_training
     named = {}
     for name, value in wrong_values(script):
         try:
-            script.train(changed(script.PRESETS[PRESET[script]], name, value))
+            script.train(with_value(script.PRESETS[PRESET[script]], name, value))
         except InputError as error:
             words = named[name, value] = re.findall(r"[a-z]\w+(?:\.[a-z]\w+)+|(?<=--)\w+", str(error))
             assert set(words) <= NAMES[script], error
@@ -234,8 +229,8 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
     monkeypatch.setenv("WANDB_MODE", "--track")
     args = tldr_all.PRESETS["posts"]
     with pytest.raises(InputError, match=r"^--sft\.track: WANDB_MODE is '--track'; it must be one of "):
-        tldr_all.train(changed(args, "sft.track", True))
-    args = changed(changed(args, "policy.upload_model", True), "policy.exp_name", "x--seed")
+        tldr_all.train(with_value(args, "sft.track", True))
+    args = with_value(with_value(args, "policy.upload_model", True), "policy.exp_name", "x--seed")
     with pytest.raises(InputError) as caught:
         tldr_all.train(args)
     assert re.fullmatch(

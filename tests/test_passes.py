@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from oracles import on_processes
+from oracles import numbers, on_processes
 from test_policy_math import PAD, VOCAB, token_ids
 from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
@@ -22,10 +22,6 @@ from ppo_rlhf.lib.nets import lm, memory, passes
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # ---- The plan --------------------------------------------------------------------------------------------------

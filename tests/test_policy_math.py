@@ -43,10 +43,6 @@ ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows o
 QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
 
 
-def double(*numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 def token_ids(seed: int, *shape: int) -> torch.Tensor:
     """Random tokens 1..28: token 0 is free to stand for padding."""
     return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import runs
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -58,12 +60,7 @@ def read(source: Path, split: str = "train", limit: int = 0, **changes) -> probl
     return problems.read_problems(task(problems=str(source), **changes), TOKENIZER, split, limit)
 
 
-def error_line(*given, **changes) -> str:
-    with pytest.raises(InputError) as caught:
-        read(*given, **changes)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
+error_line = partial(runs.error_line, read)
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------
 

@@ -437,16 +437,24 @@ RUNS = {
     ),
     "another learning rate": resumed_policy("--ppo.lr 0.5", "ppo.lr 0.0002 -> 0.5", "another run"),
     "no KL target any more": resumed_policy(
-        "--rewards.adaptive-kl.target None", "rewards.adaptive_kl.target 6.0 -> None", "ppo.local_micro_batch_size"
+        "--rewards.adaptive-kl.target None --track",
+        "rewards.adaptive_kl.target 6.0 -> None would make it another run",
+        *("only these may change", "ppo.total_episodes", "ppo.local_micro_batch_size", "track", "save_interval"),
     ),
     "another seed": resumed_reward("--seed 2", "seed 1 -> 2", "another run"),
     "both: another learning rate": resumed_both("--reward.lr 0.5", "reward.lr 0.001 -> 0.5"),
     "fewer episodes than it has made": resumed_policy(
-        "--ppo.total_episodes 16", "--ppo.total_episodes", "1 updates", "--ppo.total_episodes 32"
+        "--ppo.total_episodes 16", "1 updates", "this run has made 2", "--ppo.total_episodes 32 is enough"
     ),
-    "cut checkpoint": bad_run(cut(TENSORS), "checkpoints/2", "remove"),
-    "checkpoint with one other byte": bad_run(flip(TENSORS), "checkpoints/2"),
+    "cut checkpoint": bad_run(cut(TENSORS), "checkpoints/2", "remove that folder to resume from the one before"),
+    "empty checkpoint": bad_run(write(TENSORS, b""), "checkpoints/2", "remove"),
+    "checkpoint with one other byte": bad_run(flip(TENSORS), "checkpoints/2", "its files are not what was written"),
     "checkpoint with an edited state": bad_run(edit(STATE, "kl_coef", to=0.5), "checkpoints/2"),
+    "checkpoint with a cut state": bad_run(cut(STATE), "checkpoints/2", "remove"),
+    "checkpoint without a checksum": bad_run(
+        edit_bytes(STATE, lambda text: text.replace(b"sha256", b"sha255")), "checkpoints/2", "remove"
+    ),
+    "checkpoint's state is a list": bad_run(write(STATE, [1]), "checkpoints/2", "remove"),
     "checkpoint without its state": bad_run(remove(STATE), "checkpoints/2", "remove"),
     "checkpoint without its tensors": bad_run(remove(TENSORS), "checkpoints/2", "remove"),
     "checkpoint's state is nested without end": bad_run(write(STATE, DEEP), "checkpoints/2"),

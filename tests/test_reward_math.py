@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from oracles import gradients
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -33,10 +34,6 @@ ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows o
 QUERY, RESPONSE = 6, 5
 
 
-def double(*numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 def token_ids(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -58,10 +55,6 @@ def make_labels(count: int, n: int = 4) -> Labels:
     samples[::2, :, 3:] = PAD
     best = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(2))
     return Labels(queries=queries, samples=samples, targets=best, ceiling=None)
-
-
-def gradients(model) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 # ---- Loss and normalisation by hand ----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
 from test_problems import TOKENIZER
+from test_tldr_data import COMPARISON, POST
 
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
@@ -132,15 +133,6 @@ CHOICES = [
 ]
 RATINGS = [{"query": row["query"], "sample": row["sample0"], "score": 1.5 - i} for i, row in enumerate(CHOICES)]
 DIFFERENCES = [{"difference": -2} | {key: row[key] for key in ("query", "sample1", "sample0")} for row in CHOICES]
-POST = {"id": "1", "subreddit": "mill", "title": "Grain", "post": "It is wet.", "summary": "Wet grain."}
-COMPARISON = {
-    "info": {key: POST[key] for key in ("id", "subreddit", "title", "post")},
-    "summaries": [{"text": " Wet.", "policy": "sup1"}, {"text": " Dry hay.", "policy": "ref"}],
-    "choice": 1,
-    "batch": "batch7",
-    "split": "train",
-    "extra": {"confidence": 6},
-}
 LABELS = {
     "file": "labels.json",
     "read": read_labels,

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from processes import Launched, launch, launch_together
-from runs import only
+from runs import error_line, only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import nn
@@ -70,14 +70,6 @@ def in_a_fresh_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def accelerator():
     return Accelerator(cpu=True)
-
-
-def error_line(function, *args) -> str:
-    """The message of the InputError that the call raises: one line."""
-    with pytest.raises(InputError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def metrics_at(step: int) -> dict[str, float]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from runs import error_line
 from transformers import AutoTokenizer
 
-from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.posts import CUT_MARGIN, TaskArgs
 
@@ -35,14 +35,6 @@ class Letters:
 
 def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
-
-
-def error_line(function, *args, **kwargs) -> str:
-    """The message of the InputError that the call raises: one line."""
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def write_rows(folder: Path, kind: str, split: str, rows: list[dict[str, Any]]) -> Path:
