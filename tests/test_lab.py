@@ -222,7 +222,7 @@ def test_report_of_summaries(tmp_path, monkeypatch, capsys):
     """Three of four endings are longer after PPO, and this judge likes what is long."""
     monkeypatch.setattr(people, "judge", lambda folder, texts: [float(len(text)) for text in texts])
     texts = [{"query": "A film", "base": " is.", "policy": " is" + end} for end in (".", "!!!", " wonderful.", "...")]
-    said = {"base score": 0.0, "policy score": 1.0, "base VADER": 0.25, "policy VADER": 0.5, "kl": 3.0}
+    said = {"base score": 0.0, "policy score": 1.0, "base vader": 0.25, "policy vader": 0.5, "kl": 3.0}
     monkeypatch.setattr(sample, "sample", lambda args: [] if args.judge else [row | said for row in texts])
     runs = tmp_path / "runs"
     made_up(runs, "sft-reviews", 1, {"validation/sft/eos_rate": 0.5}, {})

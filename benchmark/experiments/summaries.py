@@ -69,7 +69,7 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, A
 
 def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
     """One row for each variant."""
-    shown = [*CURVES, "wins", "judge difference", "VADER difference", "held-out KL"]
+    shown = [*CURVES, "wins", "judge difference", "vader difference", "held-out KL"]
     return [
         {"variant": f"`{name}`", "seeds": str(len(own))} | {column: cell(own[column], ".2f") for column in shown}
         for name, own in runs.groupby("variant", sort=False)
