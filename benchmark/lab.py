@@ -6,6 +6,7 @@ what it measures in runs.csv (a row for each run) and updates.csv (a row for eac
 of these two alone. Means have 95 % intervals over seeds, Student's.
 """
 
+import json
 import math
 import shlex
 import sys
@@ -96,10 +97,11 @@ def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Jo
 
 
 def train_first(experiment: Experiment, args: Args, kind: str, commands: dict[str, str]) -> bool:
-    """Train what the variants share, with one seed, and link each model of this kind as <kind>s/<its name>, where the
-    variants, whose commands run two folders below, look for it. commands: of scripts below the root, by name.
+    """Train what the variants share, with one seed, and link each model as <kind>s/<its name> in the experiment's
+    folder. To the commands of variants, which run two folders below, that is ../../<kind>s/<its name>.
 
-    Returns whether all have finished.
+    kind: what a script calls the model that it saves, such as reward. commands: scripts below the root with their
+    arguments, by the name of the model. Returns whether all have finished.
     """
     folder = experiment.of(args).resolve()
     where = {"num_seeds": 1, "folder": folder, "any_commit": args.any_commit}
@@ -181,6 +183,14 @@ def keep_tables(folder: Path, runs: pd.DataFrame, updates: pd.DataFrame) -> None
         fresh.to_csv(path, index=False, float_format=form)
 
 
+def keep_lines(path: Path, fresh: list[dict[str, Any]]) -> None:
+    """A file of JSON lines, each with the KEYS of its run. Lines of other runs that it has already are kept."""
+    old = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    runs = {tuple(row[key] for key in KEYS) for row in fresh}
+    rows = [row for row in old if tuple(row[key] for key in KEYS) not in runs] + fresh
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
 def kept_table(path: Path) -> pd.DataFrame:
     """A committed table."""
     try:
@@ -241,6 +251,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     for rank, (p, i) in enumerate(order):
         corrected[i] = least = max(least, min(1.0, p * (len(order) - rank)))
     return corrected
+
+
+def means(runs: pd.DataFrame, shown: Sequence[str]) -> list[dict[str, str]]:
+    """A row for each variant: how many seeds it has, and means of some columns."""
+    return [
+        {"variant": f"`{name}`", "seeds": str(len(own))} | {column: cell(own[column], ".2f") for column in shown}
+        for name, own in runs.groupby("variant", sort=False)
+    ]
 
 
 def cell(values: pd.Series, form: str) -> str:

@@ -390,7 +390,8 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     # Ray starts in a thread of its own. In the main thread it would replace our handler of SIGTERM, and a signal
     # would leave it half started, which makes it crash later. Its processes end with the thread that started them.
     starter = at_end.enter_context(ThreadPoolExecutor(1))
-    starter.submit(int).result()  # it starts the thread: cut off in that, submit would start a second one later
+    # This starts the thread. If a signal cut its start off, the next submit would start a second thread.
+    starter.submit(int).result()
     at_end.callback(lambda: starter.submit(ray.shutdown).result())
     try:
         if port.isdecimal():  # where no cluster listens, Ray would wait for twelve minutes

@@ -145,7 +145,7 @@ def test_report_of_arithmetic(tmp_path, capsys):
     file, other = tmp_path / "out/answers.jsonl", {"variant": "gae", "seed": 1, **answers[0]}
     assert [json.loads(line) for line in file.read_text().splitlines()] == found
     file.write_text("".join(json.dumps(row) + "\n" for row in (found[0] | {"after": "13"}, other)))
-    lab.report(arithmetic.EXPERIMENT, lab.Args(folder=tmp_path / "runs", output=tmp_path / "out"))
+    reported(arithmetic.EXPERIMENT, tmp_path, capsys)
     assert [json.loads(line) for line in file.read_text().splitlines()] == [other, *found]
 
 
@@ -159,6 +159,23 @@ def test_summaries_start_from_models_of_the_same_preset(tmp_path):
         script, *words = shlex.split(line)
         assert str(lab.ROOT / script) == module.__file__
         assert cli.parse_args(module.PRESETS, words).preset == "reviews"
+
+
+def test_what_variants_share_is_trained_once(tmp_path, monkeypatch):
+    """Two scripts of one line: one leaves a model, with its command in it, the other fails."""
+    trains = "import pathlib, sys; pathlib.Path('runs/r').mkdir(parents=True); "
+    trains += "pathlib.Path('runs/r/meta.json').write_text('{\"finished\": true}'); "
+    trains += "pathlib.Path('models/r/reward').mkdir(parents=True); print(*sys.argv[1:])"
+    (tmp_path / "trains.py").write_text(trains)
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(lab, "ROOT", tmp_path)
+    args, commands = lab.Args(folder=tmp_path / "runs"), {"good": "trains.py --num_train 7"}
+    for _ in range(2):  # the second time, the script would fail, because its folders are there
+        assert lab.train_first(TOY, args, "reward", commands)
+    assert (tmp_path / "runs/rewards/good").resolve() == tmp_path / "runs/reward-good/seed1/models/r/reward"
+    assert "\n--num_train 7 --seed 1\n" in (tmp_path / "runs/reward-good/seed1/log.txt").read_text()
+    assert not lab.train_first(TOY, args, "reward", commands | {"bad": "fails.py"})
+    assert not (tmp_path / "runs/rewards/bad").is_symlink()
 
 
 def test_report_of_people(tmp_path, monkeypatch, capsys):

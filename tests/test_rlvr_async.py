@@ -461,7 +461,7 @@ def shutdown():
 CONNECTS = """
 import sys, threading, time
 sys.path.insert(0, "")
-start = threading.Thread.start
+start = threading.Thread.start  # it takes a while, so that the signal comes before it returns
 threading.Thread.start = lambda thread: (start(thread), time.sleep(0.2))
 from ppo_rlhf import rlvr_async
 from ppo_rlhf.lib.base import errors

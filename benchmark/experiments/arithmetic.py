@@ -61,10 +61,7 @@ def write_answers(args: Args) -> None:
     """answers.jsonl: what the policies of finished runs answer to general questions."""
     runs = lab.finished_runs(EXPERIMENT, args)
     rows = [whose | row for whose, run, _ in runs for row in what_is_forgotten(run, "")["answers"]]
-    file, fresh = EXPERIMENT.of(args, output=True) / "answers.jsonl", {(row["variant"], row["seed"]) for row in rows}
-    old = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    rows = [row for row in old if (row["variant"], row["seed"]) not in fresh] + rows
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lab.keep_lines(EXPERIMENT.of(args, output=True) / "answers.jsonl", rows)
 
 
 def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:

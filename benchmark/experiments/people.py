@@ -55,7 +55,7 @@ WORD = re.compile("[a-z][a-z'-]{4,}")  # long enough to say something
 
 
 def train_rewards(args: Args) -> bool:
-    """The judge and the reward models of the chosen variants. Returns whether all have finished."""
+    """Train the judge and the reward models of the chosen variants. Returns whether all have finished."""
     names = dict.fromkeys(["judge", *("4800" if name == "preset" else name for name in lab.chosen(EXPERIMENT, args))])
     commands = {name: f"ppo_rlhf/train_reward.py --preset reviews {REWARDS[name]}".strip() for name in names}
     return lab.train_first(EXPERIMENT, args, "reward", commands)
@@ -141,9 +141,9 @@ def habit(before: list[str], after: list[str]) -> dict[str, Any]:
 def keep_texts(experiment: lab.Experiment, args: Args) -> None:
     """texts.jsonl: the first held-out texts of the preset's policies."""
     runs = ((whose, run) for whose, run, _ in lab.finished_runs(experiment, args) if whose["variant"] == "preset")
-    if rows := [whose | row for whose, run in runs for row in texts_of(run)[:READ]]:
-        file = experiment.of(args, output=True) / "texts.jsonl"
-        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    rows = [whose | row for whose, run in runs for row in texts_of(run)[:READ]]
+    if rows:
+        lab.keep_lines(experiment.of(args, output=True) / "texts.jsonl", rows)
 
 
 # ---- Table and picture -----------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@
     python benchmark/experiments/summaries.py report --seeds 3    # the table of what has finished
 
 The preset is `reviews`: a post is the beginning of a sentence from a film review, and its summary is the rest. SFT,
-reward model and judge have one seed. The fine-tuned model and each policy end 400 held-out beginnings with the same
-noise, and the judge, a reward model of chapter 1 that learned from other people's ratings, compares the two.
+reward model and judge have one seed. The fine-tuned model and each policy end all held-out beginnings of the test
+split with the same noise, and the judge, a reward model of chapter 1 that learned from other people's ratings,
+compares the two.
 """
 
 import json
@@ -17,7 +18,7 @@ import pandas as pd
 
 from benchmark import lab
 from benchmark.experiments import people
-from benchmark.lab import Args, cell
+from benchmark.lab import Args
 from ppo_rlhf import sample
 from ppo_rlhf.lib.base.files import read_json
 
@@ -27,6 +28,7 @@ REWARDS = {
     "judge": "ppo_rlhf/train_reward.py --preset reviews --label_dataset people/judge.json",
 }
 CURVES = {"score": "objective/scores", "VADER": "objective/vader", "KL": "objective/kl"}
+SHOWN = [*CURVES, "wins", "judge difference", "vader difference", "held-out KL"]  # columns of the table
 STARTS = ("sft-reviews", "reward-pairs")  # folders of what policies start from
 
 
@@ -61,19 +63,10 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, A
     for line in sample.changes(rows):
         name = line.pop("")
         found |= {f"{name} {column}": value for column, value in line.items()}
-    found |= {"held-out KL": statistics.fmean(row["kl"] for row in rows)}
+    found |= {"beginnings": len(rows), "held-out KL": statistics.fmean(row["kl"] for row in rows)}
     found |= {"wins": statistics.fmean(row["policy judge"] > row["base judge"] for row in rows)}
     found |= people.habit(*([row[side] for row in rows] for side in ("base", "policy")))
     return found | {"minutes": meta["wall_time"] / 60}
-
-
-def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
-    """One row for each variant."""
-    shown = [*CURVES, "wins", "judge difference", "vader difference", "held-out KL"]
-    return [
-        {"variant": f"`{name}`", "seeds": str(len(own))} | {column: cell(own[column], ".2f") for column in shown}
-        for name, own in runs.groupby("variant", sort=False)
-    ]
 
 
 EXPERIMENT = lab.Experiment(
@@ -83,7 +76,7 @@ EXPERIMENT = lab.Experiment(
     variants={"preset": "--rewards.trained_model ../../rewards/pairs"},
     curves=(*CURVES.values(), "objective/eos_rate", "objective/kl_coef", "val/var_explained"),
     measure=measure,
-    table=means_of,
+    table=lambda runs: lab.means(runs, SHOWN),
     also=lambda args: people.keep_texts(EXPERIMENT, args),
 )
 

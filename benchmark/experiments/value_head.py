@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 
 from benchmark import lab
-from benchmark.lab import cell
 
 SCORE, KL, EXPLAINED = "objective/score", "objective/kl", "ppo/val/var_explained"
 PARTS = ((0, 20), (20, 60), (60, 200))  # updates
@@ -24,15 +23,6 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, f
     return explained | {"score": table[SCORE].tail(20).mean(), "KL": table[KL].tail(20).mean()}
 
 
-def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
-    """One row for each variant."""
-    shown = [name for name in runs if name not in (*lab.KEYS, "commit")]
-    return [
-        {"value head": f"`{name}`", "seeds": str(len(own))} | {column: cell(own[column], ".2f") for column in shown}
-        for name, own in runs.groupby("variant", sort=False)
-    ]
-
-
 EXPERIMENT = lab.Experiment(
     name="value-head",
     script="ppo_rlhf/train_policy.py",
@@ -40,7 +30,7 @@ EXPERIMENT = lab.Experiment(
     variants={"2019": "", "1e-3": "--ppo.value_head_lr 1e-3", "3e-3": "--ppo.value_head_lr 3e-3"},
     curves=(SCORE, KL, EXPLAINED),
     measure=measure,
-    table=means_of,
+    table=lambda runs: lab.means(runs, [name for name in runs if name not in (*lab.KEYS, "commit")]),
 )
 
 if __name__ == "__main__":

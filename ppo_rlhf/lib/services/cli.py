@@ -120,8 +120,8 @@ class PolicyRunArgs(RunArgs):
     trace_interval: int = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
     trace_episodes: int = 8
-    """episodes of the batch that such a trace keeps, at most those of one process; in chapter 1 at most
-    one whitened group, in chapter 3 whole groups"""
+    """episodes of the batch that such a trace keeps, at most those of one process; in chapter 1 at most one
+    whitened group, in chapter 3 whole groups"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,8 @@ class MemoryArgs:
     """Memory knobs. They change how rows are divided, and numbers only by rounding."""
 
     local_micro_batch_size: int = 0
-    """episodes, labels or posts per forward and backward pass on one process; a memory knob; 0: as many as are fast
-    and fit"""
+    """rows, such as episodes or labels, per forward and backward pass on one process; a memory knob; 0: as many as
+    are fast and fit"""
     local_micro_batch_tokens: int = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
     local_rollout_batch_size: int = 0

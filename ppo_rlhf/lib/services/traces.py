@@ -276,7 +276,8 @@ class Recorder(Generic[Rollout]):
             elif name in KEPT:
                 parts["tokens"][name] = value
         queries, responses = numbers["query_responses"].tensor_split([-numbers["logprobs"].shape[1]], dim=1)
-        n, decode = len(next(iter(parts["tokens"].values()))), self.tokenizer.decode
+        n = len(next(iter(parts["tokens"].values())))  # the other parts may have more rows
+        decode = self.tokenizer.decode
         trace = Trace(
             update=update,
             again=again,
