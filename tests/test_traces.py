@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from processes import launch, launch_together
@@ -147,20 +148,6 @@ def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
             torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
-def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """The definition: sums of discounted temporal differences, one by one."""
-    n, length = rewards.shape
-    after = np.concatenate([values[:, 1:], np.zeros((n, 1))], axis=1)
-    deltas = rewards + gamma * after - values
-    return np.array(
-        [[sum((gamma * lam) ** (k - t) * row[k] for k in range(t, length)) for t in range(length)] for row in deltas]
-    )
-
-
-def standardised(x: np.ndarray, mean: float | None = None) -> np.ndarray:
-    return (x - x.mean()) / np.sqrt(x.var() + 1e-8) + (0 if mean is None else mean)
-
-
 def test_numbers_of_continuations(continuations):
     """The first group, all of which the trace holds here: 16 episodes in 2 groups."""
     samples = samples_of(continuations.run)
@@ -173,10 +160,11 @@ def test_numbers_of_continuations(continuations):
         np.testing.assert_allclose(x["kl"], x["logprobs"] - x["ref_logprobs"], atol=1e-12)
         np.testing.assert_allclose(x["rewards"][:, :-1], penalty[:, :-1], atol=1e-12)
         np.testing.assert_allclose(x["rewards"][:, -1], penalty[:, -1] + x["scores"], atol=1e-12)
-        rewards = standardised(x["rewards"], x["rewards"].mean())
-        advantages = gae(rewards, x["values"], 1.0, 0.95)
+        lengths = [x["rewards"].shape[1]] * 8
+        rewards = oracles.slow_whiten(x["rewards"], lengths, keep_mean=True)
+        advantages = oracles.slow_gae(rewards, x["values"], lengths, gamma=1.0, lam=0.95)
         np.testing.assert_allclose(x["returns"], advantages + x["values"], atol=1e-9)
-        np.testing.assert_allclose(x["advantages"], standardised(advantages), atol=1e-9)
+        np.testing.assert_allclose(x["advantages"], oracles.slow_whiten(advantages, lengths), atol=1e-9)
         np.testing.assert_allclose(x["ratio"], np.exp(x["new_logprobs"] - x["logprobs"]), rtol=1e-12)
         above, below = x["ratio"] > 1.2, x["ratio"] < 0.8
         np.testing.assert_array_equal(
@@ -225,7 +213,8 @@ def test_numbers_of_summaries(summaries):
             rewards[:length] = -0.6 * kl
             rewards[values - 1] += x["scores"][i]
             np.testing.assert_allclose(x["rewards"][i, :values], rewards, atol=1e-12)
-            advantages = gae(rewards[None], x["values"][i : i + 1, :values], 1.0, 0.95)[0]
+            own = x["values"][i : i + 1, :values]
+            advantages = oracles.slow_gae(rewards[None], own, [values], gamma=1.0, lam=0.95)[0]
             np.testing.assert_allclose(
                 x["returns"][i, :values], advantages + x["values"][i, :values], rtol=1e-9, atol=1e-9
             )
