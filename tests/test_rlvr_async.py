@@ -18,13 +18,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from oracles import on_processes
+from oracles import on_processes, slow_gae, slow_whiten
 from processes import Launched, launch_together
 from runs import explained_metrics, metrics_of, only
 from test_engine_vllm import FAKE
 from test_rlvr_math import ALONE, numbers, rollout_of
 from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
-from test_traces import gae, standardised
 from torch.testing import assert_close
 
 from ppo_rlhf import report, rlvr_async, rlvr_data, rlvr_policy
@@ -228,11 +227,12 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         np.testing.assert_array_equal(x["clipped"], beyond & in_loss)
         advantages, values = x["advantages"][in_loss], x["values"][in_loss]
         unwhitened = [
-            gae(x["rewards"][i : i + 1, :length], x["values"][i : i + 1, :length], 1.0, 0.95)[0]
-            for i, length in enumerate(in_loss.sum(1))
+            slow_gae(x["rewards"][i, None, :n], x["values"][i, None, :n], [n], gamma=1.0, lam=0.95)[0]
+            for i, n in enumerate(in_loss.sum(1))
         ]
-        returns = values + np.concatenate(unwhitened)
-        np.testing.assert_allclose(advantages, standardised(np.concatenate(unwhitened)), rtol=1e-6)
+        raw = np.concatenate(unwhitened)
+        returns = values + raw
+        np.testing.assert_allclose(advantages, slow_whiten(raw[None], [len(raw)])[0], rtol=1e-6)
         expected = {"val/advantages_mean": advantages.mean(), "val/advantages_abs_mean": np.abs(advantages).mean()}
         expected |= {"val/mean": values.mean(), "val/returns": returns.mean()}
         expected["val/explained_var"] = 1 - (returns - values).var() / returns.var()
