@@ -27,7 +27,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmark import lab
-from ppo_rlhf import report
+from ppo_rlhf.lib.services import plots
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr_sft", "tldr_reward", "tldr_policy", "tldr_all")
@@ -225,7 +225,7 @@ def rendered(template: Path) -> str:
 
 
 def metrics_page() -> str:
-    chapters = [f"Chapter {part['chapter']}" for part in report.METRICS["meanings"]]
+    chapters = [f"Chapter {part['chapter']}" for part in plots.METRICS["meanings"]]
     lines = [
         "# Metrics",
         "",
@@ -233,12 +233,12 @@ def metrics_page() -> str:
     ]
     lines += ["`report.py` shows the same sentences next to each curve of a run.", ""]
     lines += [f"- [{name}](#{name.lower().replace(' ', '-')})" for name in (*chapters, "How to read the curves")]
-    for name, part in zip(chapters, report.METRICS["meanings"], strict=True):
+    for name, part in zip(chapters, plots.METRICS["meanings"], strict=True):
         lines += ["", f"## {name}", "", part["about"], "", "| metric | meaning |", "|---|---|"]
         cells = (", ".join(f"`{name}`" for name in names.split("; ")) for names, _ in part["rows"])
         lines += [f"| {cell} | {meaning} |" for cell, (_, meaning) in zip(cells, part["rows"], strict=True)]
     lines += ["", "## How to read the curves", "", "| panel of the report | healthy | sick |", "|---|---|---|"]
-    panels = ([panel[key].strip() for key in ("title", "healthy", "sick")] for panel in report.METRICS["panel"])
+    panels = ([panel[key].strip() for key in ("title", "healthy", "sick")] for panel in plots.METRICS["panel"])
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in panels)]) + "\n"
 
 

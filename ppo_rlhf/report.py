@@ -17,7 +17,6 @@ import math
 import os
 import re
 import statistics
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +26,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from ppo_rlhf.lib.base import errors, files, paths
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli, derivation, run, traces
+from ppo_rlhf.lib.services import cli, derivation, plots, run, traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +311,7 @@ def outcomes(runs: list[OneRun]) -> list[tuple[str, str, list[tuple[str, str]]]]
 
 def outcomes_of(runs: list[OneRun]) -> list[tuple[str, str, list[str]]]:
     """Title, meaning, and metrics of which the first that a run has is taken."""
-    verifiers, monitors = ([f"{start}/{name}" for name in names] for start, names in of_runs(runs).items())
+    monitors, verifiers = plots.own_metrics(one_run.meta["args"].get("rewards", {}) for one_run in runs).values()
     trust = "what counts: nothing is trained on it"
     if any("eval/gold_scores" in one_run.metrics for one_run in runs):
         monitors = []  # the same on the batch
@@ -333,14 +332,6 @@ def outcomes_of(runs: list[OneRun]) -> list[tuple[str, str, list[str]]]:
         ("Loss", "over the training texts", ["train/loss", "train/rm/loss", "train/sft/loss"]),
         ("Accuracy", "share of comparisons", ["train/accuracy", "train/rm/accuracy"]),
     ]
-
-
-def of_runs(runs: list[OneRun]) -> dict[str, list[str]]:
-    """The runs' own names of metrics: eval/<verifier> and objective/<monitor>."""
-    rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
-    monitors = dict.fromkeys(of_run["monitor"] for of_run in rewards if of_run.get("monitor"))
-    verifiers = dict.fromkeys(of_run["verifier"] for of_run in rewards if "verifier" in of_run)
-    return {"eval": [*verifiers], "objective": [name.rsplit(".", 1)[-1].rsplit(":", 1)[-1] for name in monitors]}
 
 
 # Names in a row of held-out answers: text and score before training, then after.
@@ -628,9 +619,6 @@ def read_lines(path: Path) -> dict[str, dict[str, Any]]:
 BLUE, ORANGE, *OTHERS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]
 
 
-METRICS = tomllib.loads((Path(__file__).parent / "metrics.toml").read_text("utf-8"))
-
-
 def full_names(cell: str) -> list[str]:
     """Names in full of a cell of metrics.toml, `loss/policy; value`: a folder holds for the names after it."""
     names: list[str] = []
@@ -646,7 +634,7 @@ def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
     A row is whole, since its sentence goes through all of its names. A pattern has parts such as <name>; of several
     patterns, the one that is most exact counts.
     """
-    (rows,) = (table["rows"] for table in METRICS["meanings"] if table["chapter"] == chapter)
+    (rows,) = (table["rows"] for table in plots.METRICS["meanings"] if table["chapter"] == chapter)
     row_of = {name: k for k, (cell, _) in enumerate(rows) for name in full_names(cell)}
     patterns = [name for name in row_of if name.count("<") == 1]
     patterns.sort(key=lambda name: -len(re.sub("<.*?>", "", name)))
@@ -659,21 +647,14 @@ def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
 
 def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The panels of metrics.toml that the runs have metrics for, each with what lib/services/charts.js draws."""
-    panels = METRICS["panel"]
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
-    own = {
-        name: [f"{start}/{metric}" for metric in of_runs(runs)[start]]
-        for name, start in {"Score": "objective", "Held-out queries": "eval"}.items()
-    }
     rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
     wanted = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
     targets = sorted({target for target in wanted if target and math.isfinite(target)})
-    drawn = []
-    for panel in panels:
-        wanted = panel["metrics"] + own.get(panel["title"], [])
-        names = [name for name in known if any(matches(name, pattern) for pattern in wanted)]
-        names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
-        if not names:
+    own = plots.own_metrics(rewards)
+    panels, drawn = plots.panels_of(known, own), []
+    for panel in plots.METRICS["panel"]:
+        if not (names := panels.get(panel["title"])):
             continue
         # As in all pictures, the judge is blue and what is trained on is orange.
         judges = own.get(panel["title"], [])
@@ -737,11 +718,6 @@ def rows_to_draw(curves: list[list[float]]) -> list[int]:
             kept |= {extreme(finite, key=curve.__getitem__) for extreme in (min, max) if finite}
             kept |= set([row for row in stretch if not math.isfinite(curve[row])][:1])
     return sorted(kept)
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a metric is meant: by its name, or by its beginning where the pattern ends in *."""
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The log of a run of chapter 3: metrics, evaluations, samples, traces, panels of its picture.
+"""The log of a run of chapter 3: metrics, evaluations, samples, traces.
 
 None of this changes what is learned.
 
@@ -348,39 +348,6 @@ def evaluate(
         noise = [torch.rand(shape, generator=generator, dtype=torch.float64) for generator in generators]
         samples = solve(temperature=args.eval_temperature, uniforms=torch.cat(noise, 1))
     return problems.evaluation(held_out, task.kind_column, names=names, greedy=greedy, samples=samples)
-
-
-PANELS = {
-    "right samples": ["objective/verifiable_correct_rate"],
-    "held-out accuracy, greedy": [],  # `panels` fills these two in
-    "held-out accuracy by kind, greedy": [],
-    "score": ["objective/scores", "objective/rlhf_reward"],
-    "KL from the reference (nats)": ["objective/kl"],
-    "length (tokens)": ["val/sequence_lengths", "val/sequence_lengths_correct", "val/sequence_lengths_incorrect"],
-    "share of responses that end": ["val/stop_token_rate", "eval/stopped"],
-    "entropy of the policy (nats per token)": ["policy/entropy_avg"],
-    "policy loss": ["loss/policy_avg"],
-    "value loss": ["loss/value_avg"],
-    "clipped share of tokens": ["policy/clipfrac_avg", "policy/clipfrac_low_avg", "val/clipfrac_avg"],
-    "explained variance of returns": ["val/explained_var"],
-    "groups without a signal": ["val/groups_zero_std", "val/groups_all_right", "val/groups_all_wrong"],
-    "gradient norm": ["policy/grad_norm", "value/grad_norm"],
-    "approximate KL of the update (nats)": ["policy/approxkl_avg"],
-}
-
-
-def panels(args: rlvr_args.Args, verifiers: list[str], evaluation: list[str]) -> dict[str, list[str]]:
-    """The panels of learning_curves.png. verifiers: of the evaluations, whose metrics have these names."""
-    of_kind = f"eval/{verifiers[0]}_{args.task.kind_column}_"
-    found = PANELS | {
-        "held-out accuracy, greedy": [f"eval/{name}" for name in verifiers],
-        "held-out accuracy by kind, greedy": [name for name in evaluation if name.startswith(of_kind)],
-    }
-    if args.ppo.samples_per_prompt == 1:
-        found.pop("groups without a signal")
-    if args.tools:
-        found["answers of the tool per response"] = ["val/tool_calls"]
-    return found
 
 
 def report(

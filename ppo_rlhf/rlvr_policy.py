@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -795,8 +796,11 @@ def start_run(
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
     inputs = models.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
-    length = args.task.prompt_length + args.task.response_length
-    of_pass = passes.limit(args, accelerator, actor_critic, rows=setup.sizes.local_minibatch, length=length)
+    prompt, rows, tokens = setup.problems.longest(), setup.sizes.local_minibatch, math.inf
+    if passes.is_packed(actor_critic, "shares_prefixes"):  # a prompt is read once for all its responses
+        tokens = setup.sizes.local_batch // args.ppo.samples_per_prompt * prompt + rows * args.task.response_length
+    length = prompt + args.task.response_length
+    of_pass = passes.limit(args, accelerator, actor_critic, rows=rows, length=length, tokens=tokens)
     this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass, inputs=inputs)
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
@@ -843,8 +847,7 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     models.save_policy_and_critic(this_run.model_folder, **parts, info=info)
     last = this_run.last_means(*(["scores", "kl"] if args.rewards.has_penalty else ["scores"]))
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
-    panels = rlvr_metrics.panels(args, [name for name in rows[0] if f"eval/{name}" in evaluation], list(evaluation))
-    this_run.finish(panels, **evaluation, **last, **left_out)
+    this_run.finish(**evaluation, **last, **left_out)
     rlvr_metrics.report(this_run, verifier, kind_column=args.task.kind_column, after=evaluation, rows=rows)
     this_run.upload("policy", *(["value"] if actor_critic.critic else []))
     return this_run.model_folder / "policy"

@@ -1181,25 +1181,9 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference
         trust_remote_code=args.trust_remote_code,
     )
     last = this_run.last_means("scores", "kl", "eos_rate")
-    this_run.finish(PANELS, **results, **last, too_long=setup.train_posts.too_long)
+    this_run.finish(**results, **last, too_long=setup.train_posts.too_long)
     this_run.upload("policy", "value")
     return this_run.model_folder / "policy"
-
-
-PANELS = {
-    "score": ["objective/scores", "objective/gold_scores"],
-    "KL from the reference (nats)": ["objective/kl"],
-    "RLHF reward": ["objective/rlhf_reward"],
-    "share of summaries that end": ["objective/eos_rate", "eval/eos_rate"],
-    "length (tokens)": ["objective/response_length", "eval/response_length"],
-    "held-out score": ["eval/scores", "eval/gold_scores"],
-    "policy loss": ["loss/policy_avg"],
-    "value loss": ["loss/value_avg"],
-    "entropy of the policy (nats per token)": ["policy/entropy_avg"],
-    "value error and variance of returns": ["val/error", "returns/var"],
-    "clipped share of tokens": ["policy/clipfrac_avg", "val/clipfrac_avg"],
-    "approximate KL of the update (nats)": ["policy/approxkl_avg"],
-}
 
 
 if __name__ == "__main__":

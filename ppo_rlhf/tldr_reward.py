@@ -174,7 +174,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
         info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
         models.save_reward_model(folder, plain, tokenizer, info, args.trust_remote_code)
-    this_run.finish(PANELS, **results)
+    this_run.finish(**results)
     this_run.upload("reward")
     return folder
 
@@ -326,13 +326,6 @@ def shift_to_references(
     results = {"std": scores.std(unbiased=False), "min": scores.min() - mean, "max": scores.max() - mean}
     return {"eval/rm/shift": -mean} | {f"eval/rm/normalized_{name}": value.item() for name, value in results.items()}
 
-
-PANELS = {
-    "loss (nats)": ["train/rm/loss"],
-    "accuracy": ["train/rm/accuracy"],
-    "mean score": ["train/rm/chosen_rewards", "train/rm/rejected_rewards"],
-    "learning rate": ["train/rm/lr"],
-}
 
 # ---- Plumbing: sizes, data, the model to start from ------------------------------------------------------------
 

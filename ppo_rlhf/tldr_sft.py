@@ -171,7 +171,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
         info |= {"task": dataclasses.asdict(typed_args.task)}
         models.save_language_model(folder, lm_backbone, weights, tokenizer, info)
-    this_run.finish(PANELS, **results)
+    this_run.finish(**results)
     this_run.upload("sft")
     return folder
 
@@ -284,12 +284,6 @@ def summarise_held_out(
     results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
     return results | {f"{split}/sft/eos_rate": processes.widened(finished).mean().item()}, rows
 
-
-PANELS = {
-    "loss (nats per token)": ["train/sft/loss"],
-    "learning rate": ["train/sft/lr"],
-    "gradient norm": ["train/sft/gradient_norm"],
-}
 
 # ---- Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass) -----------
 

@@ -284,7 +284,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if accelerator.is_main_process:
         save_policy(folder, policy, tokenizer, typed_args)
     last = this_run.last_means("score", "kl", "kl_coef")
-    this_run.finish("PPO", **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
+    this_run.finish(**last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     this_run.upload("policy")
     return folder
 
@@ -793,6 +793,7 @@ def ppo_update(
     micro_batch = ppo.local_micro_batch_size or groups * group_minibatch
     context_length, device = rollout.context_responses.shape[1] - rollout.rewards.shape[1], rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
+    cli.return_freed_memory()  # for the passes of training, which are the largest
     steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
@@ -831,8 +832,8 @@ def ppo_update(
                 (loss * share).backward()
                 shares.append({name: value * share for name, value in info.items()})
             average_gradients(policy)
-            gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
-            gradient_norm = nn.utils.get_total_norm(gradients)  # only looked at: nothing is clipped
+            # Only looked at: nothing is clipped.
+            gradient_norm = nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
             optimizer.step()
             means = {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
             for name, tensor in (("val", mb_values), ("returns", mb_returns)):  # means over the groups

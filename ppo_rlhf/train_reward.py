@@ -213,7 +213,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         run.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     this_run.show_labels(labels, tokenizer, ids.pad, partial(score_samples, reward_model, labels, pad_id=ids.pad))
-    this_run.finish("REWARD", **labels.known, skipped_queries=stream.position - queries, **measured)
+    this_run.finish(**labels.known, skipped_queries=stream.position - queries, **measured)
     this_run.upload("reward")
     return folder
 

@@ -11,6 +11,7 @@ import pytest
 
 from ppo_rlhf import report
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import plots
 from ppo_rlhf.worlds import posts, sums, tales
 
 TINY_WORLD = tales.TalesArgs(
@@ -76,8 +77,9 @@ def build_tiny_sums(cache: Path, args: sums.SumsArgs = TINY_SUMS) -> Path:
         return sums.find_world(args)
 
 
-def world_arguments(world: Path) -> list[str]:
-    return f"--preset tales --base_model {world}/model --task.query_dataset {world}/stories.txt".split()
+def world_arguments(world: Path, reward: Path | None = None) -> list[str]:
+    words = f"--preset tales --base_model {world}/model --task.query_dataset {world}/stories.txt".split()
+    return words + (["--rewards.trained_model", str(reward)] if reward else [])
 
 
 def posts_arguments(world: Path) -> list[str]:
@@ -126,7 +128,7 @@ def only(folder: Path, pattern: str) -> Path:
 
 def explained_metrics(chapter: int) -> set[str]:
     """The names of the metrics that metrics.toml explains for a chapter, where <x> stands for any text."""
-    (rows,) = (table["rows"] for table in report.METRICS["meanings"] if table["chapter"] == chapter)
+    (rows,) = (table["rows"] for table in plots.METRICS["meanings"] if table["chapter"] == chapter)
     return {name for cell, _ in rows for name in report.full_names(cell)}
 
 

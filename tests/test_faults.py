@@ -51,7 +51,7 @@ def checkpoints(run: Path) -> list[int]:
 def policy_run(tiny_world: Path, tiny_reward: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of four updates that nothing happened to, with the checkpoints of 2 and 4."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    arguments = [*world_arguments(tiny_world), "--rewards.trained_model", str(tiny_reward), *policy_arguments()]
+    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
     result = launch("train_policy.py", *arguments, folder=folder)
     assert result.status == 0, result.stderr
     return only(folder, "runs/*")
@@ -90,14 +90,13 @@ def check_goes_on(run: Path, undisturbed: Path) -> None:
 LONG = ("--ppo.total_episodes", "16000", "--save_interval", "0")
 
 
-def test_sigterm_saves_a_checkpoint_and_ends(tiny_world, tiny_reward, tmp_path):
-    arguments = [
-        *world_arguments(tiny_world),
-        "--rewards.trained_model",
-        str(tiny_reward),
-        *policy_arguments(),
-        *LONG,
-    ]
+@pytest.fixture
+def arguments(tiny_world: Path, tiny_reward: Path) -> list[str]:
+    """Of a run that goes on until it is stopped."""
+    return [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), *LONG]
+
+
+def test_sigterm_saves_a_checkpoint_and_ends(arguments, tmp_path):
     launched = Launched("train_policy.py", *arguments, folder=tmp_path)
     run = wait_for_rows(launched, "runs/*", 2, tmp_path)
     launched.process.terminate()
@@ -118,14 +117,7 @@ def test_sigterm_saves_a_checkpoint_and_ends(tiny_world, tiny_reward, tmp_path):
     assert metrics_of(run)[-1]["ppo/lr"] == pytest.approx(2e-4 / (step + 1))
 
 
-def test_sigterm_to_one_of_two_processes_stops_both(tiny_world, tiny_reward, tmp_path):
-    arguments = [
-        *world_arguments(tiny_world),
-        "--rewards.trained_model",
-        str(tiny_reward),
-        *policy_arguments(),
-        *LONG,
-    ]
+def test_sigterm_to_one_of_two_processes_stops_both(arguments, tmp_path):
     first, second = start_together(2, "train_policy.py", *arguments, folder=tmp_path)
     run = wait_for_rows(first, "runs/*", 1, tmp_path)
     second.process.terminate()
@@ -149,14 +141,7 @@ def test_sigterm_stops_a_joint_run_in_its_first_stage(tiny_world, tmp_path):
     assert len(metrics_of(run)) == 64 and only(tmp_path, "models/train_policy__*/policy")
 
 
-def test_ctrl_c_says_how_to_go_on(tiny_world, tiny_reward, tmp_path):
-    arguments = [
-        *world_arguments(tiny_world),
-        "--rewards.trained_model",
-        str(tiny_reward),
-        *policy_arguments(),
-        *LONG,
-    ]
+def test_ctrl_c_says_how_to_go_on(arguments, tmp_path):
     launched = Launched("train_policy.py", *arguments, folder=tmp_path)
     run = wait_for_rows(launched, "runs/*", 1, tmp_path)
     os.kill(launched.process.pid, signal.SIGINT)
@@ -168,14 +153,7 @@ def test_ctrl_c_says_how_to_go_on(tiny_world, tiny_reward, tmp_path):
 # ---- Two writers -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_being_written_is_not_resumed(tiny_world, tiny_reward, tmp_path):
-    arguments = [
-        *world_arguments(tiny_world),
-        "--rewards.trained_model",
-        str(tiny_reward),
-        *policy_arguments(),
-        *LONG,
-    ]
+def test_a_run_that_is_being_written_is_not_resumed(arguments, tmp_path):
     launched = Launched("train_policy.py", *arguments, folder=tmp_path)
     run = wait_for_rows(launched, "runs/*", 1, tmp_path)
     assert "is in use: another process is writing to it" in error_line(resume(run))
@@ -216,13 +194,13 @@ def test_a_model_that_does_not_fit_on_the_disk(policy_run, tmp_path):
 
 
 def test_a_new_run_on_a_full_disk(tiny_world, tiny_reward, tmp_path):
-    arguments = [*world_arguments(tiny_world), "--rewards.trained_model", str(tiny_reward), *policy_arguments()]
+    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
     command = ("1000", str(SCRIPTS / "train_policy.py"), *arguments)
     assert "File too large" in error_line(launch(LIMITED, *command, folder=tmp_path))
 
 
 def test_a_read_only_folder(tiny_world, tiny_reward, tmp_path):
-    arguments = [*world_arguments(tiny_world), "--rewards.trained_model", str(tiny_reward), *policy_arguments()]
+    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
     tmp_path.chmod(0o555)
     line = error_line(launch(LIMITED, "0", str(SCRIPTS / "train_policy.py"), *arguments, folder=tmp_path))
     tmp_path.chmod(0o755)
@@ -276,7 +254,7 @@ def test_a_joint_run_becomes_longer(tiny_world, tmp_path):
 
 
 def test_two_processes_go_on_as_one_and_one_as_two(cut_off, policy_run, tiny_world, tiny_reward, tmp_path):
-    arguments = [*world_arguments(tiny_world), "--rewards.trained_model", str(tiny_reward), *policy_arguments()]
+    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
     folder = tmp_path / "two"
     folder.mkdir()
     results = launch_together(2, "train_policy.py", *arguments, folder=folder)

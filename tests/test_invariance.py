@@ -54,7 +54,7 @@ def policy_run(
         "local_micro_batch_size": local_minibatch // parts,
         "local_rollout_batch_size": BATCH // processes // parts,
     }
-    arguments = [*world_arguments(world), "--dtype", dtype, "--rewards.trained_model", str(reward)]
+    arguments = [*world_arguments(world, reward), "--dtype", dtype]
     arguments += ["--rewards.adaptive_kl.target", str(kl_target)]
     arguments += [word for name, value in sizes.items() for word in (f"--ppo.{name}", str(value))]
     script = Path(__file__).parent / "recorded_run.py"

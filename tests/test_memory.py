@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +24,12 @@ from transformers import (
     LlamaConfig,
 )
 
+from ppo_rlhf import rlvr_policy
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, memory, models, packing
+from ppo_rlhf.rlvr_args import Args, PpoArgs, PpoSizes
 from ppo_rlhf.tldr_policy import ActorCritic
 
 VOCAB = PAD = 29
@@ -204,6 +208,29 @@ def test_what_is_left_for_a_pass(settings, gibibytes, monkeypatch):
         limit(monkeypatch, max_memory=6.0)
 
 
+def test_a_shared_prompt_counts_once_in_the_largest_pass(tiny_models, monkeypatch):
+    """Four prompts of 7 tokens at most, with 3 responses of 5 tokens each: 4 * 7 + 12 * 5, or else 12 * 12."""
+
+    class Found(Exception):
+        pass
+
+    def stop(args: object, accelerator: object, sizes: dict[str, int], **more: object) -> None:
+        raise Found(sizes["largest_pass_tokens"])
+
+    monkeypatch.setattr(rlvr_policy.run, "Run", stop)
+    monkeypatch.setattr(rlvr_policy.models, "weight_files", lambda args: {})
+    monkeypatch.setattr(rlvr_policy.worlds, "data_files", lambda *_: {})
+    args = Args(task=problems.TaskArgs(prompt_length=40, response_length=5), ppo=PpoArgs(samples_per_prompt=3))
+    sizes = PpoSizes(**{field.name: 12 for field in fields(PpoSizes)})
+    setup = {"args": args, "typed_args": args, "accelerator": Accelerator(cpu=True), "sizes": sizes}
+    setup = SimpleNamespace(**setup, problems=SimpleNamespace(longest=lambda: 7))
+    for shares, tokens in ((False, 12 * 12), (True, 4 * 7 + 12 * 5)):
+        network = tiny_models("llama")
+        packing.enable(network, share_prefixes=shares)
+        with pytest.raises(Found, match=f"^{tokens}$"):
+            rlvr_policy.start_run(setup, network, {})
+
+
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried ...")])
 def test_one_line_says_what_needs_less_memory(error, monkeypatch, capsys):
     monkeypatch.setattr(errors, "how_to_need_less", "")
@@ -339,7 +366,7 @@ def test_a_frozen_reward_model_has_a_head_in_full_precision(saved: Path):
 
 
 def test_a_run_of_chapter_1_with_frozen_models_in_bfloat16(tiny_world: Path, tiny_reward: Path, tmp_path: Path):
-    words = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.trained_model", str(tiny_reward)]
+    words = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
     rows = []
     for name, flags in {"without": [], "with": ["--frozen_bfloat16"]}.items():
         (tmp_path / name).mkdir()

@@ -1,10 +1,10 @@
 """train_policy.py: the mathematics against numbers by hand and slow oracles; properties of models and sampling."""
 
-import dataclasses
 import itertools
 import json
 import math
 import shutil
+import weakref
 from fractions import Fraction
 
 import numpy as np
@@ -165,6 +165,19 @@ def test_gradient_equals_finite_differences(tiny_models):
     assert (gradient @ direction).item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
 
 
+def test_gradients_of_a_step_are_gone_in_the_next_pass(tiny_models):
+    """They take as much as the weights."""
+    policy, gradients_of_steps, held = tiny_policy(tiny_models), [], []
+    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-3)
+    optimizer.register_step_post_hook(
+        lambda *_: gradients_of_steps.extend(weakref.ref(p.grad) for p in policy.parameters() if p.grad is not None)
+    )
+    policy.register_forward_pre_hook(lambda *_: held.append(sum(ref() is not None for ref in gradients_of_steps)))
+    rollout, permutations = make_rollout(8, torch.float32), draw_permutations(1, 0, 2, range(2), 4)
+    ppo_update(policy, optimizer, rollout, permutations, PpoArgs(noptepochs=2), PAD, TEMPERATURE)
+    assert len(gradients_of_steps) > 50 and held == [0, 0]
+
+
 def test_micro_batches_give_the_same_weights_and_metrics(tiny_models):
     rollout, permutations = make_rollout(8, torch.float32), draw_permutations(1, 0, 4, range(1), 8)
     weights, metrics = [], []
@@ -180,18 +193,6 @@ def test_micro_batches_give_the_same_weights_and_metrics(tiny_models):
     assert_close(weights[2], weights[0], atol=1e-6, rtol=0)
     start = torch.nn.utils.parameters_to_vector(tiny_policy(tiny_models).parameters()).detach()
     assert (weights[0] - start).abs().max() > 1e-3
-
-
-def test_ratio_is_one_before_the_first_step(tiny_models):
-    policy, rollout = tiny_policy(tiny_models), make_rollout(8, torch.float32)
-    with torch.no_grad():
-        logprobs, _, values = policy(rollout.context_responses, PAD, QUERY, TEMPERATURE)
-    rollout = dataclasses.replace(rollout, logprobs=logprobs, values=values)
-    ppo = PpoArgs(noptepochs=1, whiten_groups=1)
-    metrics = update_without_learning(policy, rollout, torch.arange(8).view(1, 1, 8), ppo)
-    assert metrics["ppo/val/ratio"] == 1
-    assert metrics["ppo/policy/approxkl"] == metrics["ppo/policy/clipfrac"] == metrics["ppo/val/clipfrac"] == 0
-    assert metrics["ppo/loss/policy"] == pytest.approx(0, abs=1e-6)  # minus the mean of whitened advantages
 
 
 def test_permutations_visit_each_episode_once_and_belong_to_the_group():

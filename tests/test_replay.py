@@ -27,7 +27,7 @@ def two_runs(tiny_world, tiny_reward, tmp_path_factory):
     """A folder with runs/ of two seeds."""
     folder = tmp_path_factory.mktemp("replay")
     for seed in (1, 2):
-        arguments = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.trained_model", str(tiny_reward)]
+        arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
         result = launch("train_policy.py", *arguments, "--seed", str(seed), folder=folder)
         assert result.status == 0, result
     return folder

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -282,13 +283,17 @@ def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, mo
 
 
 def run_in(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, module: ModuleType = rlvr_policy
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *words: str,
+    module: ModuleType = rlvr_policy,
+    draw: Callable = lambda *_: None,  # the picture takes longer than the run
 ) -> list[dict[str, float]]:
     """train() of a script in this process: the rows of its metrics.csv."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "letters", raising=False)
-    monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+    monkeypatch.setattr(plots, "draw_learning_curves", draw)
     module.train(cli.parse_args(module.PRESETS, list(words)))
     return metrics_of(max(folder.glob("runs/*"), key=lambda folder: folder.stat().st_mtime))
 
@@ -339,13 +344,12 @@ def test_a_run_does_not_go_on_with_other_problems(argument, split, tiny_sums, in
 
 def test_pictures_are_of_the_verifiers_of_the_run(tiny_sums, in_folder, monkeypatch):
     folder, drawn = in_folder(), []
-    monkeypatch.setattr(run.Run, "finish", lambda _, panels, **__: drawn.append(panels))
-    words = [*sums_arguments(tiny_sums), *ONCE]
-    run_in(folder, monkeypatch, *words, "--rewards.verifier", "letters:letters")
-    assert drawn[0]["held-out accuracy, greedy"][0] == "eval/letters:letters"
-    assert "groups without a signal" not in drawn[0]
-    kinds = drawn[0]["held-out accuracy by kind, greedy"]
-    assert kinds and all(re.fullmatch(r"eval/letters:letters_steps_\d", name) for name in kinds)
+    words = [*sums_arguments(tiny_sums), *ONCE, "--eval_interval", "1", "--rewards.verifier", "letters:letters"]
+    run_in(folder, monkeypatch, *words, draw=lambda *of_run: drawn.append(of_run))
+    ((_, rows, rewards),) = drawn
+    panels = plots.panels_of(rows[0], plots.own_metrics([rewards]))
+    assert "eval/letters:letters" in panels["Held-out queries"]
+    assert "Loss" not in panels and panels["Score"] == ["objective/scores", "objective/verifiable_correct_rate"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -31,7 +31,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import checkpoints, console, errors, files, paths, processes
+from ppo_rlhf.lib.base import console, errors, files, paths, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, run_script
 from ppo_rlhf.lib.base.launch import advice
 from ppo_rlhf.lib.scoring.scorers import import_function
@@ -333,32 +333,6 @@ def test_the_folder_is_locked_until_the_last_word_is_written(accelerator, run, m
     log(run, range(2))
     assert [meta["finished"] for meta in written] == [True]
     assert run_module.lock_folder(run.folder) is not None
-
-
-def train_a_little(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        (model(torch.full((2, 3), 0.1 * step + 1)) ** 2).sum().backward()
-        optimizer.step()
-
-
-def test_training_goes_on_from_a_checkpoint_bit_for_bit(run, accelerator):
-    def fresh():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-        return model, train_policy.AdamTensorFlowStyle(model.parameters(), lr=0.01)
-
-    model, optimizer = fresh()
-    train_a_little(model, optimizer, 3)
-    run.save_checkpoint(3, checkpoints.training_state(model, optimizer), {})
-    train_a_little(model, optimizer, 2)
-
-    resumed, resumed_optimizer = fresh()
-    tensors, _ = load(accelerator, run.folder)
-    checkpoints.restore_training_state(resumed, resumed_optimizer, tensors)
-    train_a_little(resumed, resumed_optimizer, 2)
-    for parameter, expected in zip(resumed.parameters(), model.parameters(), strict=True):
-        assert torch.equal(parameter, expected)
 
 
 def test_a_current_folder_that_is_not_unicode_is_refused(tmp_path, monkeypatch):
@@ -789,7 +763,8 @@ def test_a_table_takes_any_text(capsys):
 
 ALLOCATE = """
 import resource, torch
-from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base import launch, processes
+from ppo_rlhf.lib.nets import memory
 
 def new_pages():
     faults = []
@@ -802,16 +777,24 @@ def new_pages():
 print(new_pages())
 processes.keep_freed_memory()
 print(new_pages())
+tensors = [torch.ones(2**21) for _ in range(200)]  # 8 MB each
+del tensors[:-1]  # what stays lies behind what was freed
+launch.MUCH, held = 0, memory.held_memory(torch.device("cpu"))
+launch.return_freed_memory()
+print(held - memory.held_memory(torch.device("cpu")))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
 def test_freed_memory_is_kept(tmp_path):
-    """The next tensor takes the pages of the last one; else the kernel would clear new ones, one fault for each."""
+    """The next tensor takes the pages of the last one; else the kernel would clear new ones, one fault for each.
+
+    And 1.6 GB are given back when they are asked for.
+    """
     (tmp_path / "allocate.py").write_text(ALLOCATE)
     result = launch(tmp_path / "allocate.py", folder=tmp_path)
-    without, kept = map(int, result.stdout.split())
-    assert 5 * kept < without
+    without, kept, returned = map(int, result.stdout.split())
+    assert 5 * kept < without and returned > 1.5e9
 
 
 @pytest.mark.parametrize(

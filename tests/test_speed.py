@@ -342,7 +342,7 @@ def test_tables_of_committed_results_follow_from_their_runs(file):
 
 
 def test_compiled_models_give_the_same_run(tiny_world, tiny_reward, tmp_path):
-    arguments = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.trained_model", str(tiny_reward)]
+    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
     arguments += ["--ppo.total_episodes", "16"]
     runs = []
     script = Path(__file__).parent / "compiled_run.py"

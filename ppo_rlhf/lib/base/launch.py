@@ -39,6 +39,22 @@ def keep_freed_memory() -> None:
         library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
 
 
+MUCH = 2 * 2**30  # bytes
+
+
+def return_freed_memory() -> None:
+    """Give the kernel what tensors have left and none has taken, if this process holds much; see keep_freed_memory.
+
+    What stays lies among what was freed, so the process would grow, by a fifth in two updates of PPO with a model of
+    135 million parameters. Takes a tenth of a second there.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "malloc_trim"):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        if pages * os.sysconf("SC_PAGE_SIZE") > MUCH:
+            library.malloc_trim(0)
+
+
 def default_device() -> torch.device:
     """Where models run: on a GPU if PyTorch finds one, NVIDIA's, AMD's or Apple's, otherwise on the CPU."""
     if torch.cuda.is_available():

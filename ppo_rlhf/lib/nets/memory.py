@@ -122,13 +122,13 @@ def costs(model: nn.Module, use: Use) -> tuple[int, int]:
 
 
 def limit_passes(
-    args: Any, accelerator: Accelerator, network: nn.Module, *, rows: int, length: int
+    args: Any, accelerator: Accelerator, network: nn.Module, *, rows: int, length: int, tokens: float = math.inf
 ) -> dict[str, int]:
     """Set the budget of all passes from here on; to be called once the networks are loaded, by every process.
 
     args: with max_memory and the sizes of a micro-batch. network: what learns. rows, length: of a minibatch of this
-    process, at most. Returns, for the table of sizes, what the largest pass of training and the process are expected
-    to take.
+    process, at most. tokens: of that minibatch, if beginnings are shared. Returns, for the table of sizes, what the
+    largest pass of training and the process are expected to take.
     """
     global budget
     knobs, device = getattr(args, "ppo", args), accelerator.device
@@ -152,7 +152,7 @@ def limit_passes(
             )
         room = max(room, LEAST)
     budget = min(gather_object([room]))  # the same on all processes, which divide alike
-    tokens = min(knobs.local_micro_batch_size or rows, rows) * length
+    tokens = min(tokens, min(knobs.local_micro_batch_size or rows, rows) * length)
     tokens = min(tokens, knobs.local_micro_batch_tokens or tokens, tokens_that_fit(network, budget, "training"))
     tokens = max(int(tokens), length)  # a row is never divided
     largest = pass_bytes(network, tokens, "training")

@@ -37,6 +37,7 @@ from ppo_rlhf.lib.base.launch import (  # noqa: F401
     device_of_noise,
     launcher,
     mean_over_processes,
+    return_freed_memory,
     rows_at_a_time,
     split_evenly,
     widened,

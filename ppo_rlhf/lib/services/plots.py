@@ -1,50 +1,62 @@
-"""The picture of a run's metrics."""
+"""The picture of a run's metrics, and which metrics belong into one panel."""
 
+import textwrap
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-# Panels of chapter 1's scripts: for each title, the metrics that it shows.
-PPO = {
-    "score": ["objective/scores", "objective/gold_scores"],
-    "KL from the reference (nats)": ["objective/kl"],
-    "KL coefficient": ["objective/kl_coef"],
-    "entropy of the policy (nats per token)": ["ppo/policy/entropy"],
-    "policy loss": ["ppo/loss/policy"],
-    "value loss": ["ppo/loss/value"],
-    "value error and variance of returns": ["ppo/val/error", "ppo/returns/var"],
-    "clipped share of tokens": ["ppo/policy/clipfrac", "ppo/val/clipfrac"],
-}
-REWARD = {
-    "loss": ["train/loss"],
-    "accuracy": ["train/accuracy"],
-    "correlation with the ratings": ["train/corr"],
-    "learning rate": ["train/lr"],
-    "gain": ["train/gain"],
-}
+METRICS = tomllib.loads((Path(__file__).parents[2] / "metrics.toml").read_text("utf-8"))
 
 
-def draw_learning_curves(folder: Path, rows: list[dict[str, float]], panels: dict[str, list[str]]) -> None:
-    """Draw learning_curves.png in a run's folder. panels: for each title, the metrics that its panel shows."""
+def own_metrics(rewards: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
+    """Metrics that have their names from the arguments `rewards` of runs, by the title of their panel."""
+    rewards = list(rewards)
+    monitors = dict.fromkeys(of_run["monitor"] for of_run in rewards if of_run.get("monitor"))
+    verifiers = dict.fromkeys(of_run["verifier"] for of_run in rewards if "verifier" in of_run)
+    names = [name.rsplit(".", 1)[-1].rsplit(":", 1)[-1] for name in monitors]
+    return {
+        "Score": [f"objective/{name}" for name in names],
+        "Held-out queries": [f"eval/{name}" for name in verifiers],
+    }
+
+
+def panels_of(metrics: Iterable[str], own: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The panels of metrics.toml that show any of these metrics: for each title, those. own: from own_metrics."""
+    panels = {}
+    for panel in METRICS["panel"]:
+        wanted = panel["metrics"] + own.get(panel["title"], [])
+        names = [name for name in metrics if any(matches(name, pattern) for pattern in wanted)]
+        names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
+        if names:
+            panels[panel["title"]] = names
+    return panels
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a metric is meant: by its name, or by its beginning where the pattern ends in *."""
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def draw_learning_curves(folder: Path, rows: list[dict[str, float]], rewards: dict[str, Any]) -> None:
+    """Draw learning_curves.png in a run's folder. rewards: the run's arguments of that name."""
     from matplotlib.figure import Figure
 
-    panels = {
-        title: drawn
-        for title, names in panels.items()
-        if (drawn := [name for name in names if rows and name in rows[0]])
-    }
+    panels = panels_of(rows[0], own_metrics([rewards])) if rows else {}
     if not panels:
         return
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    width, height = 3.4 * columns, 2.5 * lines  # inches
+    width, height = 3.4 * columns, 2.6 * lines  # inches
     figure = Figure(figsize=(width, height))
     # Fixed margins in inches have room for titles and tick labels. The library could measure what these need, but it
     # would draw everything twice to do so.
-    edges = {"left": 0.6 / width, "right": 1 - 0.08 / width, "bottom": 0.25 / height, "top": 1 - 0.25 / height}
-    grid = figure.add_gridspec(lines, columns, **edges, wspace=0.26, hspace=0.25)
+    edges = {"left": 0.6 / width, "right": 1 - 0.08 / width, "bottom": 0.25 / height, "top": 1 - 0.35 / height}
+    grid = figure.add_gridspec(lines, columns, **edges, wspace=0.26, hspace=0.3)
     for axes, (title, names) in zip(grid.subplots(squeeze=False).flat, panels.items(), strict=False):
         for name in names:
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
-        axes.set_title(title, fontsize=10)
+        axes.set_title(textwrap.fill(title, 50), fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
         if len(names) > 1:

@@ -486,19 +486,18 @@ class Run:
             yield lambda text: self._progress.update(task, advance=1, text=text)
         self._progress = None
 
-    def finish(self, panels: str | dict[str, list[str]], **results: Any) -> None:
+    def finish(self, **results: Any) -> None:
         """Draw the learning curves, record the results, close the logs, and say where everything is.
 
-        panels: for each title, the metrics of a panel; or the name of such a dictionary in plots.py. Logs of a
-        run that uploads its models stay open until `upload`.
+        Logs of a run that uploads its models stay open until `upload`.
         """
         if not self.is_main:
             return
         from ppo_rlhf.lib.nets import memory
         from ppo_rlhf.lib.services import plots
 
-        panels = getattr(plots, panels) if isinstance(panels, str) else panels
-        plots.draw_learning_curves(self.folder, self.rows, panels)
+        rewards = vars(self.args.rewards) if hasattr(self.args, "rewards") else {}
+        plots.draw_learning_curves(self.folder, self.rows, rewards)
         for write in self.result_writers:
             write({name: value for name, value in results.items() if value is not None})
         if not self.args.upload_model:
