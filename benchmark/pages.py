@@ -150,6 +150,11 @@ def rate(name: str, side: str) -> float:
     return float(next(row for row in speed(name)["speed"] if row[""] == side)["episodes/s"].split()[0])
 
 
+def peak(name: str, side: str) -> str:
+    """Gigabytes that a process held at most, the median of the runs."""
+    return next(row for row in speed(name)["speed"] if row[""] == side)["peak memory of a process, GB"].split()[0]
+
+
 def times(name: str, side: str, peer: str) -> str:
     """How many times as fast, by pairs of runs: the median, the least and the most."""
     runs = speed(name)["runs"]
@@ -178,7 +183,7 @@ def pairs_of_texts(first: int, last: int) -> list[dict]:
 
 
 FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained, confirmed)
+FUNCTIONS += (peak, commits, meta, pairs_of_texts, average, engines, star, zip, gained, confirmed)
 
 
 WIDTH = 128
