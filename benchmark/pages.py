@@ -145,14 +145,10 @@ def speed(name: str) -> dict:
     return json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())
 
 
-def rate(name: str, side: str) -> float:
-    """Episodes per second, the median of five runs."""
-    return float(next(row for row in speed(name)["speed"] if row[""] == side)["episodes/s"].split()[0])
-
-
-def peak(name: str, side: str) -> str:
-    """Gigabytes that a process held at most, the median of the runs."""
-    return next(row for row in speed(name)["speed"] if row[""] == side)["peak memory of a process, GB"].split()[0]
+def rate(name: str, side: str, column: str = "episodes/s", phase: str = "") -> float:
+    """What speed.py measured, the median of the runs."""
+    rows = speed(name)["utilisation" if phase else "speed"]
+    return float(next(row for row in rows if row[""] == side and row.get("phase", "") == phase)[column].split()[0])
 
 
 def times(name: str, side: str, peer: str) -> str:
@@ -183,7 +179,7 @@ def pairs_of_texts(first: int, last: int) -> list[dict]:
 
 
 FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (peak, commits, meta, pairs_of_texts, average, engines, star, zip, gained, confirmed)
+FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained, confirmed)
 
 
 WIDTH = 128

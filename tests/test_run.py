@@ -86,7 +86,7 @@ def log(run: Run, steps: range, sign: int = 1) -> None:
     for step in steps:
         run.log(step, {name: sign * value for name, value in metrics_at(step).items()})
         run.log_samples(step, [{"query": f"q{step}", "score": float(sign)}])
-    run.finish({"loss": ["loss"], "absent": ["nothing"]})
+    run.finish()
 
 
 def read_csv(folder: Path) -> list[dict[str, str]]:
@@ -110,7 +110,7 @@ def test_a_row_is_on_disk_as_soon_as_it_is_logged(accelerator):
     run = start(accelerator)
     run.log(0, metrics_at(0))
     assert len(read_csv(run.folder)) == 1
-    run.finish({"loss": ["loss"]})
+    run.finish()
 
 
 def test_tensorboard_holds_the_same_numbers(accelerator):
@@ -138,7 +138,7 @@ def test_a_run_leaves_its_arguments_sizes_and_results(accelerator):
     run = start(accelerator)
     assert not json.loads((run.folder / "meta.json").read_text())["finished"]
     run.log(0, metrics_at(0))
-    run.finish({"loss": ["loss"]}, accuracy=0.5)
+    run.finish(accuracy=0.5)
     meta = json.loads((run.folder / "meta.json").read_text())
     assert meta["args"] == dataclasses.asdict(FakeArgs())
     assert (meta["sizes"], meta["num_processes"]) == ({"batch": 8}, 1)
@@ -161,7 +161,7 @@ def test_only_the_main_process_writes(tmp_path):
 def test_logs_are_cut_back_to_the_checkpoint(accelerator, first_step):
     before = start(accelerator)
     log(before, range(4))
-    before.finish({})  # TensorBoard's writer must not outlive the files that are cut
+    before.finish()  # TensorBoard's writer must not outlive the files that are cut
     after = start(accelerator, before.folder, first_step)
     assert after.folder == before.folder.resolve()
     log(after, range(first_step, 6), sign=-1)
@@ -183,10 +183,10 @@ def test_a_name_may_hold_line_breaks(accelerator, kind):
     before = start(accelerator)
     for step in range(4):
         before.log(step, {f"eval/{kind}": step / 7})
-    before.finish({})
+    before.finish()
     after = start(accelerator, before.folder, first_step=3)
     after.log(3, {f"eval/{kind}": 3 / 7})
-    after.finish({})
+    after.finish()
     rows = [{name: float(value) for name, value in row.items()} for row in read_csv(before.folder)]
     assert rows == [{"step": step, f"eval/{kind}": step / 7} for step in range(4)] == after.rows
 
@@ -272,7 +272,7 @@ def test_the_newest_checkpoints_are_kept(keep, running, finished, accelerator, c
     assert (state["step"], tensors["x"][0].item()) == (11, 11.0)
     assert capsys.readouterr().out.count("a checkpoint has 4.0 MB") == 1
     run.log(0, {"x": 1.0})
-    run.finish({})
+    run.finish()
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == (finished or running)
 
 
@@ -309,7 +309,7 @@ def test_a_checkpoint_belongs_to_the_run_that_wrote_it(accelerator):
     runs = [start(accelerator) for _ in range(2)]
     for step, run in enumerate(runs, 1):
         run.save_checkpoint(step, {"x": torch.full((2,), float(step))}, {})
-        run.finish({})
+        run.finish()
     renamed = runs[0].folder.rename(runs[0].folder.with_name("best"))
     assert load(accelerator, renamed)[1] == {"step": 1}
     shutil.copytree(runs[1].folder / "checkpoints" / "2", renamed / "checkpoints" / "2")
@@ -351,25 +351,25 @@ def test_links_on_the_way_to_a_run_are_not_followed_but_one_to_it_is(tmp_path, a
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to("disk")
     run = start(accelerator)
-    run.finish({})
+    run.finish()
     (tmp_path / "latest").symlink_to(f"runs/{run.folder.name}")
     (tmp_path / "newest").symlink_to("latest")
     for path in (f"runs/{run.folder.name}", f"runs/../runs/{run.folder.name}/", "latest", tmp_path / "newest"):
         again = start(accelerator, path)
         assert again.folder == tmp_path / "runs" / run.folder.name
         assert again.model_folder == tmp_path / "models" / run.folder.name
-        again.finish({})
+        again.finish()
 
 
 def test_a_run_that_was_moved_out_of_runs_keeps_its_models_in_its_folder(tmp_path, accelerator):
     run = start(accelerator)
-    run.finish({})
+    run.finish()
     (tmp_path / "disk").mkdir()
     moved = shutil.move(run.folder, tmp_path / "disk" / "long")
     again = start(accelerator, moved)
     assert again.model_folder == tmp_path / "disk" / "models" / "long"
     assert paths.root_of("disk/long") == paths.root_of("", {"runs": "disk"}) == tmp_path / "disk"
-    again.finish({})
+    again.finish()
 
 
 def test_a_path_is_looked_for_beside_the_run_first(tmp_path, monkeypatch):
@@ -396,7 +396,7 @@ def test_a_run_goes_on_with_the_files_that_it_began_with(accelerator, tmp_path):
     def begin(resume: Path | str = "", **inputs: list[Path]) -> Run:
         run = Run(FakeArgs(resume=str(resume)), accelerator, {"batch": 8}, inputs=inputs)
         run.start_logging(0)
-        run.finish({})
+        run.finish()
         return run
 
     run = begin(base_model=files)

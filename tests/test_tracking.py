@@ -55,7 +55,7 @@ def tracked_run(monkeypatch, tracker: str, address: str = "") -> run_module.Run:
         run.log(step, {"objective/kl": step + 0.5, "time": float(step)})
     run.log_samples(1, SAMPLES)
     run.write_table("lengths", LENGTHS)
-    run.finish({"KL": ["objective/kl"]}, **RESULTS)
+    run.finish(**RESULTS)
     (run.model_folder / "policy").mkdir(parents=True)
     run.upload("policy")
     return run
@@ -108,7 +108,7 @@ def test_results_are_the_last_points_of_tensorboard(monkeypatch):
     run.start_logging(0)
     run.log(0, {"objective/kl": 0.5})
     run.write_table("lengths", LENGTHS)
-    run.finish({"KL": ["objective/kl"]}, **RESULTS)
+    run.finish(**RESULTS)
     results = {"test_accuracy": [(1, 0.75)], "validation/rouge1": [(1, 0.25)], "test_labels": [(1, 40.0)]}
     assert read_events(run.folder) == {"objective/kl": [(0, 0.5)]} | results
     with (run.folder / "lengths.csv").open(newline="") as file:

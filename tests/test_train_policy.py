@@ -494,7 +494,7 @@ def test_a_table_shows_sign_two_decimals_and_line_breaks_as_marks(args: Args, tm
     shown.log_samples(
         0, [{"query": "one\n\ntwo", "score": 1.005, "kl": -0.125}, {"query": "", "score": 0.0, "kl": 20.0}]
     )
-    shown.finish({})
+    shown.finish()
     printed = capsys.readouterr().out
     for cell in ("one⏎⏎two", "+1.00", "-0.12", "+0.00", "+20.00"):
         assert re.search(rf"[ │]{re.escape(cell)}[ │]", printed), cell
