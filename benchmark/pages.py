@@ -145,10 +145,9 @@ def speed(name: str) -> dict:
     return json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())
 
 
-def rate(name: str, side: str, column: str = "episodes/s", phase: str = "") -> float:
-    """What speed.py measured, the median of the runs."""
-    rows = speed(name)["utilisation" if phase else "speed"]
-    return float(next(row for row in rows if row[""] == side and row.get("phase", "") == phase)[column].split()[0])
+def rate(name: str, side: str) -> float:
+    """Episodes per second, the median of the runs."""
+    return float(next(row for row in speed(name)["speed"] if row[""] == side)["episodes/s"].split()[0])
 
 
 def times(name: str, side: str, peer: str) -> str:

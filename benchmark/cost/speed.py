@@ -1,13 +1,7 @@
 """Episodes per second of chapters 1 and 3, and of other implementations on the same machine in the same minutes.
 
     python benchmark/cost/speed.py   # ours alone, the small model of tales
-    python benchmark/cost/speed.py --peer trl --query_length 64
-    python benchmark/cost/speed.py --peer trl --base_model gpt2 --batch_size 16 --dtype float32 bfloat16
-    python benchmark/cost/speed.py --query_length 64 --shortest_query 24 --peer trl
-    python benchmark/cost/speed.py --chapter 3 --base_model sums --query_length 64 --response_length 88 \\
-        --batch_size 256 --minibatches 2 --epochs 1 --peer trl --share_prefixes False True
     python benchmark/cost/speed.py --base_model smollm2-135m --batch_size 32 --query_length 8 --peer trl
-    python benchmark/cost/speed.py --processes 1 2
     python benchmark/cost/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 \\
         --dtype bfloat16 --compile --output speed.json
 
@@ -53,7 +47,6 @@ import torch
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -112,7 +105,15 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "pythia-160m": lambda: GPTNeoXConfig(
         **PYTHIA, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
     ),
-    "smollm2-135m": lambda: AutoConfig.from_pretrained(smollm.find_model()),
+    "smollm2-135m": lambda: LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        tie_word_embeddings=True,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    ),
 }
 REAL = "smollm2-135m"  # its weights are not random
 REMARKS = {
