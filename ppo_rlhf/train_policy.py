@@ -325,6 +325,7 @@ def make_rollout(
     uniforms: (local_batch, response_length) random numbers in [0, 1), one for each token. rows: how many a model
     reads or writes at a time.
     """
+    cli.return_freed_memory()
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
     reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": task.temperature}
     with torch.autocast(queries.device.type, torch.bfloat16, enabled=policy.low_precision):

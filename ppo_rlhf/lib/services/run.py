@@ -395,7 +395,6 @@ class Run:
         with self.progress(title, total, first) as self._advance:
             for update in range(first, total):
                 self._update_started = time.monotonic()
-                launch.return_freed_memory()
                 yield update
 
     @contextlib.contextmanager
