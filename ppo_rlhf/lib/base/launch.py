@@ -46,7 +46,7 @@ def return_freed_memory() -> None:
     """Give the kernel what tensors have left and none has taken, if this process holds much; see keep_freed_memory.
 
     What stays lies among what was freed, so the process would grow, by a fifth in two updates of PPO with a model of
-    135 million parameters. Pages that are taken again cost time, which chapter 3 with its short updates does not spend.
+    135 million parameters. Pages that are taken again cost time, so chapter 3 with short updates goes without.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(library, "malloc_trim"):
