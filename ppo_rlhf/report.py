@@ -311,13 +311,13 @@ def outcomes(runs: list[OneRun]) -> list[tuple[str, str, list[tuple[str, str]]]]
 
 def outcomes_of(runs: list[OneRun]) -> list[tuple[str, str, list[str]]]:
     """Title, meaning, and metrics of which the first that a run has is taken."""
-    monitors, verifiers = plots.own_metrics(one_run.meta["args"].get("rewards", {}) for one_run in runs).values()
+    own = plots.own_metrics([one_run.meta["args"].get("rewards", {}) for one_run in runs])
     trust = "what counts: nothing is trained on it"
-    if any("eval/gold_scores" in one_run.metrics for one_run in runs):
-        monitors = []  # the same on the batch
+    on_held_out = any("eval/gold_scores" in one_run.metrics for one_run in runs)
+    monitors = [] if on_held_out else own["Score"]  # the same on the batch
     return [
         ("Score", "what training raises", ["objective/scores"]),
-        ("Held-out accuracy", "share of problems that no update saw", verifiers),
+        ("Held-out accuracy", "share of problems that no update saw", own["Held-out queries"]),
         ("Held-out gold score", trust, ["eval/gold_scores"]),
         *(
             (name.partition("/")[2].replace("_", " ").removesuffix("s").capitalize(), trust, [name])
@@ -652,10 +652,8 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]
     wanted = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
     targets = sorted({target for target in wanted if target and math.isfinite(target)})
     own = plots.own_metrics(rewards)
-    panels, drawn = plots.panels_of(known, own), []
-    for panel in plots.METRICS["panel"]:
-        if not (names := panels.get(panel["title"])):
-            continue
+    drawn = []
+    for panel, names in plots.panels_of(known, own):
         # As in all pictures, the judge is blue and what is trained on is orange.
         judges = own.get(panel["title"], [])
         judged = [name for name in names if "reference" not in name and ("gold" in name or name in judges)]

@@ -325,7 +325,7 @@ def make_rollout(
     uniforms: (local_batch, response_length) random numbers in [0, 1), one for each token. rows: how many a model
     reads or writes at a time.
     """
-    cli.return_freed_memory()
+    cli.return_freed_memory()  # from training
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
     reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": task.temperature}
     with torch.autocast(queries.device.type, torch.bfloat16, enabled=policy.low_precision):
@@ -794,7 +794,7 @@ def ppo_update(
     micro_batch = ppo.local_micro_batch_size or groups * group_minibatch
     context_length, device = rollout.context_responses.shape[1] - rollout.rewards.shape[1], rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
-    cli.return_freed_memory()  # for the passes of training, which are the largest
+    cli.return_freed_memory()  # from sampling
     steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):

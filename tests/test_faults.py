@@ -87,13 +87,12 @@ def check_goes_on(run: Path, undisturbed: Path) -> None:
 
 # ---- SIGTERM and Ctrl-C ----------------------------------------------------------------------------------------
 
-LONG = ("--ppo.total_episodes", "16000", "--save_interval", "0")
-
 
 @pytest.fixture
 def arguments(tiny_world: Path, tiny_reward: Path) -> list[str]:
-    """Of a run that goes on until it is stopped."""
-    return [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), *LONG]
+    """The arguments of a run that goes on until it is stopped."""
+    long = ["--ppo.total_episodes", "16000", "--save_interval", "0"]
+    return [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), *long]
 
 
 def test_sigterm_saves_a_checkpoint_and_ends(arguments, tmp_path):
@@ -193,14 +192,12 @@ def test_a_model_that_does_not_fit_on_the_disk(policy_run, tmp_path):
     check_goes_on(run, policy_run)
 
 
-def test_a_new_run_on_a_full_disk(tiny_world, tiny_reward, tmp_path):
-    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
+def test_a_new_run_on_a_full_disk(arguments, tmp_path):
     command = ("1000", str(SCRIPTS / "train_policy.py"), *arguments)
     assert "File too large" in error_line(launch(LIMITED, *command, folder=tmp_path))
 
 
-def test_a_read_only_folder(tiny_world, tiny_reward, tmp_path):
-    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
+def test_a_read_only_folder(arguments, tmp_path):
     tmp_path.chmod(0o555)
     line = error_line(launch(LIMITED, "0", str(SCRIPTS / "train_policy.py"), *arguments, folder=tmp_path))
     tmp_path.chmod(0o755)

@@ -211,11 +211,8 @@ def test_what_is_left_for_a_pass(settings, gibibytes, monkeypatch):
 def test_a_shared_prompt_counts_once_in_the_largest_pass(tiny_models, monkeypatch):
     """Four prompts of 7 tokens at most, with 3 responses of 5 tokens each: 4 * 7 + 12 * 5, or else 12 * 12."""
 
-    class Found(Exception):
-        pass
-
     def stop(args: object, accelerator: object, sizes: dict[str, int], **more: object) -> None:
-        raise Found(sizes["largest_pass_tokens"])
+        raise InputError(str(sizes["largest_pass_tokens"]))
 
     monkeypatch.setattr(rlvr_policy.run, "Run", stop)
     monkeypatch.setattr(rlvr_policy.models, "weight_files", lambda args: {})
@@ -227,7 +224,7 @@ def test_a_shared_prompt_counts_once_in_the_largest_pass(tiny_models, monkeypatc
     for shares, tokens in ((False, 12 * 12), (True, 4 * 7 + 12 * 5)):
         network = tiny_models("llama")
         packing.enable(network, share_prefixes=shares)
-        with pytest.raises(Found, match=f"^{tokens}$"):
+        with pytest.raises(InputError, match=f"^{tokens}$"):
             rlvr_policy.start_run(setup, network, {})
 
 

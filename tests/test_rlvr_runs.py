@@ -347,7 +347,7 @@ def test_pictures_are_of_the_verifiers_of_the_run(tiny_sums, in_folder, monkeypa
     words = [*sums_arguments(tiny_sums), *ONCE, "--eval_interval", "1", "--rewards.verifier", "letters:letters"]
     run_in(folder, monkeypatch, *words, draw=lambda *of_run: drawn.append(of_run))
     ((_, rows, rewards),) = drawn
-    panels = plots.panels_of(rows[0], plots.own_metrics([rewards]))
+    panels = {panel["title"]: names for panel, names in plots.panels_of(rows[0], plots.own_metrics([rewards]))}
     assert "eval/letters:letters" in panels["Held-out queries"]
     assert "Loss" not in panels and panels["Score"] == ["objective/scores", "objective/verifiable_correct_rate"]
 

@@ -786,11 +786,8 @@ print(held - memory.held_memory(torch.device("cpu")))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
-def test_freed_memory_is_kept(tmp_path):
-    """The next tensor takes the pages of the last one; else the kernel would clear new ones, one fault for each.
-
-    And 1.6 GB are given back when they are asked for.
-    """
+def test_freed_memory_is_kept_until_it_is_returned(tmp_path):
+    """A tensor takes the pages of the one before; else the kernel would clear new ones, with a fault for each."""
     (tmp_path / "allocate.py").write_text(ALLOCATE)
     result = launch(tmp_path / "allocate.py", folder=tmp_path)
     without, kept, returned = map(int, result.stdout.split())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_tldr import gpt2_tokenizer
 from processes import launch
 from runs import metrics_of, only, policy_arguments, world_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -323,6 +324,15 @@ def test_a_run_that_fails_is_told(tmp_path):
     result = launch(SPEED, *SMALL, "--query_length", "200", "--folder", str(tmp_path), folder=tmp_path)
     assert result.status == 2 and "reads at most 128 tokens" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ours ended with status 1")
+
+
+def test_problems_of_a_real_tokenizer_have_the_tokens_that_were_asked_for(monkeypatch, tmp_path):
+    tokenizer, model = gpt2_tokenizer(), torch.nn.Module()
+    model.save_pretrained = lambda folder: None
+    monkeypatch.setattr(speed, "the_model", lambda base_model: (model, tokenizer))
+    speed.make_problems(speed.Args(chapter=3, base_model=speed.REAL, query_length=6, folder=tmp_path))
+    lines = only(tmp_path, "*/*/problems_train.jsonl").read_text().splitlines()[:200]
+    assert {len(tokenizer(json.loads(line)["question"] + "\n")["input_ids"]) for line in lines} == {6}
 
 
 @pytest.mark.parametrize(

@@ -241,15 +241,15 @@ def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 def random_texts(args: Args, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int) -> list[str]:
     """Texts of so many random words, each of them one token."""
-    space = "Ġ" if args.base_model == REAL else ""  # a real tokenizer has words with a space in front of each
+    space = "Ġ" if args.base_model == REAL else ""  # a real tokenizer's words have a space in front
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     words = [token.removeprefix(space) for token in tokens if token.startswith(space)]
     words = [word for word in words if word.isascii() and word.isalnum()]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(len(words), (4096, longest), generator=generator).tolist()
     lengths = spread_lengths(shortest, longest, mean_query(args), 4096).tolist()
-    first = " " * len(space)
-    return [first + " ".join(words[i] for i in row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    start = " " if space else ""
+    return [start + " ".join(words[i] for i in row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
@@ -283,7 +283,7 @@ def make_problems(args: Args) -> dict[str, str]:
             end_after(model, args.mean_response)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        line_break = args.base_model == REAL  # a token there, behind each problem
+        line_break = int(args.base_model == REAL)  # the one behind a problem is a token there
         shortest, longest = args.shortest_query or args.query_length, args.query_length
         texts = random_texts(args, tokenizer, shortest - line_break, longest - line_break)
         rows = [{"question": text, "answer": "#### 1"} for text in texts]

@@ -1,17 +1,19 @@
-"""The picture of a run's metrics, and which metrics belong into one panel."""
+"""The picture of a run's metrics, and which metrics share a panel."""
 
 import textwrap
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 METRICS = tomllib.loads((Path(__file__).parents[2] / "metrics.toml").read_text("utf-8"))
 
 
-def own_metrics(rewards: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
-    """Metrics that have their names from the arguments `rewards` of runs, by the title of their panel."""
-    rewards = list(rewards)
+def own_metrics(rewards: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """By the title of their panel, the metrics that runs name after their monitor and verifier.
+
+    rewards: of each run, its arguments of that name.
+    """
     monitors = dict.fromkeys(of_run["monitor"] for of_run in rewards if of_run.get("monitor"))
     verifiers = dict.fromkeys(of_run["verifier"] for of_run in rewards if "verifier" in of_run)
     names = [name.rsplit(".", 1)[-1].rsplit(":", 1)[-1] for name in monitors]
@@ -21,15 +23,15 @@ def own_metrics(rewards: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
-def panels_of(metrics: Iterable[str], own: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The panels of metrics.toml that show any of these metrics: for each title, those. own: from own_metrics."""
-    panels = {}
+def panels_of(metrics: Iterable[str], own: dict[str, list[str]]) -> list[tuple[dict[str, Any], list[str]]]:
+    """The panels of metrics.toml that show any of these metrics, each with those. own: from own_metrics."""
+    panels = []
     for panel in METRICS["panel"]:
         wanted = panel["metrics"] + own.get(panel["title"], [])
         names = [name for name in metrics if any(matches(name, pattern) for pattern in wanted)]
         names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
         if names:
-            panels[panel["title"]] = names
+            panels.append((panel, names))
     return panels
 
 
@@ -42,8 +44,7 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], rewards: di
     """Draw learning_curves.png in a run's folder. rewards: the run's arguments of that name."""
     from matplotlib.figure import Figure
 
-    panels = panels_of(rows[0], own_metrics([rewards])) if rows else {}
-    if not panels:
+    if not (panels := panels_of(rows[0], own_metrics([rewards])) if rows else []):
         return
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
@@ -53,10 +54,10 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], rewards: di
     # would draw everything twice to do so.
     edges = {"left": 0.6 / width, "right": 1 - 0.08 / width, "bottom": 0.25 / height, "top": 1 - 0.35 / height}
     grid = figure.add_gridspec(lines, columns, **edges, wspace=0.26, hspace=0.3)
-    for axes, (title, names) in zip(grid.subplots(squeeze=False).flat, panels.items(), strict=False):
+    for axes, (panel, names) in zip(grid.subplots(squeeze=False).flat, panels, strict=False):
         for name in names:
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
-        axes.set_title(textwrap.fill(title, 50), fontsize=9)
+        axes.set_title(textwrap.fill(panel["title"], 50), fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
         if len(names) > 1:
