@@ -239,8 +239,7 @@ def read_run(folder: Path) -> OneRun:
         header, *rows = (run.read_records(path) if path.exists() else []) or [[]]
         columns = [[*map(float, column)] for column in zip(*rows, strict=True)]
         metrics = dict(zip(header, columns, strict=True)) if rows else {}
-        if meta["args"].get("ppo", {}).get("samples_per_prompt") == 1:  # groups of one say nothing
-            metrics = {name: values for name, values in metrics.items() if not name.startswith("val/groups_")}
+        metrics = {name: metrics[name] for name in plots.without_groups_of_one(metrics, meta["args"])}
         return OneRun(
             folder=folder, meta=meta, steps=[int(step) for step in metrics.pop("step", [])], metrics=metrics
         )
@@ -311,7 +310,7 @@ def outcomes(runs: list[OneRun]) -> list[tuple[str, str, list[tuple[str, str]]]]
 
 def outcomes_of(runs: list[OneRun]) -> list[tuple[str, str, list[str]]]:
     """Title, meaning, and metrics of which the first that a run has is taken."""
-    own = plots.own_metrics([one_run.meta["args"].get("rewards", {}) for one_run in runs])
+    own = plots.own_metrics([one_run.meta["args"] for one_run in runs])
     trust = "what counts: nothing is trained on it"
     on_held_out = any("eval/gold_scores" in one_run.metrics for one_run in runs)
     monitors = [] if on_held_out else own["Score"]  # the same on the batch
@@ -648,10 +647,10 @@ def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
 def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The panels of metrics.toml that the runs have metrics for, each with what lib/services/charts.js draws."""
     known = list(dict.fromkeys(name for one_run in runs for name in one_run.metrics))
-    rewards = [one_run.meta["args"].get("rewards", {}) for one_run in runs]
-    wanted = (of_run.get("adaptive_kl", {}).get("target") for of_run in rewards)
+    args = [one_run.meta["args"] for one_run in runs]
+    wanted = (of_run.get("rewards", {}).get("adaptive_kl", {}).get("target") for of_run in args)
     targets = sorted({target for target in wanted if target and math.isfinite(target)})
-    own = plots.own_metrics(rewards)
+    own = plots.own_metrics(args)
     drawn = []
     for panel, names in plots.panels_of(known, own):
         # As in all pictures, the judge is blue and what is trained on is orange.

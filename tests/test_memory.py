@@ -222,8 +222,7 @@ def test_a_shared_prompt_counts_once_in_the_largest_pass(tiny_models, monkeypatc
     setup = {"args": args, "typed_args": args, "accelerator": Accelerator(cpu=True), "sizes": sizes}
     setup = SimpleNamespace(**setup, problems=SimpleNamespace(longest=lambda: 7))
     for shares, tokens in ((False, 12 * 12), (True, 4 * 7 + 12 * 5)):
-        network = tiny_models("llama")
-        packing.enable(network, share_prefixes=shares)
+        packing.enable(network := tiny_models("llama"), share_prefixes=shares)
         with pytest.raises(InputError, match=f"^{tokens}$"):
             rlvr_policy.start_run(setup, network, {})
 

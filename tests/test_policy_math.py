@@ -166,7 +166,6 @@ def test_gradient_equals_finite_differences(tiny_models):
 
 
 def test_gradients_of_a_step_are_gone_in_the_next_pass(tiny_models):
-    """They take as much as the weights."""
     policy, gradients_of_steps, held = tiny_policy(tiny_models), [], []
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-3)
     optimizer.register_step_post_hook(

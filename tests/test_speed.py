@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -327,8 +328,7 @@ def test_a_run_that_fails_is_told(tmp_path):
 
 
 def test_problems_of_a_real_tokenizer_have_the_tokens_that_were_asked_for(monkeypatch, tmp_path):
-    tokenizer, model = gpt2_tokenizer(), torch.nn.Module()
-    model.save_pretrained = lambda folder: None
+    tokenizer, model = gpt2_tokenizer(), SimpleNamespace(save_pretrained=lambda folder: None)
     monkeypatch.setattr(speed, "the_model", lambda base_model: (model, tokenizer))
     speed.make_problems(speed.Args(chapter=3, base_model=speed.REAL, query_length=6, folder=tmp_path))
     lines = only(tmp_path, "*/*/problems_train.jsonl").read_text().splitlines()[:200]

@@ -24,6 +24,7 @@ from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
+MUCH = 2 * 2**30  # bytes; a process that holds less keeps what is freed
 
 
 def keep_freed_memory() -> None:
@@ -37,9 +38,6 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         library.mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
         library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
-
-
-MUCH = 2 * 2**30  # bytes
 
 
 def return_freed_memory() -> None:

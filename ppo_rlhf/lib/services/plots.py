@@ -9,11 +9,9 @@ from typing import Any
 METRICS = tomllib.loads((Path(__file__).parents[2] / "metrics.toml").read_text("utf-8"))
 
 
-def own_metrics(rewards: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """By the title of their panel, the metrics that runs name after their monitor and verifier.
-
-    rewards: of each run, its arguments of that name.
-    """
+def own_metrics(args: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """By title of a panel, the metrics that runs with these arguments name after their monitor and verifier."""
+    rewards = [of_run.get("rewards", {}) for of_run in args]
     monitors = dict.fromkeys(of_run["monitor"] for of_run in rewards if of_run.get("monitor"))
     verifiers = dict.fromkeys(of_run["verifier"] for of_run in rewards if "verifier" in of_run)
     names = [name.rsplit(".", 1)[-1].rsplit(":", 1)[-1] for name in monitors]
@@ -21,6 +19,12 @@ def own_metrics(rewards: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
         "Score": [f"objective/{name}" for name in names],
         "Held-out queries": [f"eval/{name}" for name in verifiers],
     }
+
+
+def without_groups_of_one(metrics: Iterable[str], args: dict[str, Any]) -> list[str]:
+    """Metrics of a run with these arguments, but none of groups if a group has one response: they say nothing."""
+    alone = args.get("ppo", {}).get("samples_per_prompt") == 1
+    return [name for name in metrics if not (alone and name.startswith("val/groups_"))]
 
 
 def panels_of(metrics: Iterable[str], own: dict[str, list[str]]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -40,11 +44,12 @@ def matches(name: str, pattern: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
-def draw_learning_curves(folder: Path, rows: list[dict[str, float]], rewards: dict[str, Any]) -> None:
-    """Draw learning_curves.png in a run's folder. rewards: the run's arguments of that name."""
+def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[str, Any]) -> None:
+    """Draw learning_curves.png in the folder of a run with these arguments."""
     from matplotlib.figure import Figure
 
-    if not (panels := panels_of(rows[0], own_metrics([rewards])) if rows else []):
+    metrics = without_groups_of_one(rows[0] if rows else [], args)
+    if not (panels := panels_of(metrics, own_metrics([args]))):
         return
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
@@ -57,7 +62,7 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], rewards: di
     for axes, (panel, names) in zip(grid.subplots(squeeze=False).flat, panels, strict=False):
         for name in names:
             axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
-        axes.set_title(textwrap.fill(panel["title"], 50), fontsize=9)
+        axes.set_title(textwrap.fill(panel["title"], 44), fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
         if len(names) > 1:

@@ -496,8 +496,7 @@ class Run:
         from ppo_rlhf.lib.nets import memory
         from ppo_rlhf.lib.services import plots
 
-        rewards = vars(self.args.rewards) if hasattr(self.args, "rewards") else {}
-        plots.draw_learning_curves(self.folder, self.rows, rewards)
+        plots.draw_learning_curves(self.folder, self.rows, dataclasses.asdict(self.args))
         for write in self.result_writers:
             write({name: value for name, value in results.items() if value is not None})
         if not self.args.upload_model:
