@@ -84,6 +84,8 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
     this_run, progress = start_run(setup, actor_critic, optimizers)
     pool, controller = progress.pool, progress.controller
     trace = partial(trace_episodes, this_run, sampler, reference)
+    first = setup.accelerator.process_index * sizes.local_batch
+    rows = slice(first, first + sizes.local_batch)  # this process's episodes
 
     with sampler.at_work(this_run, progress):
         for number in this_run.updates("RLVR", progress.first_update, sizes.updates):
@@ -125,6 +127,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
             batch = make_batch(correction, rewards, estimate=estimate, **of_batch)
             steps, before = {}, this_run.seconds_of_update()
+            # [V75] Minibatches are of episodes, drawn anew in each epoch. Groups are split up.   ray_trainer.py#L1455
             for learners, epochs, nminibatches in ppo.loops:  # one, unless the critic has numbers of its own
                 steps |= update(
                     setup,
@@ -132,7 +135,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                     actor_critic=actor_critic,
                     reference=reference,
                     optimizers={name: optimizers[name] for name in learners if name in optimizers},
-                    permutations=[draw_minibatches(setup, number, epoch, nminibatches) for epoch in range(epochs)],
+                    minibatches=lm.draw_minibatches(args.seed, number, epochs, rows, nminibatches),
                     policy_learns=policy_learns,
                 )
             training = this_run.seconds_of_update() - before
@@ -376,24 +379,6 @@ def estimate_advantages(
 # ---- Step 7: update --------------------------------------------------------------------------------------------
 
 
-def draw_minibatches(setup: Setup, number: int, epoch: int, nminibatches: int = 0) -> Tensor:
-    """A permutation of the local batch for an epoch, cut into minibatches: (nminibatches, local_minibatch).
-
-    Of every nminibatches episodes in a row, each minibatch gets one at random. So a group is spread over minibatches.
-    nminibatches: 0: as many as the policy has.
-    """
-    # [V75] They depend on seed, update and epoch, and are the same at any number of processes.
-    #       ray_trainer.py#L1455
-    sizes, rank = setup.sizes, setup.accelerator.process_index
-    nminibatches = nminibatches or sizes.local_batch // sizes.local_minibatch
-    local_minibatch = sizes.local_batch // nminibatches
-    generator = lm.keyed_generator(setup.args.seed, "minibatches", number, epoch)
-    order = torch.rand(sizes.batch // nminibatches, nminibatches, generator=generator).argsort(1)
-    b_inds = order + nminibatches * torch.arange(len(order)).unsqueeze(1)  # (batch / nminibatches, nminibatches)
-    share = slice(rank * local_minibatch, (rank + 1) * local_minibatch)
-    return b_inds[share].T - rank * sizes.local_batch
-
-
 def update(
     setup: Setup,
     batch: Batch,
@@ -401,23 +386,24 @@ def update(
     actor_critic: ActorCritic,
     reference: Reference | None,
     optimizers: dict[str, torch.optim.Optimizer],
-    permutations: list[Tensor],
+    minibatches: Tensor,
     policy_learns: bool,
 ) -> dict[str, Tensor]:
     """Step 7: all epochs over one batch, of the networks that these optimisers train.
 
-    permutations: of each epoch, from draw_minibatches. Returns numbers of the optimiser steps, (steps,): gradient
-    norms, and of everything else this process's share; the shares of all processes add up.
+    minibatches: this process's episodes in each, (epochs, minibatches, local_minibatch). Returns numbers of the
+    optimiser steps, (steps,): gradient norms, and of everything else this process's share; the shares of all
+    processes add up.
     """
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
     exact = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
     of_policy, of_critic = "policy" in optimizers, "value" in optimizers or len(ppo.loops) == 1
     read_by = reference if exact and of_policy else None
     limits = {"pad_id": pad_id} | ppo.limits_of_a_pass
-    lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as permutations
+    lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
-    for b_inds in permutations:  # an epoch
+    for b_inds in minibatches:  # an epoch
         for mb_inds in b_inds:  # (local_minibatch,)
             mb = batch.rows(mb_inds.to(batch.logprobs.device))
             counts = minibatch_counts(mb.loss_mask, reduce)

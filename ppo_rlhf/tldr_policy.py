@@ -249,7 +249,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         )
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
-        minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
+        minibatches = lm.draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
         steps = ppo_update(
             actor_critic,
             optimizer,
@@ -561,23 +561,6 @@ def compute_rewards(
     position = mask.sum(1, keepdim=True).clamp(max=mask.shape[1] - 1)  # (batch, 1)
     rewards = non_score_rewards.scatter_add(1, position, scores.unsqueeze(1).to(x.dtype))
     return rewards, non_score_rewards, kl
-
-
-def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nminibatches: int) -> Tensor:
-    """Rows of the local batch in each minibatch: (epochs, nminibatches, local_minibatch).
-
-    episodes: this process's slice of the batch. Of every nminibatches episodes in a row, each minibatch gets one at
-    random. So all processes have equally many episodes of each minibatch, and the minibatch of an episode does not
-    depend on the number of processes.
-    """
-    # One permutation of everything would not share the minibatches evenly.
-    b_inds = []
-    for epoch in range(epochs):
-        generator = lm.keyed_generator(seed, "minibatches", update, epoch)
-        rows = torch.rand(episodes.stop // nminibatches, nminibatches, generator=generator).argsort(1)
-        starts = torch.arange(len(rows)).unsqueeze(1) * nminibatches  # (rows, 1)
-        b_inds.append((rows + starts)[episodes.start // nminibatches :].T - episodes.start)
-    return torch.stack(b_inds)
 
 
 def ppo_update(

@@ -458,7 +458,7 @@ def policy_run(
     updates, gradient = iter(minibatches.split(args.ppo.noptepochs)), {}
     replaced = (
         instead_of_reading(splits),
-        (tldr_policy, "draw_minibatches", lambda *_: next(updates)),
+        (tldr_policy.lm, "draw_minibatches", lambda *_: next(updates)),
         first_gradient_into(gradient),
         *replaced,
     )

@@ -7,12 +7,12 @@ import pytest
 import torch
 from test_passes import PAD, RESPONSE, ROWS, TEMPERATURE, UPDATES, VOCAB, Read, networks_in, numbers, ragged
 from torch.testing import assert_close
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import precision
-from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.nets import lm, models, packing, passes, pretrained
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all
 
@@ -272,6 +272,25 @@ def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
     windowed = type(model)(config).double()
     windowed.load_state_dict(model.state_dict())
     return windowed
+
+
+@pytest.mark.parametrize("shape", [(7,), (8, 1), (2, 4, 6), (49, 1)])
+def test_few_rows_of_wide_layers(monkeypatch, shape):
+    """They give the same numbers, without gradients by another product."""
+    sizes = {"vocab_size": 9, "hidden_size": 512, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = pretrained.checked_model(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8)), None, {})
+    layers = [type(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert layers == [pretrained.FewRowsLinear] * 6 + [torch.nn.Linear, pretrained.FewRowsLinear]  # down: 8 wide
+    x, layer = torch.randn(*shape, 512, requires_grad=True), model.lm_head
+    expected = (x.double() @ layer.weight.double().T).float()
+    linear, usual = torch.nn.functional.linear, []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: usual.append(given) or linear(*given))
+    with torch.no_grad():
+        assert_close(layer(x), expected)
+    assert len(usual) == (shape in [(7,), (49, 1)])
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x)
+    assert_close(gradient, layer.weight.sum(0).expand_as(x))
+    assert len(usual) == 1 + (shape in [(7,), (49, 1)])
 
 
 @pytest.mark.parametrize("window", ["a row", "shorter", "as long as all tokens", "longer"])

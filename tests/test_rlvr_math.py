@@ -71,7 +71,7 @@ ALONE = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_p
 
 
 def setup_of(args: Args, pad: int, accelerator=ALONE, sizes=None) -> SimpleNamespace:
-    """What `update` and `draw_minibatches` read of a Setup."""
+    """What `update` reads of a Setup."""
     return SimpleNamespace(args=args, ids=SimpleNamespace(pad=pad), accelerator=accelerator, sizes=sizes)
 
 
@@ -104,7 +104,7 @@ def updated_stand_in(
         actor_critic=network,
         reference=None,
         optimizers={"policy": torch.optim.SGD(network.parameters(), lr=0.0)},
-        permutations=[torch.arange(len(batch.mask))[None]],
+        minibatches=torch.arange(len(batch.mask))[None, None],
         policy_learns=True,
     )
 

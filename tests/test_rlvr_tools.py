@@ -279,7 +279,7 @@ def gradients_of(
         actor_critic=actor_critic,
         reference=reference,
         optimizers=optimizers,
-        permutations=[torch.arange(16)[None]],
+        minibatches=torch.arange(16)[None, None],
         policy_learns=True,
     )
     return torch.cat([p.grad.flatten() for p in actor_critic.parameters() if p.grad is not None])

@@ -18,7 +18,7 @@ from ppo_rlhf.lib.nets import lm, memory, passes
 from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr_data import Correction, Pool, Rollout
 from ppo_rlhf.rlvr_math import ESTIMATORS
-from ppo_rlhf.rlvr_policy import ActorCritic, Reference, draw_minibatches, update
+from ppo_rlhf.rlvr_policy import ActorCritic, Reference, update
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
 LENGTHS = [1, 7, 3, 5, 7, 2, 4, 6]
@@ -235,7 +235,7 @@ def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy
                 actor_critic=actor_critic,
                 reference=reference,
                 optimizers={name: optimizers[name] for name in learners if name in optimizers},
-                permutations=[draw_minibatches(setup, 0, epoch, nminibatches) for epoch in range(epochs)],
+                minibatches=lm.draw_minibatches(args.seed, 0, epochs, mine, nminibatches),
                 policy_learns=policy_learns,
             )
         return parameters, steps
@@ -341,8 +341,7 @@ def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_
     updated(tiny_models, advantage="grpo", nminibatches=4, noptepochs=1)
     batch, rewards = make_episodes(*networks(tiny_models))
     expected, _ = ESTIMATORS["grpo"](rewards, batch.mask, batch.groups)
-    sizes = ppo_sizes(PpoArgs(batch_size=8, nminibatches=4), 1)
-    order = draw_minibatches(setup_of(Args(), PAD, sizes=sizes), 0, 0)
+    (order,) = lm.draw_minibatches(Args().seed, 0, 1, slice(0, 8), 4)
     assert len(seen) == 4 and all(len(rows) == 2 for rows in order)
     lengths = (batch.query_responses != PAD).sum(1)
     for advantages, rows in zip(seen, order, strict=True):
@@ -423,7 +422,7 @@ def test_each_step_has_the_gradient_of_its_own_minibatch(tiny_models):
                 actor_critic=actor_critic,
                 reference=reference,
                 optimizers=optimizers,
-                permutations=[order],
+                minibatches=order[None],
                 policy_learns=True,
             ),
         )
@@ -475,26 +474,12 @@ def test_weights_of_another_sampler_scale_the_losses(tiny_models):
                 actor_critic=network,
                 reference=reference,
                 optimizers=optimizers,
-                permutations=[torch.arange(8).view(1, 8)],
+                minibatches=torch.arange(8).view(1, 1, 8),
                 policy_learns=True,
             ),
         )
         found.append(steps["policy/grad_norm"])
     assert_close(found[1], 2 * found[0])
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_every_epoch_has_each_episode_once_whatever_the_number_of_processes(processes):
-
-    def drawn(number: int, epoch: int, rank: int = 0, processes: int = processes) -> torch.Tensor:
-        sizes = ppo_sizes(PpoArgs(batch_size=32, nminibatches=4), processes)
-        setup = setup_of(Args(seed=5), PAD, SimpleNamespace(process_index=rank), sizes)
-        return draw_minibatches(setup, number, epoch) + rank * sizes.local_batch
-
-    whole = drawn(3, 0, processes=1)
-    assert torch.cat([drawn(3, 0, rank) for rank in range(processes)], 1).equal(whole)
-    assert sorted(whole.flatten().tolist()) == list(range(32))
-    assert not whole.equal(drawn(3, 1)) and not whole.equal(drawn(4, 0))
 
 
 # ---- Dynamic sampling ------------------------------------------------------------------------------------------

@@ -27,14 +27,13 @@ from torch.testing import assert_close
 
 from ppo_rlhf.lib.base.processes import deal, map_rows
 from ppo_rlhf.lib.data.posts import trim_padding
-from ppo_rlhf.lib.nets.lm import episode_noise, has_stop, truncate_at
+from ppo_rlhf.lib.nets.lm import draw_minibatches, episode_noise, has_stop, truncate_at
 from ppo_rlhf.lib.nets.models import scheduled_lr
 from ppo_rlhf.tldr_policy import (
     PpoArgs,
     compute_advantages,
     compute_gae,
     compute_rewards,
-    draw_minibatches,
     masked_mean,
     policy_loss,
     posts_of_update,

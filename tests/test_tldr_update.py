@@ -38,7 +38,7 @@ from ppo_rlhf import tldr_policy, tldr_reward
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.lib.nets import passes
-from ppo_rlhf.lib.nets.lm import RewardModel, has_stop
+from ppo_rlhf.lib.nets.lm import RewardModel, draw_minibatches, has_stop
 from ppo_rlhf.lib.nets.models import (
     LoraArgs,
     add_adapters,
@@ -55,7 +55,6 @@ from ppo_rlhf.tldr_policy import (
     PpoArgs,
     RewardsArgs,
     Rollout,
-    draw_minibatches,
     load_networks,
     ppo_update,
     punish_missing_eos,

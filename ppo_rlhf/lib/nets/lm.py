@@ -336,3 +336,20 @@ def episode_noise(seed: int, update: int, batch: int, response_length: int) -> T
     # [X01] The original seeds each process; here the noise belongs to the episode.
     generator = keyed_generator(seed, "policy", update)
     return torch.rand(batch, response_length, generator=generator, dtype=torch.float64)
+
+
+def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nminibatches: int) -> Tensor:
+    """Rows of the local batch in each minibatch: (epochs, nminibatches, local_minibatch).
+
+    episodes: this process's slice of the batch. Of every nminibatches episodes in a row, each minibatch gets one at
+    random. So all processes have equally many episodes of each minibatch, and the minibatch of an episode does not
+    depend on the number of processes.
+    """
+    # One permutation of everything would not share the minibatches evenly.
+    b_inds = []
+    for epoch in range(epochs):
+        generator = keyed_generator(seed, "minibatches", update, epoch)
+        rows = torch.rand(episodes.stop // nminibatches, nminibatches, generator=generator).argsort(1)
+        starts = torch.arange(len(rows)).unsqueeze(1) * nminibatches  # (rows, 1)
+        b_inds.append((rows + starts)[episodes.start // nminibatches :].T - episodes.start)
+    return torch.stack(b_inds)

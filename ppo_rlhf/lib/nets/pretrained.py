@@ -154,6 +154,16 @@ SAFETENSORS_ONLY = {
 }
 
 
+class FewRowsLinear(nn.Linear):
+    """The same layer. For 8 to 48 rows on a CPU, as sampling has them, W x^T takes about half as long as x W^T."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = x.device.type == "cpu" and 8 <= x.shape[:-1].numel() <= 48 and x.dtype == torch.float32
+        if not here or self.bias is not None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return super().forward(x)
+        return (self.weight @ x.flatten(0, -2).T).T.contiguous().unflatten(0, x.shape[:-1])
+
+
 def checked_model(
     model: PreTrainedModel, loading: dict[str, Any] | None, own_settings: dict[str, Any]
 ) -> PreTrainedModel:
@@ -170,6 +180,9 @@ def checked_model(
         raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
     if loading and not all(parameter.isfinite().all() for parameter in model.parameters()):
         raise OSError("its weights hold numbers that are not finite")
+    for layer in model.modules():
+        if type(layer) is nn.Linear and layer.in_features >= 512:  # narrower ones, as in small worlds, gain nothing
+            layer.__class__ = FewRowsLinear
     model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
     for name, value in own_settings.items():
         setattr(model.config, name, value)
