@@ -145,9 +145,9 @@ def speed(name: str) -> dict:
     return json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())
 
 
-def rate(name: str, side: str) -> float:
-    """Episodes per second, the median of the runs."""
-    return float(next(row for row in speed(name)["speed"] if row[""] == side)["episodes/s"].split()[0])
+def rate(name: str, side: str, column: str = "episodes/s") -> float:
+    """The median of the runs."""
+    return float(next(row for row in speed(name)["speed"] if row[""] == side)[column].split()[0])
 
 
 def times(name: str, side: str, peer: str) -> str:
@@ -178,7 +178,7 @@ def pairs_of_texts(first: int, last: int) -> list[dict]:
 
 
 FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained, confirmed)
+FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained, confirmed, speed)
 
 
 WIDTH = 128
