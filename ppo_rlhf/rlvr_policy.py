@@ -127,7 +127,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
             batch = make_batch(correction, rewards, estimate=estimate, **of_batch)
             steps, before = {}, this_run.seconds_of_update()
-            # [V75] Minibatches are of episodes, drawn anew in each epoch. Groups are split up.   ray_trainer.py#L1455
+            # [V75] A minibatch has episodes, not groups; seed, update and epoch settle them.   ray_trainer.py#L1455
             for learners, epochs, nminibatches in ppo.loops:  # one, unless the critic has numbers of its own
                 steps |= update(
                     setup,

@@ -28,7 +28,7 @@ from ppo_rlhf import rlvr_policy
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, memory, models, packing
+from ppo_rlhf.lib.nets import lm, memory, models, packing, pretrained
 from ppo_rlhf.rlvr_args import Args, PpoArgs, PpoSizes
 from ppo_rlhf.tldr_policy import ActorCritic
 
@@ -395,6 +395,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("several", [False, True])
 def test_slices_are_those_of_the_whole_model(saved: Path, auto_class, several: bool, monkeypatch, alone):
     """Of a language model, with its output layer and without, in one file or several; and of a reward model."""
+    monkeypatch.setattr(pretrained, "WIDE", 1)
 
     def load() -> torch.nn.Module:
         if auto_class is None:
@@ -420,6 +421,7 @@ def test_slices_are_those_of_the_whole_model(saved: Path, auto_class, several: b
     elif auto_class is AutoModelForCausalLM:
         copied = models.whole_copy(model, torch.bfloat16)
         assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+        assert type(copied.get_output_embeddings()) is pretrained.FewRowsLinear
         rounded = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
         buffers = dict(copied.named_buffers())
         for name, tensor in weights_of(copied).items():

@@ -278,19 +278,21 @@ def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
 def test_few_rows_of_wide_layers(monkeypatch, shape):
     """They give the same numbers, without gradients by another product."""
     sizes = {"vocab_size": 9, "hidden_size": 512, "intermediate_size": 8, "num_hidden_layers": 1}
-    model = pretrained.checked_model(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8)), None, {})
+    config = LlamaConfig(**sizes, num_attention_heads=8, attention_bias=True)
+    model = pretrained.checked_model(LlamaForCausalLM(config), None, {})
     layers = [type(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    assert layers == [pretrained.FewRowsLinear] * 6 + [torch.nn.Linear, pretrained.FewRowsLinear]  # down: 8 wide
+    few, usual = pretrained.FewRowsLinear, torch.nn.Linear
+    assert layers == [usual] * 4 + [few, few, usual, few]  # attention has biases, and the third of the MLP is narrow
     x, layer = torch.randn(*shape, 512, requires_grad=True), model.lm_head
     expected = (x.double() @ layer.weight.double().T).float()
-    linear, usual = torch.nn.functional.linear, []
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: usual.append(given) or linear(*given))
+    linear, called = torch.nn.functional.linear, []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: called.append(given) or linear(*given))
     with torch.no_grad():
         assert_close(layer(x), expected)
-    assert len(usual) == (shape in [(7,), (49, 1)])
+    assert len(called) == (shape in [(7,), (49, 1)])
     (gradient,) = torch.autograd.grad(layer(x).sum(), x)
     assert_close(gradient, layer.weight.sum(0).expand_as(x))
-    assert len(usual) == 1 + (shape in [(7,), (49, 1)])
+    assert len(called) == 1 + (shape in [(7,), (49, 1)])
 
 
 @pytest.mark.parametrize("window", ["a row", "shorter", "as long as all tokens", "longer"])

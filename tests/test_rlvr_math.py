@@ -70,9 +70,9 @@ def rollout_of(mask: torch.Tensor = MASK, **fields: torch.Tensor) -> Rollout:
 ALONE = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, process_index=0)
 
 
-def setup_of(args: Args, pad: int, accelerator=ALONE, sizes=None) -> SimpleNamespace:
+def setup_of(args: Args, pad: int, accelerator=ALONE) -> SimpleNamespace:
     """What `update` reads of a Setup."""
-    return SimpleNamespace(args=args, ids=SimpleNamespace(pad=pad), accelerator=accelerator, sizes=sizes)
+    return SimpleNamespace(args=args, ids=SimpleNamespace(pad=pad), accelerator=accelerator)
 
 
 class StandIn(torch.nn.Module):

@@ -226,7 +226,7 @@ def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy
             "value": [p for name, p in parameters.items() if name.startswith("critic")],
         }
         optimizers = {name: torch.optim.SGD(ps, lr=0.1) for name, ps in chosen.items() if ps}
-        setup = setup_of(args, PAD, process, sizes)
+        setup = setup_of(args, PAD, process)
         steps = {}
         for learners, epochs, nminibatches in args.ppo.loops:
             steps |= update(

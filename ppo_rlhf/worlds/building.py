@@ -10,9 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
-import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,29 +112,12 @@ def new_world(folder: Path, name: str) -> Iterator[Path]:
 
 
 def begin_building(folder: Path) -> Path:
-    """A new folder next to that of a world, to build it in. Leftovers of killed processes are removed.
-
-    The name holds machine and process: several may build at once, and machines may share the cache.
-    """
-    machine = platform.node()
-    pattern = re.compile(rf"{re.escape(folder.name)}\.(?:{re.escape(machine)}\.)?(\d{{1,9}})\.tmp")
-    for path in folder.parent.glob("*.tmp"):
-        name = pattern.fullmatch(path.name)
-        if name and (int(name[1]) == os.getpid() or not is_running(int(name[1]))):
+    """A new folder next to that of a world, to build it in. What a killed process has left there for a day goes."""
+    for path in folder.parent.glob(f"{folder.name}.*.tmp"):
+        if path.stat().st_mtime < time.time() - 24 * 60 * 60:
             shutil.rmtree(path, ignore_errors=True)
-    place = folder.with_name(f"{folder.name}.{machine}.{os.getpid()}.tmp")
-    place.mkdir(parents=True)
-    return place
-
-
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # sends nothing
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        return True
-    return True
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(".tmp", f"{folder.name}.", folder.parent))
 
 
 def read_facts(world: Path) -> dict[str, Any]:
