@@ -1098,7 +1098,7 @@ def load_policy_and_reference(
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
-    dtype, frozen_dtype = cli.weights_dtypes(args)
+    dtype, frozen_dtype = (cli.dtype_of_weights(args, frozen=frozen) for frozen in (False, True))
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     reference = load_pretrained(args.base_model, frozen_dtype, args.trust_remote_code).to(device)
     longest = ids.context_length + args.task.response_length
@@ -1118,7 +1118,7 @@ def load_reward(
     """The reward model that the arguments name, checked to fit the base model; or a function, or a foreign one."""
     if cli.has_own_scale(args.rewards):
         return cli.load_scorer(args, tokenizer, ids.pad, device)
-    folder, (_, dtype) = args.rewards.trained_model, cli.weights_dtypes(args)
+    folder, dtype = args.rewards.trained_model, cli.dtype_of_weights(args, frozen=True)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     cli.load_head(reward_model, Path(folder))

@@ -781,7 +781,7 @@ def load_models(
     args: Args, ids: TaskIds, labels: sources.Labels, device: torch.device
 ) -> tuple[RewardModel, PreTrainedModel]:
     """The reward model before it learns, and the pretrained model, which never changes."""
-    dtype, _ = cli.weights_dtypes(args)
+    dtype = cli.dtype_of_weights(args, frozen=False)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     longest = max(ids.context_length + args.task.response_length, labels.queries.shape[1] + labels.samples.shape[2])
     cli.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)

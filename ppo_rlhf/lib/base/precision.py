@@ -7,11 +7,6 @@ from torch import Tensor
 from transformers import StaticCache
 
 
-def weights_dtype(dtype: str) -> torch.dtype:
-    """The precision of the weights where a script's `dtype` is this; bfloat16 is that of matrix products alone."""
-    return torch.float64 if dtype == "float64" else torch.float32
-
-
 def mixed_precision(
     device: torch.device, *, enabled: bool, keep_casts: bool = True
 ) -> contextlib.AbstractContextManager[None]:

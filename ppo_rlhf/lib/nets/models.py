@@ -46,6 +46,7 @@ from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401 scripts find them here
     check_size,
     check_vocabulary,
     checked_model,
+    dtype_of_weights,
     find_head,
     is_dropout,
     load_head,
@@ -232,11 +233,6 @@ def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool 
     reward_model = lm.RewardModel(backbone)
     load_head(reward_model, folder, own_only=processes.sharding())  # `place` reads what belongs to the backbone
     return reward_model.requires_grad_(False)
-
-
-def dtype_of_weights(args: Any, *, frozen: bool) -> torch.dtype:
-    """The precision of the weights of a model that a script's arguments name. frozen: whether it never learns."""
-    return torch.bfloat16 if frozen and args.frozen_bfloat16 else precision.weights_dtype(args.dtype)
 
 
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:

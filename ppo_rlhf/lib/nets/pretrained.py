@@ -41,9 +41,7 @@ def weight_files(args: Any) -> dict[str, list[Path]]:
     named = {"base_model": args.base_model}
     named |= {f"rewards.{name}": getattr(of_rewards, name, "") for name in ("trained_model", "value_model")}
     found = {}
-    for name, model in named.items():
-        if not model:
-            continue
+    for name, model in ((name, model) for name, model in named.items() if model):
         folder = Path(model)
         if not folder.is_dir():
             repository, _, revision = model.partition("@")
@@ -71,10 +69,7 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str | None, field: str) 
         return None
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
-        raise InputError(
-            f"{flag(f'task.{field}')} {text!r} is {len(ids)} tokens ({ids}) for this tokenizer; "
-            f"it must be exactly one"
-        )
+        raise InputError(f"{flag(f'task.{field}')} {text!r} is {len(ids)} tokens ({ids}); it must be exactly one")
     return ids[0]
 
 
@@ -295,16 +290,11 @@ def check_kind(folder: Path, what: str, *kinds: str) -> None:
 
 def check_vocabulary(model: str, what: str, other: str, trust_remote_code: bool = False) -> None:
     """Raise if an id means another text in one model than in another. what: the argument that names it."""
-    tokenizers = [load_tokenizer(name, trust_remote_code) for name in (model, other)]
-    sizes = [vocabulary_size(tokenizer) for tokenizer in tokenizers]
-    remedy = "both must start from the same kind of model"
-    if sizes[0] != sizes[1]:
-        raise InputError(f"{what}: its tokenizer has {sizes[0]} tokens, that of {other} {sizes[1]}; {remedy}")
-    tokens = [{token: text for text, token in tokenizer.get_vocab().items()} for tokenizer in tokenizers]
-    for token in range(sizes[0]):
-        texts = [by_id.get(token) for by_id in tokens]
-        if texts[0] != texts[1]:
-            raise InputError(f"{what}: its token {token} is {texts[0]!r}, that of {other} {texts[1]!r}; {remedy}")
+    words = [load_tokenizer(name, trust_remote_code).get_vocab() for name in (model, other)]
+    own, others = ({token: text for text, token in known.items() if text != PAD_TOKEN} for known in words)
+    if differ := [token for token in sorted(own | others) if own.get(token) != others.get(token)]:
+        texts = f"its token {differ[0]} is {own.get(differ[0])!r}, that of {other} {others.get(differ[0])!r}"
+        raise InputError(f"{what}: {texts}; both must start from the same kind of model")
 
 
 def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) -> None:
@@ -433,7 +423,7 @@ def config_for_plots(typed: Any, args: Any) -> dict[str, Any]:
     return {"rewards": dataclasses.asdict(typed.rewards) | {"label_dataset": info.get("label_dataset")}}
 
 
-def weights_dtypes(args: Any) -> tuple[torch.dtype, torch.dtype]:
-    """The precision of weights that learn, which are float32 where matrix products are in bfloat16, and of frozen."""
-    learning = torch.float64 if args.dtype == "float64" else torch.float32
-    return learning, torch.bfloat16 if getattr(args, "frozen_bfloat16", False) else learning
+def dtype_of_weights(args: Any, *, frozen: bool) -> torch.dtype:
+    """The precision of the weights of a model that a script's arguments name. frozen: whether it never learns."""
+    in_bfloat16 = frozen and getattr(args, "frozen_bfloat16", False)
+    return torch.bfloat16 if in_bfloat16 else torch.float64 if args.dtype == "float64" else torch.float32

@@ -49,6 +49,7 @@ from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401
     check_reward_model,
     checked_model,
     config_for_plots,
+    dtype_of_weights,
     is_dropout,
     load_head,
     load_tokenizer,
@@ -57,7 +58,6 @@ from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401
     read_config,
     vocabulary_size,
     weight_files,
-    weights_dtypes,
 )
 from ppo_rlhf.lib.nets.templates import FormatArgs, affixes, all_ends, check_task, sampling_config  # noqa: F401
 from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401
@@ -482,7 +482,7 @@ def load_scorer(
 
     if name := args.rewards.function:
         return scorers.text_scorer(name, "rewards.function", tokenizer, pad_id, on_all_processes=True)
-    return foreign.load_scorer(args, tokenizer, pad_id, dtype=weights_dtypes(args)[1], device=device)
+    return foreign.load_scorer(args, tokenizer, pad_id, dtype=dtype_of_weights(args, frozen=True), device=device)
 
 
 def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, Scorer]:
