@@ -294,7 +294,8 @@ def check_vocabulary(model: str, what: str, other: str, trust_remote_code: bool 
     own, others = ({token: text for text, token in known.items() if text != PAD_TOKEN} for known in words)
     if differ := [token for token in sorted(own | others) if own.get(token) != others.get(token)]:
         texts = f"its token {differ[0]} is {own.get(differ[0])!r}, that of {other} {others.get(differ[0])!r}"
-        raise InputError(f"{what}: {texts}; both must start from the same kind of model")
+        sizes = f"they have {len(own)} and {len(others)}"
+        raise InputError(f"{what}: {texts} ({sizes}); both must start from the same kind of model")
 
 
 def check_size(model: PreTrainedModel, what: str, length: int, vocab_size: int) -> None:
