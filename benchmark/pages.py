@@ -41,7 +41,7 @@ SCRIPTS += ("rlvr_policy", "rlvr_async", "rlvr_tools", "sample", "judge", "repor
 def table(name: str) -> pd.DataFrame:
     """A committed CSV, below benchmark/results or static, without its ending."""
     paths = (ROOT / folder / f"{name}.csv" for folder in ("benchmark/results", "static"))
-    return pd.read_csv(next(path for path in paths if path.exists()), dtype={"commit": str})
+    return pd.read_csv(next(path for path in paths if path.exists()), dtype={"commit": str, "variant": str})
 
 
 def by_seed(name: str, query: str, column: str) -> pd.Series:
