@@ -1098,7 +1098,8 @@ def load_policy_and_reference(
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
-    dtype, frozen_dtype = (cli.dtype_of_weights(args, frozen=frozen) for frozen in (False, True))
+    dtype = cli.dtype_of_weights(args, frozen=False)
+    frozen_dtype = cli.dtype_of_weights(args, frozen=True)
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     reference = load_pretrained(args.base_model, frozen_dtype, args.trust_remote_code).to(device)
     longest = ids.context_length + args.task.response_length

@@ -55,7 +55,7 @@ if __name__ == "__main__":
         stand_in.install(autocast=os.environ.get("AUTOCAST", "cuda"), float64=os.environ.get("FLOAT64") != "no")
     for costs in (passes.COST_OF_WEIGHTS, passes.COST_OF_LAUNCHES, packing.COST_OF_GROUP):
         costs["cuda"] = costs["cpu"]
-    pretrained.hasten_few_rows = lambda model: None  # it is for a CPU alone, and rounds otherwise
+    pretrained.hasten_few_rows = lambda model: None  # for a CPU alone, where it rounds in another way
     sys.modules["ray"] = RAY
     sys.argv = sys.argv[1:]
     with stand_in.count_updates() as updates:

@@ -319,7 +319,7 @@ REWARD_MODELS = {
     "head without a gain": bad_reward_model(edit_tensors(HEAD, lambda tensors: tensors.pop("gain")), HEAD, "gain"),
     "head that is not finite": bad_reward_model(edit_tensor(HEAD, "gain", not_finite), "finite"),
     "a critic": bad_reward_model(edit("reward/ppo_rlhf.json", "kind", to="critic"), "critic", "be a reward model"),
-    "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "is None, that of model 'a'"),
+    "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "is None, that of model 'a'", "they have 882"),
     "other words of the same number": bad_reward_model(other_words("reward"), "'a'", "'b'"),
     "no ppo_rlhf.json": bad_reward_model(remove("reward/ppo_rlhf.json"), "ppo_rlhf.json"),
     "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),

@@ -117,7 +117,7 @@ def begin_building(folder: Path) -> Path:
         if path.stat().st_mtime < time.time() - 24 * 60 * 60:
             shutil.rmtree(path, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(".tmp", f"{folder.name}.", folder.parent))
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
 
 
 def read_facts(world: Path) -> dict[str, Any]:

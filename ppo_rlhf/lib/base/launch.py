@@ -44,7 +44,7 @@ def return_freed_memory() -> None:
     """Give the kernel what tensors have left and none has taken, if this process holds much; see keep_freed_memory.
 
     What stays lies among what was freed, so the process would grow, by 18 % in two updates of PPO with a model of 135
-    million parameters. Pages that are taken again cost time, so chapters 2 and 3, which hold less, go without.
+    million parameters. Taking pages again costs time; chapters 2 and 3 hold less than expected and go without.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(library, "malloc_trim"):

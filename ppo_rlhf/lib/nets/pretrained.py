@@ -165,7 +165,7 @@ class FewRowsLinear(nn.Linear):
 
 
 def hasten_few_rows(model: nn.Module) -> None:
-    """Let the wide layers of a model read few rows so."""
+    """Make each wide layer without a bias a FewRowsLinear."""
     for layer in model.modules():
         if type(layer) is nn.Linear and layer.bias is None and layer.in_features >= WIDE:
             layer.__class__ = FewRowsLinear
@@ -426,5 +426,5 @@ def config_for_plots(typed: Any, args: Any) -> dict[str, Any]:
 
 def dtype_of_weights(args: Any, *, frozen: bool) -> torch.dtype:
     """The precision of the weights of a model that a script's arguments name. frozen: whether it never learns."""
-    in_bfloat16 = frozen and getattr(args, "frozen_bfloat16", False)
-    return torch.bfloat16 if in_bfloat16 else torch.float64 if args.dtype == "float64" else torch.float32
+    learning = torch.float64 if args.dtype == "float64" else torch.float32
+    return torch.bfloat16 if frozen and getattr(args, "frozen_bfloat16", False) else learning
