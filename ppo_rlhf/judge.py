@@ -38,7 +38,7 @@ import statistics
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,8 +133,7 @@ def check_arguments(args: Args) -> None:
     cli.at_least(0, "--endpoint.", endpoint, "retries", "max_tokens")
     cli.at_least(1, "--endpoint.", endpoint, "concurrency", "replies")
     cli.above_zero("--endpoint.", endpoint, "timeout")
-    if endpoint.temperature is not None:
-        cli.at_least(0, "--endpoint.", endpoint, "temperature")
+    cli.at_least(0, "--endpoint.", endpoint, "temperature")
     if endpoint.timeout > LONGEST_TIMEOUT:
         raise InputError(
             f"--endpoint.timeout is {endpoint.timeout:g}; it must be at most {LONGEST_TIMEOUT:g}, which is a day"
@@ -172,11 +171,9 @@ def read_rows(path: Path, flag: str, *required: str) -> list[dict[str, Any]]:
         what = "is the folder of a model; give that of its run, runs/<run>"
         other = f"holds no {EVALUATION}; runs of chapter 2 leave one"
         raise InputError(f"{flag} {path.parent} {what if is_model else other}")
-    try:
+    with errors.input_errors(f"{flag} {path}: cannot be read as JSON lines", OSError, ValueError, RecursionError):
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{flag} {path}: cannot be read as JSON lines: {error}") from error
     optional = {"reference": str | None, "tokens": int | None, "reference_tokens": int | None}
     kinds = optional | dict.fromkeys(required, str)
     for number, row in rows:
@@ -585,25 +582,12 @@ class Endpoint:
 Judgement = tuple[list[float | None], list[dict[str, Any]], dict[str, Any]]
 
 
-def gold_scores(name: str, function: Callable, *texts: Sequence[str | None]) -> list[float]:
-    """The function's scores of the responses, one finite number each. Raises InputError if it gives others.
-
-    texts: queries, responses and references, as in scorers.score_texts.
-    """
-    scores, problem = scorers.score_texts(function, f"--gold {name}", *texts)
-    if problem:
-        raise InputError(problem)
-    return scores
-
-
 def judge_by_gold(args: Args, pairs: Sequence[Pair]) -> Judgement:
     """The higher score wins; equal scores are a tie."""
-    score = partial(
-        gold_scores, args.gold, scorers.import_function(args.gold, "gold"), [pair.query for pair in pairs]
-    )
-    references = [pair.reference for pair in pairs]
-    candidate = score([pair.candidate for pair in pairs], references)
-    baseline = score([pair.baseline for pair in pairs], references)
+    score = partial(scorers.scores_of, scorers.import_function(args.gold, "gold"), f"--gold {args.gold}")
+    queries, references = [pair.query for pair in pairs], [pair.reference for pair in pairs]
+    candidate = score(queries, [pair.candidate for pair in pairs], references)
+    baseline = score(queries, [pair.baseline for pair in pairs], references)
     scores = list(zip(candidate, baseline, strict=True))
     results = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in scores]
     details = [{"candidate_score": ours, "baseline_score": theirs} for ours, theirs in scores]
@@ -751,22 +735,21 @@ def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
     folder = results_folder(args)  # before any question costs something
     pairs, unit = read_pairs(args)
     results, details, numbers = (judge_by_gold if args.gold else judge_by_endpoint)(args, pairs)
-    baseline = args.baseline if args.baseline == "reference" else str(file_of(args.baseline))
-    compared = {"candidate_file": str(file_of(args.candidate)), "baseline_file": baseline}
     report = {
         "judge": numbers.pop("judge"),
-        **compared,
+        "candidate_file": str(file_of(args.candidate)),
+        "baseline_file": args.baseline if args.baseline == "reference" else str(file_of(args.baseline)),
         **statistics_of(pairs, results),
         "length_unit": unit,
         **numbers,
+        "args": dataclasses.asdict(args),
     }
-    report["args"] = dataclasses.asdict(args)
     rows = [
         {**dataclasses.asdict(pair), "result": result, **detail}
         for pair, result, detail in zip(pairs, results, details, strict=True)
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    files.replace_file(folder / "judgement.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    files.replace_file(folder / "judgement.jsonl", files.json_lines(rows))
     files.write_json(folder / "judgement.json", report)
     if shown:
         print_report(report, rows, args.seed)

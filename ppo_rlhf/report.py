@@ -235,7 +235,7 @@ def read_run(folder: Path) -> OneRun:
     """The content of the folder of a run, finished or not."""
     meta, path = run.read_meta(folder), folder / "metrics.csv"
     check_meta(folder / "meta.json", meta)
-    try:
+    with errors.input_errors(f"{path} is damaged", ValueError, TypeError, KeyError, OSError):
         header, *rows = (run.read_records(path) if path.exists() else []) or [[]]
         columns = [[*map(float, column)] for column in zip(*rows, strict=True)]
         metrics = dict(zip(header, columns, strict=True)) if rows else {}
@@ -243,8 +243,6 @@ def read_run(folder: Path) -> OneRun:
         return OneRun(
             folder=folder, meta=meta, steps=[int(step) for step in metrics.pop("step", [])], metrics=metrics
         )
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
 
 
 def check_meta(path: Path, meta: dict[str, Any]) -> None:
@@ -605,12 +603,11 @@ def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
 
 def read_lines(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of a file of JSON lines by their query, in chapter 3 their prompt; none if there is no such file."""
-    try:
+    damaged = f"{path} is damaged"
+    with errors.input_errors(damaged, ValueError, RecursionError, AttributeError, KeyError, OSError):
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
         rows = [json.loads(line) for line in lines if line]
         return {str(row.get("query") or row["prompt"]): row for row in rows}
-    except (ValueError, RecursionError, AttributeError, KeyError, OSError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
 
 
 # ---- Learning curves -------------------------------------------------------------------------------------------
@@ -656,9 +653,8 @@ def draw_panels(runs: list[OneRun]) -> list[tuple[dict[str, Any], dict[str, Any]
         # As in all pictures, the judge is blue and what is trained on is orange.
         judges = own.get(panel["title"], [])
         judged = [name for name in names if "reference" not in name and ("gold" in name or name in judges)]
-        colors = (
-            [BLUE, ORANGE, *OTHERS] if judged or len(names) == 1 or panel["title"] != "Score" else [ORANGE, *OTHERS]
-        )
+        has_blue = judged or len(names) == 1 or panel["title"] != "Score"
+        colors = [BLUE, ORANGE, *OTHERS] if has_blue else [ORANGE, *OTHERS]
         color_of = dict(zip([*judged, *(name for name in names if name not in judged)], itertools.cycle(colors)))
         curves = []
         for number, one_run in enumerate(runs):

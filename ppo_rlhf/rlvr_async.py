@@ -53,7 +53,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -240,10 +240,14 @@ class SamplerAhead(rlvr_policy.Sampler):
         return {"time/waiting": waiting, "time/weight_sync": self.publishing}
 
 
-def from_main(function: Callable[[], Any]) -> Any:
-    """The result of a function on the main process, or the InputError that it raises, on every process.
+Made = TypeVar("Made")  # what a function returns
 
-    Every process must call this."""
+
+def on_main(function: Callable[[], Made]) -> Made | None:
+    """The result of a function on the main process, and None on the others; or its InputError on every process.
+
+    Every process must call this.
+    """
     made, problem = None, ""
     if errors.is_first_process():
         try:
@@ -251,7 +255,12 @@ def from_main(function: Callable[[], Any]) -> Any:
         except InputError as error:
             problem = str(error)
     processes.fail_together(problem)
-    return broadcast_object_list([made])[0]
+    return made
+
+
+def from_main(function: Callable[[], Made]) -> Made:
+    """The result of a function on the main process, on every process. Every process must call this."""
+    return broadcast_object_list([on_main(function)])[0]
 
 
 # ---- Workers: Ray ----------------------------------------------------------------------------------------------
@@ -364,15 +373,8 @@ class Workers:
 @contextlib.contextmanager
 def connected(args: Args) -> Iterator[Any]:
     """Ray, on the first process; the others get None."""
-    ray, problem = None, ""
     with contextlib.ExitStack() as at_end:
-        if errors.is_first_process():
-            try:
-                ray = connect(args, at_end)
-            except InputError as error:
-                problem = str(error)
-        processes.fail_together(problem)
-        yield ray
+        yield on_main(lambda: connect(args, at_end))
 
 
 def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
@@ -535,11 +537,10 @@ def is_on_policy(args: Args) -> bool:
 
 def check_arguments(args: Args) -> None:
     cli.at_least(0, "", args, "staleness", "rejection_low")
-    cli.at_least(1, "", args, "workers")
-    cli.at_least(1, "", args, "correction_cap")
+    cli.at_least(1, "", args, "workers", "correction_cap")
     cli.above_zero("", args, "time_out")
-    cli.at_least(0, "", args, *(["gpus_per_worker"] if args.gpus_per_worker is not None else []))
-    cli.above_zero("", args, *(["off_policy_mask"] if args.off_policy_mask is not None else []))
+    cli.at_least(0, "", args, "gpus_per_worker")
+    cli.above_zero("", args, "off_policy_mask")
     if not args.rejection_low <= 1 - ROUNDING < 1 + ROUNDING <= args.rejection_high:
         raise InputError(
             f"{cli.flag('rejection_low')} {args.rejection_low} and {cli.flag('rejection_high')} "

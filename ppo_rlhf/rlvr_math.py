@@ -8,7 +8,8 @@ Tensors are (batch, response_length) unless a docstring says otherwise. A mask i
 its stop id included. Other entries, even NaN, reach no result and no gradient; results are 0 there.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
-next to marks are the original's. See docs/reference.
+next to marks are the original's, if they don't begin with another name: GDPO is NVlabs/GDPO at commit b080e63, and
+PRIME is PrimeIntellect-ai/prime-rl at commit 559b447. See docs/reference.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def gdpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, parts: Tensor, weight
     weights: of the sources.
     """
     # [V112] GRPO of the sum takes 1 + 0 for 0 + 1, whichever of the two is rare in the group.
-    #        NVlabs/GDPO verl-GDPO/verl/trainer/ppo/ray_trainer.py#L175-L202 @b080e63
+    #        GDPO verl-GDPO/verl/trainer/ppo/ray_trainer.py#L175-L202
     live = mask.any(1, keepdim=True)  # (batch, 1)
     each = zip(parts.to(rewards.dtype).split(1, dim=1), weights, strict=True)
     return to_tokens(sum(weight * grpo(part, live, groups)[0] for part, weight in each)[:, 0], mask), None
@@ -348,7 +349,7 @@ def token_losses(
     if loss in ("ipo", "dppo"):
         # [V113] A bound of the ratio is tight for rare tokens and loose for likely ones: 0.001 may not become 0.002,
         #        but 0.8 may become 0.96. What matters to the distribution is the difference.
-        #        PrimeIntellect-ai/prime-rl src/prime_rl/trainer/rl/loss.py#L109-L161, loss.py#L164-L196 @559b447
+        #        PRIME src/prime_rl/trainer/rl/loss.py#L109-L161, PRIME loss.py#L164-L196
         moved = new_logprobs.detach().exp() - logprobs.exp()
         left_out = ((moved.abs() if loss == "ipo" else moved * advantages.sign()) > trust_region) & mask
         return (-advantages * ratio).masked_fill(left_out, 0), left_out, nothing

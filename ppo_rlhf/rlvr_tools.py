@@ -151,9 +151,8 @@ def converse(
         #        turns before it nor on the rows that are sampled together.
         places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens
         room = width - int(lengths[rows].min())
-        noise = uniforms[rows.to(uniforms.device)].gather(1, places.clamp(max=width - 1).to(uniforms.device))[
-            :, :room
-        ]
+        at = places.clamp(max=width - 1).to(uniforms.device)
+        noise = uniforms[rows.to(uniforms.device)].gather(1, at)[:, :room]
         settings = {"pad_id": pad_id, "vocab_size": vocab_size, "stop_ids": pauses, "temperature": temperature}
         new, new_logprobs = lm.generate_until(lm_backbone, so_far, noise, **settings)
         fits = (places[:, :room] < width) & (new != pad_id)  # (rows, room)
@@ -165,7 +164,7 @@ def converse(
         last = responses[rows, lengths[rows] - 1]  # (rows,); each row has a new token
         calls = (last == conversation.call_end) & (lengths[rows] < width)
         rows, begun = rows[calls], begun[calls]
-        if turn == conversation.max_calls or not len(rows):
+        if turn == conversation.max_calls:
             break
         for row, start in zip(rows.tolist(), begun.tolist(), strict=True):
             end = int(lengths[row])

@@ -19,8 +19,8 @@ run.
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+import contextlib
 import dataclasses
-import json
 import math
 import re
 import statistics
@@ -34,7 +34,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import console, files, paths, processes
+from ppo_rlhf.lib.base import console, errors, files, paths, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data import posts, problems, texts
 from ppo_rlhf.lib.nets import lm, models, passes
@@ -302,11 +302,9 @@ class Comparison:
             self.tokenizer = models.load_tokenizer(args.policy, args.trust_remote_code)
             policy = models.load_pretrained(args.policy, torch.float32, args.trust_remote_code).to(self.device)
         more = {"generation_config": policy.generation_config} if kind is Solutions else {}
-        try:
+        with errors.input_errors(f"{folder / 'ppo_rlhf.json'} was damaged", InputError):
             task = dataclasses.asdict(cli.FormatArgs()) | info["task"]  # older policies know no format
             self.texts = kind(task, self.tokenizer, source=args.query_dataset, root=root, **more)
-        except InputError as error:
-            raise InputError(f"{folder / 'ppo_rlhf.json'} was damaged: {error}") from error
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
         if not self.temperature >= 0:
@@ -373,9 +371,8 @@ class Comparison:
         generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise, temperature = noise.to(processes.device_of_noise(self.device)), self.temperature or problems.GREEDY
-        columns: dict[str, list[Any]] = {
-            "query": texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
-        }
+        columns: dict[str, list[Any]] = {}
+        columns["query"] = texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
         if references is not None:
             as_answers = {"answer": references} if isinstance(references, list) else {}
             columns |= as_answers or {"reference": self.texts.as_texts(references)}
@@ -436,11 +433,8 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     def cell(row: dict[str, Any], name: str) -> str:
         numbers = {key.split(" ")[1]: value for key, value in row.items() if key.startswith(f"{name} ")}
         numbers |= {"KL": row["kl"]} if name == "policy" else {}
-        return (
-            console.one_line(row[name].strip())
-            + "\n\n"
-            + ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
-        )
+        shown = ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
+        return f"{console.one_line(row[name].strip())}\n\n{shown}"
 
     cells = []
     for row in rows:
@@ -482,14 +476,8 @@ def print_changes(rows: list[dict[str, Any]]) -> None:
 
 def typed_queries() -> Iterator[str]:
     """Queries that somebody types, until an empty line or the end of the input."""
-    while True:
-        try:
-            query = input("query> ")
-        except EOFError:
-            return
-        if not query:
-            return
-        yield query
+    with contextlib.suppress(EOFError):
+        yield from iter(lambda: input("query> "), "")
 
 
 def sample(args: Args) -> list[dict[str, Any]]:
@@ -513,7 +501,7 @@ def sample(args: Args) -> list[dict[str, Any]]:
         if len(rows) > SHOWN:
             print_changes(rows)
     if args.out:
-        Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(args.out).write_text(files.json_lines(rows))
     return rows
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-DATE = "2026-01-01T00:00:00.000Z"
 SHORT_NAMES = {"gpt2": "openai-community/gpt2"}
 
 
@@ -48,7 +47,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def answer(self) -> None:
-        self.server.requests.append(f"{self.command} {self.path}")
         self.server.asked_with.append(self.headers.get("Authorization", ""))
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         address = urlsplit(self.path)
@@ -92,8 +90,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if parts[0] in SHORT_NAMES and parts[1] == "resolve":
             path = self.path.replace(parts[0], SHORT_NAMES[parts[0]], 1)
             return self.send(307, Location=path)
-        if len(parts) < 5 or parts[2] != "resolve":
-            raise Refused(404, "NotFound")
         owner, name, _, revision, *path = parts
         folder = self.revision(kind, f"{owner}/{name}", revision)
         file, commit = folder.joinpath(*path), {"X_Repo_Commit": commit_of(folder)}
@@ -119,9 +115,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 raise Refused(404, "EntryNotFound")
             entries = below.rglob("*") if "rue" in query.get("recursive", [""])[0] else below.iterdir()
             return [self.entry(folder, entry) for entry in sorted(entries)]
-        if what == "paths-info":
-            entries = (folder / path for path in json.loads(body)["paths"])
-            return [self.entry(folder, entry) for entry in entries if entry.exists()]
         if what == "preupload":
             return {
                 "files": [
@@ -138,19 +131,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             commit = commit_of(folder)
             return {"success": True, "commitOid": commit, "commitUrl": f"/{name}/commit/{commit}"}
         files = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if file.is_file()]
-        return {
-            "id": name,
-            "sha": commit_of(folder),
-            "private": False,
-            "gated": False,
-            "disabled": False,
-            "tags": [],
-            "downloads": 0,
-            "likes": 0,
-            "lastModified": DATE,
-            "createdAt": DATE,
-            "siblings": [{"rfilename": file} for file in files],
-        }
+        return {"id": name, "sha": commit_of(folder), "siblings": [{"rfilename": file} for file in files]}
 
     @staticmethod
     def entry(folder: Path, path: Path) -> dict[str, Any]:
@@ -180,7 +161,6 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
-        self.requests: list[str] = []
         self.asked_with: list[str] = []  # what came with the requests to show who asks
 
     @property

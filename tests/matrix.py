@@ -6,9 +6,9 @@
 First, each test file runs once with functions that leave a trace: tests/matrix_calls.csv (not committed) keeps what
 each test called, and how long it took. Then each mistake is put into one of our functions in a temporary copy of the
 repository, and the tests that call the function run there, the fastest of a file first and up to its first failure.
-Tests of more than a second only run where fewer than two files reject a mistake without them. Left out are tests that
-put mistakes into the code themselves, tests that fail in the copy without any, and mistakes in check/forms.py: those
-are for tests/test_check.py.
+Tests of more than a second, with the fixtures that their file has set up so far, run a file at a time, the fastest
+first, and only until two files reject the mistake. Left out are tests that put mistakes into the code themselves,
+tests that fail in the copy without any, and mistakes in check/forms.py: those are for tests/test_check.py.
 
 A row of matrix.csv has a mistake, where it was, a test file, the first of its tests that failed (empty: none did),
 and how many of them ran.
@@ -52,6 +52,7 @@ class Record:
     def __init__(self, seen: str, rows: str) -> None:
         self.seen, self.rows = Path(seen), Path(rows)
         self.by_fixtures: set[str] = set()  # they may serve all tests of the file
+        self.setup_seconds = 0.0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         touched = {path.name.replace("|", "/") for path in self.seen.iterdir()}
@@ -59,9 +60,11 @@ class Record:
             path.unlink()
         if report.when == "setup":
             self.by_fixtures |= touched
+            self.setup_seconds += report.duration
         elif report.when == "call":
             places = " ".join(sorted(touched | self.by_fixtures))
-            add_row(self.rows, report.nodeid, f"{report.duration:.2f}", report.outcome, places)
+            seconds = f"{report.duration + self.setup_seconds:.2f}"
+            add_row(self.rows, report.nodeid, seconds, report.outcome, places)
 
 
 class Reject:
@@ -175,13 +178,13 @@ def reject(folder: Path, title: str, place: str, tests: dict[str, float]) -> Non
     """Add rows of matrix.csv for a mistake. tests: those that call the place, with their seconds."""
     file = place.partition("::")[0]
     (folder / "ppo_rlhf" / file).write_text(faults.edited_file(file, {place: faults.named(title).edits[place]}))
+    fast = {test: seconds for test, seconds in tests.items() if seconds <= FAST}
+    slow: dict[str, dict[str, float]] = defaultdict(dict)  # of each file
+    for test in tests.keys() - fast.keys():
+        slow[file_of(test)][test] = tests[test]
     found, all_found = folder / "found.json", {}
-    for chosen in (
-        {test: seconds for test, seconds in tests.items() if seconds <= FAST},
-        {test: seconds for test, seconds in tests.items() if seconds > FAST},
-    ):
-        rejecting = sum(bool(by) for by, _ in all_found.values())
-        if chosen and rejecting < ENOUGH:
+    for chosen in (fast, *sorted(slow.values(), key=lambda some: max(some.values()))):
+        if chosen and sum(bool(by) for by, _ in all_found.values()) < ENOUGH:
             files = sorted({file_of(test) for test in chosen})
             found.write_text(json.dumps({name: ["no test could run", 0] for name in files}))
             run_tests(folder, files, seconds=chosen, found=str(found))

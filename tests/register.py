@@ -7,23 +7,16 @@ the test files, and the links to the rows of the atlas. In README.md it updates 
 nearest fifty. It prints which pages it changed and what only a person can fix; if there is any, it exits with 1.
 
 A mark is `[D54]` in a comment, or in the docstring of a function, a class or a field. A module's docstring has no
-marks, so it can speak about them. The lines of the original follow a mark in one of two forms:
+marks, so it can speak about them. The lines of the original follow a mark:
 
     # [D52] The score counts once, on the last token.   lm_human_preferences/train_policy.py#L149-L154
 
-    # [D51] Every token pays.
-    # [D52] The score counts once, on the last token.
-    #       openai/lm-human-preferences lm_human_preferences/train_policy.py#L149-L154 @cbfd210
-
-The one-line form has the lines at its end, after two spaces or more, or directly after the mark. They belong to the
-marks of their line or, on a line without any, to those of the nearest line above. Several are separated by commas.
+They are at the end of a line, after two spaces or more, or directly after the mark. They belong to the marks of their
+line or, on a line without any, to those of the nearest line above. Several are separated by commas.
 The module's docstring names repository and commit, as `openai/lm-human-preferences at commit cbfd210`. If it names
 several repositories, all but one have a short name there, as in `TRL is huggingface/trl at commit f2cd577` or `TRL:
 huggingface/trl @f2cd577`, and their references begin with it: `TRL trl/experimental/ppo/ppo_trainer.py#L758`. A path
 may lack its first folders.
-
-The two-line form names repository and commit itself. It belongs to the marks on its line and on the lines above, back
-to the previous such reference.
 
 docs/reference/README.md describes the entries.
 """
@@ -58,10 +51,9 @@ ORIGINALS = {
 
 MARK = re.compile(r"\[([DTVX]\d{2,3})\]")
 LINES = r"[\w./-]+#L\d+(?:-L\d+)?"
-REFERENCE = re.compile(rf"({'|'.join(ORIGINALS)}) ({LINES}(?:, {LINES})*) @([0-9a-f]{{7}})\b")
 SHORT_NAME = r"[A-Z]{2,}"
 SHORT = rf"(?:(?:{SHORT_NAME}|{'|'.join(ORIGINALS)}) )?{LINES}"
-SHORT_REFERENCE = re.compile(rf"(?:\s\s|\] |^\W*)({SHORT}(?:, {SHORT})*)\W*$")
+REFERENCES = re.compile(rf"(?:\s\s|\] |^\W*)({SHORT}(?:, {SHORT})*)\W*$")
 BASE = re.compile(
     rf"(?:\b({SHORT_NAME})(?:\s+is|:)\s+)?({'|'.join(ORIGINALS)})\s+(?:at\s+commit\s+|@)([0-9a-f]{{7,40}})\b"
 )
@@ -153,10 +145,10 @@ def bases(source: str) -> dict[str, tuple[str, str]]:
     return found | ({"": nameless.pop()} if len(nameless) == 1 else {})
 
 
-def short_references(text: str, known: dict[str, tuple[str, str]]) -> list[Reference]:
-    """The references of the one-line form at the end of a line, with an empty repository if it is unknown."""
+def references_in(text: str, known: dict[str, tuple[str, str]]) -> list[Reference]:
+    """The references at the end of a line, with an empty repository if it is unknown."""
     found = []
-    if match := SHORT_REFERENCE.search(text):
+    if match := REFERENCES.search(text):
         for reference in match[1].split(", "):
             name, _, lines = reference.rpartition(" ")
             found.append((known.get(name, ("", ""))[0], lines))
@@ -169,21 +161,10 @@ def originals(files: Files) -> dict[str, set[Reference]]:
     for comment in our_comments(files):
         known = bases(files[comment[0][0]])
         nearest: list[str] = []
-        above: list[str] = []
-        answered = False
         for _, _, text in comment:
-            if new := MARK.findall(text):
-                nearest = new
-                above, answered = (new if answered else above + new), False
-            if reference := REFERENCE.search(text):
-                names, references = above, {(reference[1], lines) for lines in reference[2].split(", ")}
-                answered = True
-            else:
-                names, references = nearest, set(short_references(text, known))
-                answered |= bool(references)
-            for name in names:
-                if references:
-                    found.setdefault(name, set()).update(references)
+            nearest = MARK.findall(text) or nearest
+            for name, reference in itertools.product(nearest, references_in(text, known)):
+                found.setdefault(name, set()).add(reference)
     return found
 
 
@@ -196,13 +177,11 @@ def reference_problems(files: Files) -> Iterator[str]:
                 expected = ORIGINALS[repository][: len(commit)]
                 yield f"{path} is about {repository} at commit {commit}, the register about {expected}"
         for _, line, text in itertools.chain(*comments(path, files[path])):
-            short, long = short_references(text, known), REFERENCE.search(text)
-            if not short and not long and re.search(LINES, text):
+            references = references_in(text, known)
+            if not references and re.search(LINES, text):
                 yield f"{path} has a reference in line {line} that cannot be read"
-            if short and any(not repository for repository, _ in short):
+            if any(not repository for repository, _ in references):
                 yield f"{path} does not name the repository of the reference in line {line}"
-            if long and not ORIGINALS[long[1]].startswith(long[3]):
-                yield f"{path} refers to {long[1]} at commit {long[3]} in line {line}"
 
 
 @cache

@@ -4,7 +4,9 @@ import csv
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -113,12 +115,29 @@ def both_arguments(world: Path) -> list[str]:
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     """The rows of a run's metrics.csv, times apart."""
-    with (folder / "metrics.csv").open() as file:
+    with (folder / "metrics.csv").open(newline="") as file:
         return [{k: float(v) for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
 
 
-def samples_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+def rows_of(file: Path) -> list[Any]:
+    """What a file of JSON lines holds."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    return rows_of(folder / "samples.jsonl")
+
+
+def meta_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "meta.json").read_text())
+
+
+def interrupt(folder: Path) -> None:
+    """Make a run as if it had been killed on its way to its last checkpoint."""
+    shutil.rmtree(max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name)))
+    (folder / "meta.json").write_text(json.dumps(meta_of(folder) | {"finished": False, "results": {}}))
+    for table in ("evaluation.jsonl", "evaluation_test.jsonl"):
+        (folder / table).unlink(missing_ok=True)
 
 
 def only(folder: Path, pattern: str) -> Path:

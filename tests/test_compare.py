@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from processes import launch
+from refusals import Damage, edit, remove, write
 
 from benchmark.curves import compare
 
@@ -16,15 +17,16 @@ OPENAI, DETAILS = "openai/lm-human-preferences", "lm-human-preference-details"
 FACTS = {"commit": "c", "device": "cpu: d", "num_processes": 1, "threads": 1, "versions": {"torch": "2"}}
 
 
-def write_run(folder: Path, seed: int, table: pd.DataFrame, preset: str = "sentiment", **changes) -> Path:
-    """A run folder with metrics (index: step) and as much of meta.json as compare.py reads."""
+def write_run(
+    folder: Path, seed: int, table: pd.DataFrame, preset: str = "sentiment", finished: bool = True, **changes
+) -> Path:
+    """A run folder with metrics (index: step) and as much of meta.json as compare.py reads; changes: of arguments."""
     run = folder / f"train_policy__{preset}__{seed}__1"
     run.mkdir(parents=True)
     table.rename_axis("step").to_csv(run / "metrics.csv")
     args = {"preset": preset, "seed": seed, "exp_name": "train_policy", "ppo": {}}
     args["rewards"] = {"trained_model": f"m{seed}"}
-    meta = {"finished": True, **FACTS, "args": args} | changes
-    (run / "meta.json").write_text(json.dumps(meta))
+    (run / "meta.json").write_text(json.dumps({"finished": finished, **FACTS, "args": args | changes}))
     return run
 
 
@@ -211,26 +213,13 @@ def test_aggregation_alone(tmp_path):
     result = launch(COMPARE, "--ours", "runs/*", "--output", "out", folder=tmp_path)
     assert result.status == 0 and "left out, because it is not finished: runs/train_policy__tales__3" in result.stdout
     assert "| tales | `objective/scores` | 20 | 2 | 1.5 ± 0.707 |" in result.stdout
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "curves.csv",
-        "facts.json",
-        "table.md",
-        "tales.png",
-    }
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"curves.csv", "facts.json", "table.md", "tales.png"}
     assert (tmp_path / "out/table.md").read_text().startswith("commit: c\n\ndevice: cpu: d, 1 x 1 threads\n\n")
     facts = json.loads((tmp_path / "out/facts.json").read_text())
     assert facts["commit"] == ["c"] and facts["device"] == ["cpu: d, 1 x 1 threads"]
-    picture = [
-        "--ours",
-        "out/curves.csv",
-        "--metrics",
-        "objective/kl",
-        "--figure",
-        "new/picture.png",
-        "--output",
-        "b",
-    ]
-    assert launch(COMPARE, *picture, folder=tmp_path).status == 0
+    picture = "--ours out/curves.csv --metrics objective/kl --figure new/picture.png --output b"
+    assert launch(COMPARE, *picture.split(), folder=tmp_path).status == 0
     assert (tmp_path / "new/picture.png").exists() and not (tmp_path / "b").exists()
     for wrong in (["--figure", "p.xyz"], ["--figure", "p.png", "--metrics", "none"], ["--output", "out/curves.csv"]):
         result = launch(COMPARE, "--ours", "out/curves.csv", *wrong, folder=tmp_path)
@@ -269,49 +258,33 @@ def test_what_the_other_side_lacks_is_said(tmp_path):
     assert result.status == 0 and lines[-1] == "all 1 are inside"
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("twice", "are both a policy, sentiment, seed 1; choose one"),
-        ("another experiment", "has other arguments than another seed of sentiment: exp_name"),
-        ("gaps", "objective/kl of sentiment has gaps"),
-        ("words", "holds something that is not a number"),
-        ("no rows", "metrics.csv has no rows"),
-        ("other", "has other arguments than another seed of sentiment: ppo"),
-        ("longer", "the seeds of sentiment differ in length"),
-        ("unfinished", "none of these runs is finished"),
-        ("no meta", "is not the folder of a run"),
-        ("nothing", "no run folder, no curves.csv and none of"),
-        ("no table", "is not a table of curves: it has no column"),
-        ("strangers", "the two sides have no task and metric in common"),
-    ],
-)
-def test_bad_input(tmp_path, name, message):
-    run = write_run(tmp_path / "a", 1, line(), finished=name != "unfinished")
-    args = json.loads((run / "meta.json").read_text())["args"]
-    ours, more = "[ab]/*", []
-    if name == "twice":
-        write_run(tmp_path / "b", 1, line())
-    elif name == "other":
-        write_run(tmp_path / "b", 2, line(), args=args | {"seed": 2, "ppo": {"lr": 1}})
-    elif name == "another experiment":
-        write_run(tmp_path / "b", 2, line(), args=args | {"seed": 2, "exp_name": "no-kl"})
-    elif name in ("gaps", "words"):
-        bad = {"gaps": "", "words": "much"}[name]
-        (run / "metrics.csv").write_text(f"step,objective/kl,objective/scores\n0,1,1\n1,{bad},1\n")
-    elif name == "no rows":
-        (run / "metrics.csv").write_text("step,objective/kl\n")
-    elif name == "longer":
-        write_run(tmp_path / "b", 2, line(22))
-    elif name == "no meta":
-        (run / "meta.json").unlink()
-    elif name == "nothing":
-        ours = "nowhere/*"
-    elif name == "no table":
-        (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-        ours = "table.csv"
-    elif name == "strangers":
-        (run / "meta.json").write_text(json.dumps({"finished": True, **FACTS, "args": args | {"preset": "mine"}}))
-        more = ["--theirs", OPENAI]
-    result = launch(COMPARE, "--ours", ours, "--output", "out", *more, folder=tmp_path)
+def another(seed: int, rows: int = 21, **changes) -> Damage:
+    """One more run, in a folder of its own."""
+    return lambda run: write_run(run.parent.with_name("b"), seed, line(rows), **changes)
+
+
+BAD = [  # what the line says, what is done to the folder of a run, and the arguments
+    ("are both a policy, sentiment, seed 1; choose one", another(1), "--ours [ab]/*"),
+    ("other arguments than another seed of sentiment: exp_name", another(2, exp_name="no-kl"), "--ours [ab]/*"),
+    ("other arguments than another seed of sentiment: ppo", another(2, ppo={"lr": 1}), "--ours [ab]/*"),
+    ("the seeds of sentiment differ in length", another(2, 22), "--ours [ab]/*"),
+    ("objective/kl of sentiment has gaps", write("metrics.csv", "step,objective/kl\n0,1\n1,\n"), "--ours a/*"),
+    ("holds something that is not a number", write("metrics.csv", "step,objective/kl\n0,much\n"), "--ours a/*"),
+    ("metrics.csv has no rows", write("metrics.csv", "step,objective/kl\n"), "--ours a/*"),
+    ("none of these runs is finished", edit("meta.json", "finished", to=False), "--ours a/*"),
+    ("is not the folder of a run", remove("meta.json"), "--ours a/*"),
+    ("no run folder, no curves.csv and none of", remove("meta.json"), "--ours nowhere/*"),
+    ("is not a table of curves: it has no column", write("../../table.csv", "a,b\n1,2\n"), "--ours table.csv"),
+    (
+        "the two sides have no task and metric in common",
+        edit("meta.json", "args", "preset", to="mine"),
+        f"--ours a/* --theirs {OPENAI}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "damage", "arguments"), BAD, ids=[message for message, *_ in BAD])
+def test_bad_input(tmp_path, message, damage, arguments):
+    damage(write_run(tmp_path / "a", 1, line()))
+    result = launch(COMPARE, *arguments.split(), "--output", "out", folder=tmp_path)
     assert result.status == 2 and message in result.stderr and result.stderr.count("\n") == 1, result

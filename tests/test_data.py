@@ -45,16 +45,6 @@ class Letters:
         return "".join(chr(token + 32) for token in ids)
 
 
-class Vocabulary:
-    """As much of a tokenizer as reading labels takes."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(token): token for token in range(self.size)}
-
-
 def write(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
@@ -88,15 +78,14 @@ def write(path: Path, content: str | bytes) -> Path:
         ("It cost Â£5 & more.", "It cost £5 & more."),
         ("One.\n\nTwo.\n\n\n\n\nThree.", "One.\n\nTwo.\n\nThree."),
         ("Rain.\n\n@highlight\n\nWet.\n\n@highlight\n\nVery.", "Rain."),
+        (
+            "By Ann\n\nUPDATED: 10:00 EST, 1 May 2012\n\n\u2018Rain\u2019 fell.\n\n\n\nWind.\n\n@highlight\n\nWet.",
+            "'Rain' fell.\n\nWind.",
+        ),
     ],
 )
 def test_clean_cnndm(text, expected):
     assert published.clean_cnndm(text) == expected
-
-
-def test_clean_cnndm_applies_the_rules_in_order():
-    text = "By Ann\n\nUPDATED: 10:00 EST, 1 May 2012\n\n\u2018Rain\u2019 fell.\n\n\n\nWind.\n\n@highlight\n\nWet."
-    assert published.clean_cnndm(text) == "'Rain' fell.\n\nWind."
 
 
 @pytest.mark.parametrize(
@@ -536,19 +525,20 @@ def test_texts_are_decoded_without_padding():
     assert texts.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
 
 
-def test_a_scoring_function_sees_texts(tmp_path, monkeypatch):
-    (tmp_path / "two_scores.py").write_text(
-        "def double_length(queries, responses):\n"
-        "    return [2 * len(query + response) for query, response in zip(queries, responses, strict=True)]\n"
-        "def too_few(queries, responses):\n"
-        "    return [1.0]\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    score = scorers.text_scorer("two_scores:double_length", "rewards.function", Letters(), PAD)
+def double_length(queries, responses):
+    return [2 * len(query + response) for query, response in zip(queries, responses, strict=True)]
+
+
+def too_few(queries, responses):
+    return [1.0]
+
+
+def test_a_scoring_function_sees_texts():
+    score = scorers.text_scorer("test_data:double_length", "rewards.function", Letters(), PAD)
     scores = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
     assert scores.tolist() == [4.0, 8.0]
-    message = error_line(scorers.text_scorer, "two_scores:too_few", "rewards.function", Letters(), PAD)
-    assert "--rewards.function two_scores:too_few returned 1 scores for 2" in message
+    message = error_line(scorers.text_scorer, "test_data:too_few", "rewards.function", Letters(), PAD)
+    assert message == "--rewards.function test_data:too_few returned 1 scores for 2 responses"
 
 
 def two(queries, responses):
@@ -658,98 +648,10 @@ def test_a_function_sees_nothing_from_the_end_of_a_text_on(monkeypatch):
 
 # ---- Labels ----------------------------------------------------------------------------------------------------
 
-LABEL_TASK = TaskArgs(query_dataset="dummy", query_length=3, response_length=2)
-
-
-def label_rows() -> list[dict]:
-    return [
-        {"query": [1, 2, 50259], "sample0": [3, 4], "sample1": [5, 50259], "sample2": [0, 9], "best": 2},
-        {"query": [7, 8, 9], "sample0": [1, 1], "sample1": [2, 2], "sample2": [3, 3], "best": 0, "note": "extra"},
-    ]
-
-
-def read(path: Path, rows, vocab_size: int = 10, meta=None) -> label_files.Labels:
-    write(path, rows if isinstance(rows, str | bytes) else json.dumps(rows))
-    if meta is not None:
-        write(path.with_name("labels.meta.json"), meta if isinstance(meta, str) else json.dumps(meta))
-    return label_files.read_labels(str(path), LABEL_TASK, Vocabulary(vocab_size))
-
-
-@pytest.fixture
-def label_file(tmp_path):
-    return tmp_path / "labels.json"
-
-
-def test_a_file_of_texts_is_that_of_their_ids(label_file, monkeypatch):
-    """Each text is encoded on its own, and the longest gives the width. Only a query may be empty."""
-    monkeypatch.setattr(Vocabulary, "encode", lambda self, text, **_: [int(digit) for digit in text], raising=False)
-    texts = [
-        {"query": "123", "sample0": "45", "sample1": "6", "best": 1},
-        {"query": "", "sample0": "789", "sample1": "1", "best": 0},
-    ]
-    labels = read(label_file, texts)
-    assert labels.queries.tolist() == [[1, 2, 3], [10, 10, 10]]
-    assert labels.samples.tolist() == [[[4, 5, 10], [6, 10, 10]], [[7, 8, 9], [1, 10, 10]]]
-    assert labels.targets.tolist() == [1, 0] and labels.held_out == 2
-    assert read(label_file, texts, meta={"held_out": 1}).held_out == 1
-    for row, key, value in [(0, "sample1", ""), (1, "sample0", [7]), (1, "query", None), (1, "query", "\ud800")]:
-        message = error_line(read, label_file, [*texts[:row], texts[row] | {key: value}, *texts[row + 1 :]])
-        assert f"row {row} " in message and key in message
-    assert "held_out is 0" in error_line(read, label_file, texts, 10, {"held_out": 0})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"score": 1.0, "sample0": [1, 2], "sample1": [1, 2]},
-        {"difference": 1.0, "sample": [1, 2]},
-        {"difference": 1.0, "sample0": [1, 2], "sample1": [1, 2], "sample2": [1, 2]},
-        {"sample0": [1, 2], "sample1": [1, 2]},
-    ],
-)
-def test_a_kind_of_label_with_the_samples_of_another_is_refused(label_file, wrong):
-    assert "row 0 has" in error_line(read, label_file, [{"query": [1, 2, 3]} | wrong])
-
-
-@pytest.mark.parametrize(("vocab_size", "meta"), [(10, {"vocab_size": 11}), (60_000, None), (60_000, {})])
-def test_labels_of_another_tokenizer_are_refused(label_file, vocab_size, meta):
-    message = error_line(read, label_file, label_rows(), vocab_size, meta)
-    assert str(label_file) in message
-    assert str(vocab_size) in message
-    assert "11" in message or "50257" in message
-
-
-def test_a_large_vocabulary_names_its_padding(label_file):
-    """Since 50259 is one of its tokens, and may stand in a text."""
-    rows = [{"query": [1, 50259, 60_003], "sample0": [50259, 3], "sample1": [4, 60_003], "best": 0}]
-    labels = read(label_file, rows, 60_003, {"vocab_size": 60_003, "padding_id": 60_003})
-    assert labels.queries.tolist() == [[1, 50259, 60_003]]
-    assert labels.samples.tolist() == [[[50259, 3], [4, 60_003]]]
-    rows = [{"query": [1, 2, -100], "sample0": [5, 3], "sample1": [4, -100], "best": 0}]
-    assert read(label_file, rows, 10, {"vocab_size": 10, "padding_id": -100}).queries.tolist() == [[1, 2, 10]]
-    for meta, padding in (({}, 50259), ({"padding_id": 7}, 7)):
-        message = error_line(read, label_file, rows, 60_003, {"vocab_size": 60_003, **meta})
-        assert f"its padding id {padding} is one of the tokenizer's 60003 ids" in message
-        assert 'labels.meta.json: "padding_id": 60003' in message
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "field"), [("query", [1, 2], "query_length is 3"), ("sample0", [1], "response_length is 2")]
-)
-def test_a_wrong_length_names_the_field(label_file, key, value, field):
-    message = error_line(read, label_file, [label_rows()[0] | {key: value}])
-    assert f"has {len(value)} ids in '{key}', but --task.{field}" in message
-
-
-@pytest.mark.parametrize("samples", [[], ["sample0"], ["sample0", "sample2"], ["sample1", "sample2"]])
-def test_samples_must_be_numbered_from_zero(label_file, samples):
-    row = {"query": [1, 2, 3], "best": 0} | {sample: [1, 2] for sample in samples}
-    assert "it needs sample0, sample1" in error_line(read, label_file, [row])
-
 
 @pytest.mark.parametrize("name", ["sentiment/no_such_file.json", "no_such_file.json", "/no/such/file.json"])
 def test_a_missing_label_file_says_what_to_do(connections, name):
-    message = error_line(label_files.read_labels, name, LABEL_TASK, Vocabulary(10))
+    message = error_line(label_files.find_label_file, name, "dummy")
     assert f"--label_dataset {name}" in message
     for advice in ("path", "--preset tales"):
         assert advice in message

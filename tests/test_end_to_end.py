@@ -11,8 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.run
-from processes import OFFLINE, SCRIPTS, launch, start_together
-from runs import both_arguments, metrics_of, only, policy_arguments, samples_of, world_arguments
+from processes import OFFLINE, SCRIPTS, launch
+from runs import (
+    both_arguments,
+    interrupt,
+    meta_of,
+    metrics_of,
+    only,
+    policy_arguments,
+    rows_of,
+    samples_of,
+    world_arguments,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -39,7 +49,7 @@ def both_run(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_run_leaves_what_the_readme_says(both_run: Path) -> None:
     for kind, steps in (("reward", 5), ("policy", 4)):
         run = only(both_run, f"runs/train_{kind}__tales__1__*")
-        meta = json.loads((run / "meta.json").read_text())
+        meta = meta_of(run)
         assert meta["finished"] and meta["num_processes"] == 1 and meta["args"]["seed"] == 1
         assert meta["script"] == f"train_{kind}"
         assert str(both_run) not in json.dumps(meta)  # it may be moved, and shown
@@ -100,7 +110,7 @@ def test_the_summary_names_what_was_learned_and_where_it_lies(both_run: Path) ->
 
 
 def held_out_queries(policy_run: Path) -> list[str]:
-    return [json.loads(line)["query"] for line in (policy_run / "comparison.jsonl").read_text().splitlines()]
+    return [row["query"] for row in rows_of(policy_run / "comparison.jsonl")]
 
 
 def test_the_summary_is_about_queries_that_were_held_out(both_run: Path, tiny_world: Path) -> None:
@@ -135,7 +145,7 @@ def test_torchrun_with_two_processes_gives_the_run_of_one(both_run: Path, tiny_w
     assert result.status == 0, result.stdout + result.stderr
     for kind in ("reward", "policy"):
         one, two = only(both_run, f"runs/train_{kind}__*"), only(tmp_path, f"runs/train_{kind}__*")
-        assert json.loads((two / "meta.json").read_text())["num_processes"] == 2
+        assert meta_of(two)["num_processes"] == 2
         for row_of_one, row_of_two in zip(metrics_of(one), metrics_of(two), strict=True):
             assert row_of_two == pytest.approx(row_of_one, rel=1e-4, abs=1e-6)
     for sample_of_one, sample_of_two in zip(samples_of(one), samples_of(two), strict=True):
@@ -155,28 +165,23 @@ def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tmp_path:
     run_script("sample.py", "--policy", str(only(tmp_path, "models/*/policy")), folder=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["runs", "moved"])
-def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path, name: str) -> None:
+def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path) -> None:
     """As if it had been cut off in the reward stage, before the policy's run began.
 
     Runs that were moved to a folder of another name than runs keep their models in it.
     """
-    there, here = tmp_path / "there", tmp_path / "here"
-    shutil.copytree(both_run, there)
+    there, here = shutil.copytree(both_run, tmp_path / "there"), tmp_path / "here"
     here.mkdir()
-    (there / "runs").rename(there / name)
-    run, policy_run = only(there, f"{name}/train_reward__*"), only(there, f"{name}/train_policy__*")
+    (there / "runs").rename(there / "moved")
+    run, policy_run = only(there, "moved/train_reward__*"), only(there, "moved/train_policy__*")
     expected = metrics_of(policy_run)
     shutil.rmtree(policy_run)
     shutil.rmtree(there / "models")
-    shutil.rmtree(run / "checkpoints" / "5")
-    meta = json.loads((run / "meta.json").read_text())
-    (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
+    interrupt(run)
     printed = run_script("train_both.py", "--resume", str(run), folder=here)
     assert metrics_of(policy_run) == expected and f"learning curves  {policy_run}/learning_curves.png" in printed
-    models = "models" if name == "runs" else f"{name}/models"
-    assert only(there, f"{models}/train_policy__*/policy") and not list(here.iterdir())
-    assert {path.name for path in there.iterdir()} == {name, models.split("/")[0], "stdout"}
+    assert only(there, "moved/models/train_policy__*/policy") and not list(here.iterdir())
+    assert {path.name for path in there.iterdir()} == {"moved", "stdout"}
 
 
 def test_runs_may_be_a_link_to_another_disk(both_run: Path, tmp_path: Path) -> None:
@@ -188,10 +193,8 @@ def test_runs_may_be_a_link_to_another_disk(both_run: Path, tmp_path: Path) -> N
     shutil.move(work / "runs", disk)
     (work / "runs").symlink_to(disk / "runs")
     run = only(work, "runs/train_policy__*")
-    shutil.rmtree(run / "checkpoints" / "4")
+    interrupt(run)
     shutil.rmtree(only(work, "models/train_policy__*"))
-    meta = json.loads((run / "meta.json").read_text())
-    (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
     run_script("train_both.py", "--resume", f"runs/{run.name}", folder=work)
     expected = only(both_run, "runs/train_policy__*")
     assert metrics_of(run) == metrics_of(expected) and samples_of(run) == samples_of(expected)
@@ -245,11 +248,11 @@ def test_a_run_goes_on_elsewhere_with_what_it_began_with(tiny_reward: Path, else
     flags = "--preset tales --base_model m --task.query_dataset texts.txt --rewards.trained_model models/a/reward"
     run_script("train_policy.py", *flags.split(), *policy_arguments(), folder=there)
     run = only(there, "runs/*")
-    metrics, results = metrics_of(run), json.loads((run / "meta.json").read_text())["results"]
+    metrics, results = metrics_of(run), meta_of(run)["results"]
     assert results["skipped_queries"] > 10
     shutil.rmtree(run / "checkpoints" / "4")
     run_script("train_policy.py", "--resume", f"../there/runs/{run.name}", folder=here)
-    meta = json.loads((run / "meta.json").read_text())
+    meta = meta_of(run)
     assert metrics_of(run) == metrics and meta["results"] == results
     assert meta["args"]["base_model"] == "m" and sorted(path.name for path in here.iterdir()) == ["m", "texts.txt"]
 
@@ -278,45 +281,28 @@ def length(queries, responses):
 """
 
 
-def test_a_function_that_changes_the_folder_does_not_split_the_run(tiny_world: Path, tmp_path: Path) -> None:
+def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_path: Path) -> None:
+    """Although it changes the current folder, the run is in one place."""
     (tmp_path / "mine.py").write_text(CHANGES_FOLDER)
     arguments = [*world_arguments(tiny_world), "--rewards.function", "mine:length", *policy_arguments()]
-    run_script("train_policy.py", *arguments, folder=tmp_path)
+    arguments += ["--rewards.monitor", "mine:length", "--dtype", "bfloat16", "--track"]
+    run_script("train_policy.py", *arguments, folder=tmp_path, pictures=True)
     assert not list((tmp_path / "elsewhere").iterdir())
     run = only(tmp_path, "runs/*")
-    assert json.loads((run / "meta.json").read_text())["finished"] and samples_of(run)
+    for row in metrics_of(run):
+        assert row["objective/length"] == pytest.approx(row["objective/function_score"], rel=1e-5)
+        assert row["objective/length"] > 10
+        assert row["ppo/val/ratio"] == pytest.approx(1, abs=0.2)
+    assert meta_of(run)["finished"] and samples_of(run) and list(run.glob("wandb/offline-run-*"))
     assert {path.name for path in run.iterdir()} >= {"checkpoints", "learning_curves.png", "metrics.csv"}
     assert only(tmp_path, "models/*/policy/model.safetensors")
-
-
-FAILS_ALONE = """
-import os
-
-if os.environ["RANK"] == "1":
-    raise RuntimeError("no licence on this node")
-
-def length(queries, responses):
-    return [0.0] * len(responses)
-"""
-
-
-def test_what_only_another_process_meets_is_said(tiny_world: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(FAILS_ALONE)
-    arguments = [*world_arguments(tiny_world), "--rewards.function", "mine:length", *policy_arguments()]
-    first, second = start_together(2, "train_policy.py", *arguments, folder=tmp_path)
-    result = second.wait(60)
-    first.process.kill()  # as the launcher would
-    assert result.status == 2
-    what = "--rewards.function mine:length: mine could not be imported: RuntimeError: no licence on this node"
-    said = f"error on process 1: {what}"
-    assert result.stderr.splitlines()[-1].startswith(said)
 
 
 def test_sample_prints_and_writes_a_comparison(both_run: Path) -> None:
     policy = str(only(both_run, "models/train_policy__*/policy"))
     sample = ("--policy", policy)
     run_script("sample.py", *sample, "--n", "3", "--out", "rows.jsonl", folder=both_run)
-    rows = [json.loads(line) for line in (both_run / "rows.jsonl").read_text().splitlines()]
+    rows = rows_of(both_run / "rows.jsonl")
     assert len(rows) == 3
     numbers = [f"{name} {number}" for name in ("base", "policy") for number in ("score", "gold", "log-prob")]
     columns = ("query", "base", "policy", *numbers, "kl")
@@ -335,26 +321,8 @@ def test_sample_calls_a_users_monitor_by_its_name(both_run: Path, tmp_path: Path
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
     rows = sample.sample(sample.Args(policy=str(policy), n=2, trust_remote_code=True))
     assert all(row["base words"] == row["policy words"] == 2.0 and "base gold" not in row for row in rows)
-    metas = (
-        json.loads(only(tmp_path, f"runs/train_{kind}__*/meta.json").read_text()) for kind in ("reward", "policy")
-    )
+    metas = (meta_of(only(tmp_path, f"runs/train_{kind}__*")) for kind in ("reward", "policy"))
     assert "The function words, which PPO never saw, went from +2.00 to +2.00." in train_both.summary(rows, *metas)
-
-
-def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_rewards.py").write_text(
-        "def length(queries, responses):\n    return [float(len(text)) for text in responses]\n"
-    )
-    functions = "--rewards.function my_rewards:length --rewards.monitor my_rewards:length"
-    sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.whiten_groups 2"
-    sizes += " --rewards.normalize_samples 16 --dtype bfloat16 --track"
-    arguments = [*world_arguments(tiny_world), *f"{functions} {sizes}".split()]
-    run_script("train_policy.py", *arguments, folder=tmp_path, pictures=True)
-    (row,) = metrics_of(only(tmp_path, "runs/*"))
-    assert row["objective/length"] == pytest.approx(row["objective/function_score"], rel=1e-5)
-    assert row["objective/length"] > 10
-    assert row["ppo/val/ratio"] == pytest.approx(1, abs=0.2)
-    assert list(tmp_path.glob("runs/*/wandb/offline-run-*"))
 
 
 def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path) -> None:

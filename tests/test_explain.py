@@ -154,23 +154,11 @@ MISTAKES = {  # in the text of derivation.js
     "one lambda for both": ("critic", "[lam, criticLam]", "[lam, lam]"),
     "a fixed lambda": ("critic", "policyLam(s.lam, s.lam_alpha, valued.length)", "s.lam"),
     "the usual targets in pretraining": ("pretraining", "Number.isNaN(recorded) ? ", "true ? "),
-    "divided by the deviation": (
-        "maxrl",
-        "(total - mean) / (mean + 1e-6)",
-        "(total - mean) / groupDeviation(totals)",
-    ),
-    "value after the end": (
-        "1",
-        "t + 1 < values.length ? values[t + 1] : 0",
-        "values[Math.min(t + 1, values.length - 1)]",
-    ),
+    "divided by the deviation": ("maxrl", "/ (mean + 1e-6)", "/ groupDeviation(totals)"),
+    "value after the end": ("1", "t + 1 < values.length ? values[t + 1] : 0", "values[t + 1] ?? values[t]"),
     "score on the first token": ("1", "t === last ? found.score", "t === 0 ? found.score"),
     "whitening without its mean": ("1", "(x - shared.advantage_mean)", "x"),
-    "a mask shifted by one": (
-        "2",
-        "tokens[name].map(Boolean)",
-        "tokens[name].map((_, t, row) => Boolean(row[t + 1]))",
-    ),
+    "a mask shifted by one": ("2", "tokens[name].map(Boolean)", "[...tokens[name].slice(1), 0].map(Boolean)"),
     "a biased deviation": ("grpo", "Math.max(totals.length - 1, 1)", "totals.length"),
     "without leaving one out": ("rloo", "n / (n - 1) * ", ""),
     "a weight that is forgotten": ("gdpo", "weight * scaled[", "scaled["),
@@ -197,14 +185,8 @@ def test_a_click_shows_where_a_number_comes_from(reported, opened):  # noqa: F81
     titles = box.locator(".line > b").all_inner_texts()
     wanted = ["log-prob", "log-prob, reference", "KL", "reward", "whitened reward", "value", "temporal difference"]
     wanted += ["advantage", "return", "whitened advantage", "new log-prob", "ratio", "policy loss of the token"]
-    wanted += [
-        "gradient",
-        "share of the policy loss",
-        "new value",
-        "value loss of the token",
-        "share of the value loss",
-    ]
-    assert titles == [*wanted, "all epochs"]
+    wanted += ["gradient", "share of the policy loss", "new value", "value loss of the token"]
+    assert titles == [*wanted, "share of the value loss", "all epochs"]
     assert box.locator(".wrong").count() == 0 and box.locator(".same").count() == 4
     assert "train_policy.py" in box.inner_text() and "[D56]" in box.inner_text()
     line = box.locator(".line", has_text="temporal difference").locator(".filled").inner_text()
@@ -276,9 +258,8 @@ def test_the_digits_of_a_line_give_its_result(reported, opened):  # noqa: F811
             unit = 10.0 ** -len(result.partition(".")[2])
             largest = max(map(abs, map(float, re.findall(r"\d+(?:\.\d+)?", numbers))))
             assert "e" not in result and "e" not in numbers.replace("exp", "")
-            assert eval(text, {"exp": math.exp}) == pytest.approx(
-                float(result), abs=max(1.5 * unit, 2e-6 * largest)
-            ), (name, numbers, result)
+            near = pytest.approx(float(result), abs=max(1.5 * unit, 2e-6 * largest))
+            assert eval(text, {"exp": math.exp}) == near, (name, numbers, result)
             compared += 1
     assert compared > 1_500
 
@@ -303,9 +284,8 @@ def test_a_group_is_side_by_side(reported, opened):  # noqa: F811
     cards = page.locator(".response-card")
     assert cards.count() == len(group) == 4
     for i, card in zip(group, cards.all(), strict=True):
-        score, advantage = map(
-            float, re.findall(r"(?:score|advantage) (\S+?)(?:,|$)", card.locator("b").inner_text())
-        )
+        said = re.findall(r"(?:score|advantage) (\S+?)(?:,|$)", card.locator("b").inner_text())
+        score, advantage = map(float, said)
         tokens, mask = episodes[i]["tokens"], episodes[i]["tokens"]["mask"]
         assert score == pytest.approx(episodes[i]["numbers"]["scores"], abs=5e-4)
         kept = [x for x, counts in zip(tokens["advantages"], mask, strict=True) if counts]
@@ -318,13 +298,10 @@ def test_a_group_is_side_by_side(reported, opened):  # noqa: F811
 
 
 def test_without_a_penalty_no_text_speaks_of_one(reported, opened):  # noqa: F811
-    for name, coefficient in {"maxrl": 0, "gae": 0.1}.items():
+    for name, pays in {"maxrl": False, "gae": True}.items():
         panel = opened(reported(name)).locator("#lines").inner_text()
-        assert ("The reward penalises it" in panel, "does not penalise it" in panel) == (
-            coefficient > 0,
-            coefficient == 0,
-        )
-        assert ("pays for it" in panel) == (coefficient > 0)
+        assert ("The reward penalises it" in panel) == ("pays for it" in panel) == pays
+        assert ("does not penalise it" in panel) == (not pays)
 
 
 # ---- What if? --------------------------------------------------------------------------------------------------
@@ -346,11 +323,9 @@ def invented(seed: int) -> dict[str, torch.Tensor]:
     """A batch of chapter 3 in float64: eight responses of at most nine tokens, in two groups."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: torch.randn(8, 9, generator=generator).double() for name in ("logprobs", "values", "new_values")}
-    near = {
-        name: drawn["logprobs"] + 0.4 * torch.randn(8, 9, generator=generator).double() for name in ("ref", "new")
-    }
-    lengths = torch.randint(1, 10, (8, 1), generator=generator)
-    drawn |= {"ref_logprobs": near["ref"], "new_logprobs": near["new"], "scored": torch.arange(9) < lengths}
+    for name in ("ref_logprobs", "new_logprobs"):
+        drawn[name] = drawn["logprobs"] + 0.4 * torch.randn(8, 9, generator=generator).double()
+    drawn["scored"] = torch.arange(9) < torch.randint(1, 10, (8, 1), generator=generator)
     drawn |= {"scores": torch.randint(0, 3, (8,), generator=generator).double(), "groups": torch.arange(8) // 4}
     return drawn | {"baselines": torch.rand(8, generator=generator).double()}
 
@@ -398,19 +373,25 @@ def with_tensors(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]
     return found
 
 
+SETTINGS = derivation.settings_of({"ppo": {"cliprange_value": 0.2, "cliprange_low": None}}, "rlvr_policy")
+SETTINGS |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None}
+
+
+def check_what_if(
+    page, episodes: list[dict], settings: dict, changes: dict, expected: dict[str, torch.Tensor]
+) -> None:
+    """The page computes these numbers of the episodes with other settings than those of the run."""
+    for i, row in enumerate(page.evaluate("([...told]) => whatIf(...told)", [episodes, settings, changes, 0])):
+        for name, tensor in expected.items():
+            wanted = tensor[i, : len(row[name])].tolist()
+            assert list(map(float, row[name])) == pytest.approx(wanted, rel=1e-6, abs=1e-6), (changes, name, i)
+
+
 def test_what_if_computes_what_the_scripts_compute(reported, opened):  # noqa: F811
-    page = opened(reported("gae"))
-    settings = derivation.settings_of({"ppo": {"cliprange_value": 0.2, "cliprange_low": None}}, "rlvr_policy")
-    settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None}
-    settings["sources"] = {"verifier": 1.0, "format": 0.5}
+    page, settings = opened(reported("gae")), SETTINGS | {"sources": {"verifier": 1.0, "format": 0.5}}
     for changes, seed in itertools.product(CHANGES, range(3)):
         x = invented(seed)
-        theirs = page.evaluate("([...told]) => whatIf(...told)", [episodes_of(x), settings, changes, 0])
-        for name, expected in with_tensors(x, settings | changes).items():
-            for i, row in enumerate(theirs):
-                wanted = expected[i, : len(row[name])].tolist()
-                found = list(map(float, row[name]))
-                assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6), (changes, seed, name, i)
+        check_what_if(page, episodes_of(x), settings, changes, with_tensors(x, settings | changes))
 
 
 def test_what_if_keeps_the_lambda_of_value_pretraining_and_shows_no_slider_without_effect(reported, opened):  # noqa: F811
@@ -422,16 +403,10 @@ def test_what_if_keeps_the_lambda_of_value_pretraining_and_shows_no_slider_witho
         page.locator(f"#what-{name}").press("Home")
         assert changed in page.locator("#compared th").all_inner_texts()
         page.get_by_role("button", name="as in the run").click()
-    settings = derivation.settings_of({"ppo": {"cliprange_low": None}}, "rlvr_policy")
-    settings |= {"gamma": 1.0, "lam": 0.95, "high": 0.2, "kl_coef": 0.2, "dual_clip": None, "cliprange_value": 0.2}
-    told = [episodes_of(x, critic_lam=1.0), settings, {"lam": 0.3}, 0]
-    theirs = page.evaluate("([...told]) => whatIf(...told)", told)
-    expected = with_tensors(x, settings | {"lam": 0.3, "critic_lam": 1.0})
-    for name in ("returns", "advantages"):
-        for i, row in enumerate(theirs):
-            assert row[name] == pytest.approx(expected[name][i, : len(row[name])].tolist(), rel=1e-6, abs=1e-6)
+    expected = with_tensors(x, SETTINGS | {"lam": 0.3, "critic_lam": 1.0})
+    check_what_if(page, episodes_of(x, critic_lam=1.0), SETTINGS, {"lam": 0.3}, expected)
     found = {"valued": [True, False, False, True, False], "deltas": [1, 0, 0, 2, 0]}
-    following = page.evaluate("([...told]) => [0, 3].map(t => numbersOf(...told, t).next_deltas)", [found, settings])
+    following = page.evaluate("([...told]) => [0, 3].map(t => numbersOf(...told, t).next_deltas)", [found, SETTINGS])
     assert following == [2, 0]
 
 
@@ -441,14 +416,11 @@ def test_what_if_computes_chapter_1(reported, opened):  # noqa: F811
     for rewards_too, seed in itertools.product([True, False], range(3)):
         x, changes = invented(seed), {"gamma": 0.8, "lam": 0.6, "kl_coef": 0.5, "whiten_rewards": rewards_too}
         x["scored"] = torch.ones_like(x["scored"])
-        told = [episodes_of(x, critic_lam=1.0), settings, changes, 0]
-        theirs = page.evaluate("([...told]) => whatIf(...told)", told)
         rewards, _, _ = train_policy.compute_rewards(x["scores"], x["logprobs"], x["ref_logprobs"], 0.5)
         ppo_args = train_policy.PpoArgs(gamma=0.8, lam=0.6, whiten_rewards=rewards_too)
         [advantages], [returns] = train_policy.group_advantages(rewards[None], x["values"][None], ppo_args)
-        for name, expected in {"advantages": advantages, "returns": returns, "rewards": rewards}.items():
-            for i, row in enumerate(theirs):
-                assert row[name] == pytest.approx(expected[i].tolist(), rel=1e-6, abs=1e-6), (rewards_too, seed, i)
+        expected = {"advantages": advantages, "returns": returns, "rewards": rewards}
+        check_what_if(page, episodes_of(x, critic_lam=1.0), settings, changes, expected)
 
 
 def test_without_changes_what_if_shows_the_recorded_numbers(reported, opened):  # noqa: F811

@@ -3,16 +3,23 @@
 Each fault leaves the last good checkpoint and one clear line. soak.py has kill -9.
 """
 
-import json
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from processes import SCRIPTS, Launched, Result, launch, launch_together, start_together
-from runs import both_arguments, metrics_of, only, policy_arguments, reward_arguments, samples_of, world_arguments
+from runs import (
+    both_arguments,
+    interrupt,
+    meta_of,
+    metrics_of,
+    only,
+    policy_arguments,
+    samples_of,
+    world_arguments,
+)
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -25,6 +32,11 @@ def error_line(result: Result) -> str:
     (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")
     return line
+
+
+def limited(size: int, script: str, *arguments: str, folder: Path) -> str:
+    """The error line of a script without root's rights, whose files may grow to so many bytes; 0: to any size."""
+    return error_line(launch(LIMITED, str(size), str(SCRIPTS / script), *arguments, folder=folder))
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -60,16 +72,17 @@ def policy_run(tiny_world: Path, tiny_reward: Path, tmp_path_factory: pytest.Tem
 @pytest.fixture
 def cut_off(policy_run: Path, tmp_path: Path) -> Path:
     """A copy of that run as if it had been cut off in its third update, after the checkpoint of the second."""
-    run = tmp_path / "runs" / policy_run.name
-    shutil.copytree(policy_run, run)
-    shutil.rmtree(run / "checkpoints" / "4")
-    meta = json.loads((run / "meta.json").read_text())
-    (run / "meta.json").write_text(json.dumps(meta | {"finished": False}))
+    run = shutil.copytree(policy_run, tmp_path / "runs" / policy_run.name)
+    interrupt(run)
     return run
 
 
 def resume(run: Path, *arguments: str, **environment: str) -> Result:
     return launch("train_policy.py", "--resume", str(run), *arguments, folder=run.parent.parent, **environment)
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run.parent.parent / "models" / run.name / "policy/model.safetensors")
 
 
 def check_goes_on(run: Path, undisturbed: Path) -> None:
@@ -78,14 +91,10 @@ def check_goes_on(run: Path, undisturbed: Path) -> None:
     assert result.status == 0, result.stderr
     assert metrics_of(run) == metrics_of(undisturbed)
     assert samples_of(run) == samples_of(undisturbed)
-    weights = [
-        load_file(folder.parent.parent / "models" / folder.name / "policy/model.safetensors")
-        for folder in (run, undisturbed)
-    ]
-    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    assert_close(weights_of(run), weights_of(undisturbed), rtol=0, atol=0)
 
 
-# ---- SIGTERM and Ctrl-C ----------------------------------------------------------------------------------------
+# ---- SIGTERM and a second writer -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -96,8 +105,10 @@ def arguments(tiny_world: Path, tiny_reward: Path) -> list[str]:
 
 
 def test_sigterm_saves_a_checkpoint_and_ends(arguments, tmp_path):
+    """Until then no other process resumes the run."""
     launched = Launched("train_policy.py", *arguments, folder=tmp_path)
     run = wait_for_rows(launched, "runs/*", 2, tmp_path)
+    assert "is in use: another process is writing to it" in error_line(resume(run))
     launched.process.terminate()
     result = launched.wait(60)
     assert result.status == 0 and "Traceback" not in result.stderr
@@ -105,7 +116,7 @@ def test_sigterm_saves_a_checkpoint_and_ends(arguments, tmp_path):
     stopped = f"stopped by SIGTERM after step {step}, with a checkpoint"
     assert f"{stopped}; resume with --resume runs/{run.name}" in result.stdout
     assert len(metrics_of(run)) == step < 1000
-    assert not json.loads((run / "meta.json").read_text())["finished"]
+    assert not meta_of(run)["finished"]
     assert not (tmp_path / "models").exists()
 
     shorter = str(16 * (step + 1))  # one update more; it has the learning rate of the shorter run
@@ -128,6 +139,7 @@ def test_sigterm_to_one_of_two_processes_stops_both(arguments, tmp_path):
 
 
 def test_sigterm_stops_a_joint_run_in_its_first_stage(tiny_world, tmp_path):
+    """Resumed, it comes to its end; and once it has finished, it goes on with more episodes."""
     many_steps = ("--reward.num_train", "64", "--reward.batch_size", "1")
     launched = Launched("train_both.py", *both_arguments(tiny_world), *many_steps, folder=tmp_path)
     run = wait_for_rows(launched, "runs/train_reward__*", 1, tmp_path)
@@ -135,88 +147,59 @@ def test_sigterm_stops_a_joint_run_in_its_first_stage(tiny_world, tmp_path):
     result = launched.wait(60)
     assert result.status == 0 and "stopped by SIGTERM" in result.stdout
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.name]
+    assert len(metrics_of(run)) == checkpoints(run)[-1] < 64
     result = launch("train_both.py", "--resume", str(run), folder=tmp_path)
     assert result.status == 0, result.stderr
     assert len(metrics_of(run)) == 64 and only(tmp_path, "models/train_policy__*/policy")
-
-
-def test_ctrl_c_says_how_to_go_on(arguments, tmp_path):
-    launched = Launched("train_policy.py", *arguments, folder=tmp_path)
-    run = wait_for_rows(launched, "runs/*", 1, tmp_path)
-    os.kill(launched.process.pid, signal.SIGINT)
-    result = launched.wait(60)
-    assert result.status == 130
-    assert result.stderr.strip() == f"error: interrupted; resume with --resume runs/{run.name}"
-
-
-# ---- Two writers -----------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_is_being_written_is_not_resumed(arguments, tmp_path):
-    launched = Launched("train_policy.py", *arguments, folder=tmp_path)
-    run = wait_for_rows(launched, "runs/*", 1, tmp_path)
-    assert "is in use: another process is writing to it" in error_line(resume(run))
-    launched.process.terminate()
-    assert launched.wait(60).status == 0
-    assert [row["step"] for row in metrics_of(run)] == list(range(checkpoints(run)[-1]))
+    run, stage = only(tmp_path, "runs/train_policy__*"), files_below(run)
+    rows = metrics_of(run)
+    result = launch("train_both.py", "--resume", str(run), "--policy.ppo.total_episodes", "80", folder=tmp_path)
+    assert result.status == 0, result.stderr
+    assert metrics_of(run)[:4] == rows and [row["step"] for row in metrics_of(run)] == list(range(5))
+    assert metrics_of(run)[4]["ppo/lr"] == pytest.approx(2e-4 / 5)
+    assert files_below(only(tmp_path, "runs/train_reward__*")) == stage
 
 
 # ---- Disks -----------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk(cut_off, policy_run):
-    """A file may grow to 150 kB; the tensors of the checkpoint are larger, everything else is smaller."""
-    command = ("150000", str(SCRIPTS / "train_policy.py"), "--resume", str(cut_off))
-    line = error_line(launch(LIMITED, *command, folder=cut_off.parent.parent))
+    """At first nothing else fits either. Then the folder, or that of the checkpoints, is read-only. Then a file may
+    grow to 150 kB: the tensors of the checkpoint are larger, everything else is smaller.
+    """
+    resumed, folder = ("train_policy.py", "--resume", str(cut_off)), cut_off.parent.parent
+    for size in (1_000, 10_000):
+        assert "File too large" in limited(size, *resumed, folder=folder)
+        assert checkpoints(cut_off) == [2]
+    before = files_below(cut_off)
+    for which in (".", "checkpoints"):
+        (cut_off / which).chmod(0o555)
+        line = limited(0, *resumed, folder=folder)
+        (cut_off / which).chmod(0o755)
+        assert "Permission denied" in line and checkpoints(cut_off) == [2]
+        assert which == "checkpoints" or files_below(cut_off) == before
+    line = limited(150_000, *resumed, folder=folder)
     assert "the checkpoint of step 4 cannot be written" in line and "those before it are kept" in line
-    assert checkpoints(cut_off) == [2]
-    check_goes_on(cut_off, policy_run)
-
-
-@pytest.mark.parametrize("size", ["1000", "10000"])
-def test_a_disk_that_is_full_at_once(cut_off, policy_run, size):
-    command = (size, str(SCRIPTS / "train_policy.py"), "--resume", str(cut_off))
-    assert "File too large" in error_line(launch(LIMITED, *command, folder=cut_off.parent.parent))
     assert checkpoints(cut_off) == [2]
     check_goes_on(cut_off, policy_run)
 
 
 def test_a_model_that_does_not_fit_on_the_disk(policy_run, tmp_path):
     """The run is at its end, and all checkpoints are written; the file of the model's weights is too large."""
-    run = tmp_path / "runs" / policy_run.name
-    shutil.copytree(policy_run, run)
+    run = shutil.copytree(policy_run, tmp_path / "runs" / policy_run.name)
     size = (policy_run.parent.parent / "models" / policy_run.name / "policy/model.safetensors").stat().st_size
-    command = (str(size - 1), str(SCRIPTS / "train_policy.py"), "--resume", str(run))
-    assert "writing failed" in error_line(launch(LIMITED, *command, folder=tmp_path))
+    assert "writing failed" in limited(size - 1, "train_policy.py", "--resume", str(run), folder=tmp_path)
     assert checkpoints(run) == [2, 4]
     check_goes_on(run, policy_run)
 
 
-def test_a_new_run_on_a_full_disk(arguments, tmp_path):
-    command = ("1000", str(SCRIPTS / "train_policy.py"), *arguments)
-    assert "File too large" in error_line(launch(LIMITED, *command, folder=tmp_path))
-
-
-def test_a_read_only_folder(arguments, tmp_path):
+def test_a_new_run_that_cannot_write(arguments, tmp_path):
     tmp_path.chmod(0o555)
-    line = error_line(launch(LIMITED, "0", str(SCRIPTS / "train_policy.py"), *arguments, folder=tmp_path))
+    line = limited(0, "train_policy.py", *arguments, folder=tmp_path)
     tmp_path.chmod(0o755)
     assert "runs" in line and "Permission denied" in line
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("which", [".", "checkpoints"])
-def test_a_run_whose_folder_became_read_only(cut_off, policy_run, which):
-    before = files_below(cut_off)
-    (cut_off / which).chmod(0o555)
-    command = ("0", str(SCRIPTS / "train_policy.py"), "--resume", str(cut_off))
-    line = error_line(launch(LIMITED, *command, folder=cut_off.parent.parent))
-    (cut_off / which).chmod(0o755)
-    assert "Permission denied" in line
-    assert checkpoints(cut_off) == [2]
-    if which == ".":
-        assert files_below(cut_off) == before
-    check_goes_on(cut_off, policy_run)
+    assert "File too large" in limited(1_000, "train_policy.py", *arguments, folder=tmp_path)
 
 
 # ---- Going on with something else ------------------------------------------------------------------------------
@@ -231,25 +214,6 @@ def test_what_may_change_is_named(cut_off, policy_run):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_finished_run_goes_on_if_it_shall_be_longer(policy_run, tmp_path):
-    run = tmp_path / "runs" / policy_run.name
-    shutil.copytree(policy_run, run)
-    result = resume(run, "--ppo.total_episodes", "96")
-    assert result.status == 0, result.stderr
-    rows = metrics_of(run)
-    assert rows[:4] == metrics_of(policy_run) and [row["step"] for row in rows] == list(range(6))
-    assert rows[5]["ppo/lr"] == pytest.approx(2e-4 / 6)
-
-
-def test_a_joint_run_becomes_longer(tiny_world, tmp_path):
-    result = launch("train_both.py", *both_arguments(tiny_world), folder=tmp_path)
-    assert result.status == 0, result.stderr
-    run = only(tmp_path, "runs/train_policy__*")
-    result = launch("train_both.py", "--resume", str(run), "--policy.ppo.total_episodes", "80", folder=tmp_path)
-    assert result.status == 0, result.stderr
-    assert len(metrics_of(run)) == 5 and len(metrics_of(only(tmp_path, "runs/train_reward__*"))) == 5
-
-
 def test_two_processes_go_on_as_one_and_one_as_two(cut_off, policy_run, tiny_world, tiny_reward, tmp_path):
     arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
     folder = tmp_path / "two"
@@ -262,34 +226,7 @@ def test_two_processes_go_on_as_one_and_one_as_two(cut_off, policy_run, tiny_wor
     results = launch_together(2, "train_policy.py", "--resume", str(cut_off), folder=tmp_path)
     assert [result.status for result in results] == [0, 0], results
     for resumed, processes in ((run, 1), (cut_off, 2)):
-        assert json.loads((resumed / "meta.json").read_text())["num_processes"] == processes
+        assert meta_of(resumed)["num_processes"] == processes
         for row, expected in zip(metrics_of(resumed), metrics_of(policy_run), strict=True):
             assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        weights, expected = (
-            load_file(path.parent.parent / "models" / path.name / "policy/model.safetensors")
-            for path in (resumed, policy_run)
-        )
-        assert_close(weights, expected, rtol=0, atol=1e-5)
-
-
-def test_the_reward_trainer_survives_the_same(tiny_world, tmp_path):
-    """A signal, a second writer, a full disk, and it goes on to the numbers of an undisturbed run."""
-    many_steps = ("--num_train", "64", "--batch_size", "1")
-    arguments = [*world_arguments(tiny_world), *reward_arguments(tiny_world), *many_steps]
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "disturbed"
-    for path in (undisturbed, folder):
-        path.mkdir()
-    assert launch("train_reward.py", *arguments, folder=undisturbed).status == 0
-    launched = Launched("train_reward.py", *arguments, folder=folder)
-    run = wait_for_rows(launched, "runs/*", 1, folder)
-    launched.process.terminate()
-    result = launched.wait(60)
-    assert result.status == 0 and "stopped by SIGTERM" in result.stdout, result.stderr
-    step = checkpoints(run)[-1]
-    command = ("150000", str(SCRIPTS / "train_reward.py"), "--resume", str(run))
-    assert "cannot be written" in error_line(launch(LIMITED, *command, folder=folder))
-    assert checkpoints(run)[-1] == step < 64
-    assert launch("train_reward.py", "--resume", str(run), folder=folder).status == 0
-    assert metrics_of(run) == metrics_of(only(undisturbed, "runs/*"))
-    heads = [load_file(only(path, "models/*/reward/reward_head.safetensors")) for path in (undisturbed, folder)]
-    assert all(heads[0][name].equal(heads[1][name]) for name in heads[0])
+        assert_close(weights_of(resumed), weights_of(policy_run), rtol=0, atol=1e-5)

@@ -168,7 +168,6 @@ def break_weights(folder: Path) -> None:
     "labels, label, damage, message",
     [
         (["NEGATIVE", "POSITIVE"], "", None, "2 labels, NEGATIVE, POSITIVE; .*: --rewards.label POSITIVE"),
-        (["NEGATIVE", "POSITIVE"], "GOOD", None, "--rewards.label GOOD: .* has the labels NEGATIVE, POSITIVE"),
         (["LABEL_0"], "GOOD", None, "--rewards.label GOOD: .* has the labels LABEL_0"),
         (
             ["LABEL_0"],
@@ -179,12 +178,6 @@ def break_weights(folder: Path) -> None:
         (["LABEL_0"], "", lambda folder: (folder / "config.json").write_text("{"), "its config.json cannot be read"),
         (["LABEL_0"], "", lambda folder: [file.unlink() for file in folder.glob("token*")], "has no tokenizer"),
         (["LABEL_0"], "", break_weights, "its weights lack score.weight"),
-        (
-            ["LABEL_0"],
-            "",
-            shutil.rmtree,
-            "no such folder; give models/<run>/reward, or the folder or the name on the",
-        ),
     ],
 )
 def test_what_is_no_reward_model_ends_in_one_line(tmp_path, tiny_tokenizer, labels, label, damage, message):

@@ -81,6 +81,11 @@ def spoil_one(value: float):
     return spoil
 
 
+def spoil_all(value: float):
+    """Multiply all numbers of a tensor, and its gradient, by a number."""
+    return lambda result: result * value
+
+
 def check_stopped(train, args, *names: str) -> None:
     """The run stops in the broken update and names these quantities; its checkpoints are good; it saves no model."""
     with pytest.raises(NumericalError) as caught:
@@ -96,40 +101,35 @@ def check_stopped(train, args, *names: str) -> None:
     assert not Path("models").exists()
 
 
-# what is broken: (module attribute, calls in one update, which of them, how, what is named)
-POLICY = {
-    "score": ("score", 1, 0, math.nan, ["objective/score"]),
-    "infinite score": ("score", 1, 0, math.inf, ["objective/score"]),
-    "KL": ("response_logprobs", 3, 0, -math.inf, ["objective/kl"]),  # of the reference, then of the policy
-    "policy loss": ("policy_loss", 2, 1, math.nan, ["ppo/loss/policy", "ppo/loss/total"]),
-    "value loss": ("value_loss", 2, 1, math.inf, ["ppo/loss/value", "ppo/loss/total"]),
-    "advantage": ("group_advantages", 2, 1, math.nan, ["ppo/loss/policy"]),
+# what is broken: (whose function, its name, calls in one update, which of them, how, what is named)
+UPDATES = {
+    "score": (train_policy.RewardModel, "forward", 1, 0, spoil_all(math.nan), ["objective/score"]),
+    # of the reference, then of the policy
+    "KL": (train_policy, "response_logprobs", 3, 0, spoil_one(-math.inf), ["objective/kl"]),
+    "policy loss": (train_policy, "policy_loss", 2, 1, spoil_one(math.nan), ["ppo/loss/policy", "ppo/loss/total"]),
+    "value loss": (train_policy, "value_loss", 2, 1, spoil_one(math.inf), ["ppo/loss/value", "ppo/loss/total"]),
+    "advantage": (train_policy, "group_advantages", 2, 1, spoil_one(math.nan), ["ppo/loss/policy"]),
+    # for the gradient, then for the statistics
+    "label's loss": (train_reward, "label_loss", 2, 0, spoil_all(math.inf), ["train/gradient_norm"]),
+    "label's score": (train_reward, "score_samples", 1, 0, spoil_one(math.nan), ["train/loss"]),
 }
 
 
-def break_scores(monkeypatch, call: int, spoil) -> None:
-    forward = breaks(train_policy.RewardModel.forward, call, spoil)
-    monkeypatch.setattr(train_policy.RewardModel, "forward", lambda *given, **named: forward(*given, **named))
-
-
-@pytest.mark.parametrize("what", POLICY)
-def test_policy(what, policy_args, monkeypatch):
-    name, calls, which, value, names = POLICY[what]
+@pytest.mark.parametrize("what", UPDATES)
+def test_update(what, request, monkeypatch):
+    holder, name, calls, which, spoil, names = UPDATES[what]
     call = BROKEN_UPDATE * calls + which
-    if name == "score":
-        break_scores(monkeypatch, call, lambda scores: torch.full_like(scores, value))
-    else:
-        monkeypatch.setattr(train_policy, name, breaks(getattr(train_policy, name), call, spoil_one(value)))
-    check_stopped(train_policy.train, policy_args, *names)
+    monkeypatch.setattr(holder, name, breaks(getattr(holder, name), call, spoil))
+    script, args = (train_reward, "reward_args") if holder is train_reward else (train_policy, "policy_args")
+    check_stopped(script.train, request.getfixturevalue(args), *names)
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_gradient_of_the_policy(epoch, policy_args, monkeypatch):
-    """In the last pass nothing but the gradient is broken; in the first, the loss after it is too."""
+def test_gradient_of_the_policy(policy_args, monkeypatch):
+    """In the last pass nothing but the gradient is broken."""
     averages = iter(range(1_000_000))
 
     def average_gradients(model):
-        if next(averages) == 2 * BROKEN_UPDATE + epoch:
+        if next(averages) == 2 * BROKEN_UPDATE + 1:
             model.value_head.weight.grad[0, 0] = math.nan
 
     monkeypatch.setattr(train_policy, "average_gradients", average_gradients)
@@ -138,44 +138,22 @@ def test_gradient_of_the_policy(epoch, policy_args, monkeypatch):
 
 def test_a_score_that_the_penalty_replaces_is_seen(policy_args, monkeypatch):
     """No response stops, so no score counts; one of them is not finite all the same."""
-    break_scores(monkeypatch, BROKEN_UPDATE, spoil_one(math.nan))
+    forward = train_policy.RewardModel.forward
+    monkeypatch.setattr(train_policy.RewardModel, "forward", breaks(forward, BROKEN_UPDATE, spoil_one(math.nan)))
     monkeypatch.setattr(train_policy, "has_stop", lambda responses, *_: torch.zeros(len(responses), dtype=torch.bool))
     check_stopped(train_policy.train, policy_args, "objective/raw_score")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_loss_of_the_reward_model(value, reward_args, monkeypatch):
-    broken = breaks(train_reward.label_loss, 2 * BROKEN_UPDATE, lambda loss: loss * value)
-    # of two calls in each step, one is for the gradient and one for the statistics
-    monkeypatch.setattr(train_reward, "label_loss", broken)
-    check_stopped(train_reward.train, reward_args, "train/gradient_norm")
-
-
-def test_scores_of_the_reward_model(reward_args, monkeypatch):
-    broken = breaks(train_reward.score_samples, BROKEN_UPDATE, spoil_one(math.nan))
-    monkeypatch.setattr(train_reward, "score_samples", broken)
-    check_stopped(train_reward.train, reward_args, "train/loss")
-
-
-def test_scores_to_normalise_on(reward_args, monkeypatch):
+@pytest.mark.parametrize("call, checkpoints", [(0, []), (1, ["3", "4"])])
+def test_scores_to_normalise_on(call, checkpoints, reward_args, monkeypatch):
     """Before training, nothing is saved; after it, the checkpoint of the last step stays."""
-    for call, checkpoints in ((0, []), (1, ["3", "4"])):
-        with monkeypatch.context() as patch, pytest.raises(NumericalError, match="mean nan"):
-            patch.setattr(train_reward, "gain_and_bias", breaks_argument(train_reward.gain_and_bias, call))
-            train_reward.train(dataclasses.replace(reward_args, exp_name=f"run{call}"))
-        run = only(Path("runs"), f"run{call}__*")
-        assert sorted(path.name for path in run.glob("checkpoints/*")) == checkpoints
-        assert not Path("models").exists()
-
-
-def breaks_argument(function, call: int):
-    """The function, but the first argument of its call of this number holds a nan."""
-    calls = iter(range(1_000_000))
-
-    def wrapper(scores, *arguments):
-        return function(spoil_one(math.nan)(scores) if next(calls) == call else scores, *arguments)
-
-    return wrapper
+    gain_and_bias, spoil = train_reward.gain_and_bias, breaks(torch.clone, call, spoil_one(math.nan))
+    monkeypatch.setattr(train_reward, "gain_and_bias", lambda scores, *scale: gain_and_bias(spoil(scores), *scale))
+    with pytest.raises(NumericalError, match="mean nan"):
+        train_reward.train(reward_args)
+    run = only(Path("runs"), "*")
+    assert sorted(path.name for path in run.glob("checkpoints/*")) == checkpoints
+    assert not Path("models").exists()
 
 
 @pytest.fixture
@@ -239,10 +217,3 @@ def test_json_holds_numbers_only():
     with pytest.raises(ValueError, match="JSON"):
         write_json(Path("a.json"), {"a": math.nan})
     assert json.loads(Path("a.json").read_text()) == {"a": 1.5}
-
-
-def test_without_a_broken_number_the_runs_end(policy_args, reward_args, sft_args, pair_args):
-    assert train_policy.train(policy_args).is_dir()
-    assert train_reward.train(reward_args).is_dir()
-    assert tldr_sft.train(sft_args).is_dir()
-    assert tldr_reward.train(pair_args).is_dir()

@@ -1,6 +1,6 @@
 """What pip installs: all libraries that are imported are declared; the constraints leave CUDA's packages to torch."""
 
-import ast
+import functools
 import re
 import runpy
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_house import needs
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,18 +25,14 @@ EXTRAS = {"ppo_rlhf": ["math", "async", "real", "judge", "gym", "trackio"], "ben
 EXTRAS["tests"] = ["math", "async", "real", "judge", "gym", "trackio", "dev", "benchmark"]
 
 
+@functools.cache
 def imported(folder: Path) -> set[str]:
     """The names of the libraries that the Python files of a folder import, anywhere in them."""
     found, own = set(), {path.stem for path in folder.rglob("*.py")}
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(node.module.partition(".")[0])
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
-                found.add(node.args[0].value.partition(".")[0])
-    return found - own - sys.stdlib_module_names
+        text = path.read_text()
+        found |= needs(text) | set(re.findall(r'importorskip\("(\w+)', text))
+    return found - own - {"."}
 
 
 def declared(extras: list[str]) -> set[str]:
@@ -75,7 +72,7 @@ def test_constraints_leave_to_torch_what_torch_pins(capsys: pytest.CaptureFixtur
 Version = namedtuple("Version", "major minor micro")
 
 
-@pytest.mark.parametrize("version", [(3, 9), (3, 10), (3, 15)])
+@pytest.mark.parametrize("version", [(3, 10), (3, 15)])
 def test_another_python_is_refused_in_one_line(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", Version(*version, 0))
     with pytest.raises(SystemExit, match=r"this is Python 3\.\d+; ppo_rlhf needs 3.11 to 3.14: .*PYTHON=python3.13"):
@@ -84,12 +81,8 @@ def test_another_python_is_refused_in_one_line(version: tuple[int, int], monkeyp
 
 def test_no_page_or_message_installs_the_package_by_its_name() -> None:
     """The name is not on the index, so another package could answer to it. An extra that is named exists."""
-    files = [
-        *ROOT.glob("ppo_rlhf/**/*.py"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("benchmark/**/*.md"),
-        ROOT / "README.md",
-    ]
+    patterns = ("ppo_rlhf/**/*.py", "docs/**/*.md", "benchmark/**/*.md", "README.md")
+    files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     commands = [line for path in files for line in re.findall(r"pip install (.*)", path.read_text())]
     assert not [line for line in commands if "ppo-rlhf" in line or "ppo_rlhf" in line]
     extras = {

@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 from processes import Launched, launch
+from runs import error_line, rows_of
+from scipy.special import expit
 
 from ppo_rlhf.judge import Args, EndpointArgs, judge, length_controlled_win_rate, parse_verdict, win_rate
 from ppo_rlhf.lib.base.errors import InputError
@@ -84,6 +87,11 @@ def truth(payload: dict[str, Any]) -> Action:
     return say(f"I looked for the {animal}.\n\nPreferred: {'TIE' if a == b else 'A' if a else 'B'}")
 
 
+def except_of_house(house: int, action: Action) -> Callable[[int, dict[str, Any]], Action]:
+    """A judge that knows, but does this with the two questions on one row of make_rows."""
+    return lambda number, payload: action if f"house {house}." in shown(payload)[0] else truth(payload)
+
+
 @dataclass
 class Server:
     behave: Callable[[int, dict[str, Any]], Action] = lambda number, payload: truth(payload)
@@ -120,8 +128,6 @@ def serve() -> Iterator[Server]:
                 with lock:
                     server.under_way -= 1
             reply(self)
-
-        do_GET = do_POST
 
         def log_message(self, *arguments: Any) -> None:
             pass
@@ -187,12 +193,17 @@ def ask(server: Server, rows: int | list[dict[str, Any]] = 6, baseline: str = "r
     return judge(Args(candidate=file, baseline=baseline, endpoint=EndpointArgs(**settings)))
 
 
-def results_of(folder: str = "run/evaluation__against_reference__by_m") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(folder) / "judgement.jsonl").read_text().splitlines()]
+def scored(candidate: str, baseline: str = "reference", by: str = "count_words", **changes: Any) -> dict[str, Any]:
+    """Judge by a function of this file."""
+    return judge(Args(candidate=candidate, baseline=baseline, gold=f"test_judge:{by}", **changes))
+
+
+def results_of(folder: str | Path = "run/evaluation__against_reference__by_m") -> list[dict[str, Any]]:
+    return rows_of(Path(folder) / "judgement.jsonl")
 
 
 def cached() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path("run/judge_cache.jsonl").read_text().splitlines()]
+    return rows_of(Path("run/judge_cache.jsonl"))
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------
@@ -210,27 +221,19 @@ def test_wilson_interval_by_hand():
 
 
 def slow_fit(results: list[float], differences: list[float]) -> tuple[float, float, float]:
-    """Maximum of the likelihood on finer and finer grids; curvature by differences. In unscaled lengths."""
-    y, d = np.array(results), np.array(differences)
+    """Maximum of the likelihood by a search without slopes; the interval from its curvature."""
+    y, d = np.array(results), np.array(differences) / 10
 
-    def loss(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        z = np.asarray(a)[..., None] + np.asarray(b)[..., None] * d
-        return (np.logaddexp(0, z) - y * z).sum(-1)
+    def loss(weights: np.ndarray) -> float:
+        z = weights[0] + weights[1] * d
+        return (np.logaddexp(0, z) - y * z).sum()
 
-    centre, width = np.zeros(2), np.array([4.0, 4.0 / np.median(np.abs(d))])
-    for _ in range(60):
-        a, b = np.meshgrid(
-            *(c + w * np.linspace(-1, 1, 9) for c, w in zip(centre, width, strict=True)), indexing="ij"
-        )
-        best = np.unravel_index(loss(a, b).argmin(), a.shape)
-        centre, width = np.array([a[best], b[best]]), width * 0.7
-    h, k = 1e-3, 1e-3 / np.median(np.abs(d))
-    (a, b), at = centre, lambda i, j: loss(centre[0] + i * h, centre[1] + j * k)
-    aa = (at(1, 0) - 2 * at(0, 0) + at(-1, 0)) / h**2
-    bb = (at(0, 1) - 2 * at(0, 0) + at(0, -1)) / k**2
-    ab = (at(1, 1) - at(1, -1) - at(-1, 1) + at(-1, -1)) / (4 * h * k)
+    options = {"xatol": 1e-9, "fatol": 1e-12}
+    a, b = scipy.optimize.minimize(loss, np.zeros(2), method="Nelder-Mead", options=options).x
+    curvature = expit(a + b * d) * expit(-a - b * d)
+    aa, ab, bb = (math.fsum(curvature * d**power) for power in range(3))
     deviation = math.sqrt(bb / (aa * bb - ab**2))
-    return tuple(1 / (1 + math.exp(-x)) for x in (a, a - 1.96 * deviation, a + 1.96 * deviation))
+    return tuple(expit([a, a - 1.96 * deviation, a + 1.96 * deviation]))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -257,13 +260,6 @@ def test_length_explains_the_whole_preference():
     assert (low, high) == pytest.approx((1 / (1 + math.exp(margin)), 1 / (1 + math.exp(-margin))), abs=1e-9)
 
 
-def test_equal_length_is_zero_and_not_the_mean_difference():
-    """At equal length 30 of 40 win, where the candidate is longer 20 of 40."""
-    results = [1.0] * 30 + [0.0] * 10 + [1.0] * 20 + [0.0] * 20
-    rates = [length_controlled_win_rate(results, [0] * 40 + [longer] * 40)[0] for longer in (1, 30)]
-    assert rates == pytest.approx([0.75, 0.75], abs=1e-9)
-
-
 @pytest.mark.parametrize(
     "results, differences, reason",
     [
@@ -274,7 +270,6 @@ def test_equal_length_is_zero_and_not_the_mean_difference():
         ([0.0] * 8 + [1.0] * 8, list(range(16)), "the difference in length alone"),
         ([1.0] * 8 + [0.0] * 8, list(range(16)), "the difference in length alone"),
         ([0.0] * 7 + [0.5] + [1.0] * 8, list(range(16)), "the difference in length alone"),
-        ([0.0] * 7 + [1.0, 0.0] + [1.0] * 7, [*range(7), 7, 7, *range(8, 15)], "the difference in length alone"),
     ],
 )
 def test_no_length_controlled_win_rate_where_there_is_no_fit(results, differences, reason):
@@ -316,14 +311,10 @@ def test_a_summary_of_absurd_length_does_not_spoil_the_fit():
         ("A", None),
         ("Preferred:", None),
         ("Preferred: C", None),
-        ("Preferred: A or B", None),
         ("Preferred: A, because it is shorter", None),
         ("Not preferred: A", None),
         ("Preferred: A\nB is not bad either.", None),
-        ("Preferred: A, Preferred: B or Preferred: TIE", None),
-        ("I think that A is preferred", None),
         ("Preferred: \N{CYRILLIC CAPITAL LETTER A}", None),
-        ("Preferred: T\N{LATIN CAPITAL LETTER I WITH DOT ABOVE}E", None),
         ("Preferred: T\N{LATIN SMALL LETTER DOTLESS I}e", None),
         ("Preferred:\N{NO-BREAK SPACE}A", "A"),
         ("Preferred: A . ", "A"),
@@ -426,7 +417,6 @@ def test_what_is_sent(server):
 
 PASSING = {
     "429": error(429, "slow down"),
-    "408": error(408, "too slow"),
     "503 without a body": status(503, b"", Retry_After_Ms="1"),
     "a closed connection": close,
     "silence": stay_silent,
@@ -463,7 +453,6 @@ def test_what_is_no_answer_is_counted_and_asked_again_later(server, action, reas
 
 
 REFUSALS = {
-    "refusal": say(None, refusal="I cannot help."),
     "refusal beside a verdict": say("Preferred: A", refusal="I cannot help."),
     "content filter": say("Preferred: A", finish_reason="content_filter"),
     "null": say(None),
@@ -473,7 +462,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("action", REFUSALS.values(), ids=REFUSALS)
 def test_refusals_are_counted_and_kept(server, action):
-    server.behave = lambda number, payload: action if "house 1." in shown(payload)[0] else truth(payload)
+    server.behave = except_of_house(1, action)
     report = ask(server, 3)
     assert report["refused"] == 2 and report["judged_rows"] == 2 and report["rows"] == 3
     assert report["win_rate"] == 0.75 and [row["result"] for row in results_of()] == [1.0, None, 0.5]
@@ -495,10 +484,7 @@ def test_an_unparsable_reply_is_asked_again_with_a_reminder(server):
 
 
 def test_what_is_never_parsable_is_left_out_and_not_kept(server):
-    def behave(number, payload):
-        return say("A, I guess.") if "house 0." in shown(payload)[0] else truth(payload)
-
-    server.behave = behave
+    server.behave = except_of_house(0, say("A, I guess."))
     report = ask(server, 3, replies=4)
     assert report["unparsed"] == 2 and report["judged_rows"] == 2 and report["win_rate"] == 0.25
     assert server.requests == 2 * 4 + 4 and len(cached()) == 4
@@ -509,9 +495,7 @@ def test_what_is_never_parsable_is_left_out_and_not_kept(server):
 
 
 def test_what_fails_for_ever_is_left_out(server):
-    server.behave = lambda number, payload: (
-        error(500, "no luck") if "house 2." in shown(payload)[0] else truth(payload)
-    )
+    server.behave = except_of_house(2, error(500, "no luck"))
     report = ask(server, 3, retries=2)
     assert report["failed"] == 2 and report["judged_rows"] == 2 and report["win_rate"] == 0.5
     assert server.requests == 4 + 2 * 3 and len(cached()) == 4
@@ -538,8 +522,8 @@ def test_a_dead_server_is_given_up(server):
     assert ask(server, 60)["judged_rows"] == 60 and server.requests - before == 120 - 10
 
 
-@pytest.mark.parametrize("code", [400, 401, 403, 404, 422])
-def test_other_errors_end_the_evaluation_at_once(server, code):
+@pytest.mark.parametrize("code", [400, 401])
+def test_another_error_ends_the_evaluation_at_once(server, code):
     server.behave = lambda number, payload: error(code, f"Wrong key provided: {KEY}.\nSorry")
     with pytest.raises(InputError) as raised:
         ask(server, 40)
@@ -553,9 +537,6 @@ def test_nothing_follows_a_redirect(server):
     with serve() as other:
         server.behave = lambda number, payload: status(307, b"", Location=f"{other.url}/chat/completions")
         with pytest.raises(InputError, match="status 307"):
-            ask(server, 1)
-        server.behave = lambda number, payload: status(302, b"", Location=f"{other.url}/chat/completions")
-        with pytest.raises(InputError, match="status 302"):
             ask(server, 1)
         assert other.requests == 0
 
@@ -615,7 +596,7 @@ def test_an_end_keeps_what_was_paid_for(server, tmp_path, number, status, said):
     assert ask(server, 30)["cached_answers"] == 8 and [row["result"] for row in results_of()] == [1.0, 0.0, 0.5] * 10
 
 
-@pytest.mark.parametrize("cut", [1, 2, 30, 10_000])
+@pytest.mark.parametrize("cut", [1, 2, 10_000])
 def test_a_cut_last_line_is_asked_again(server, cut):
     """cut: bytes that are missing at the end; the last of a line is its line break."""
     ask(server, 3, concurrency=1)
@@ -635,15 +616,12 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 2}
 @pytest.mark.parametrize(
     "change",
     [
-        {"verdict": "C"},
-        {"verdict": None},
         {"verdict": {"A": 1}},
         {"verdict": "failed"},
         {"reply": 5},
         {"key": ["a"]},
         {"usage": [9]},
         {"usage": {"prompt_tokens": "9"}},
-        {"usage": USAGE | {"prompt_tokens": -1}},
         {"usage": USAGE | {"completion_tokens": 2**63}},
     ],
     ids=str,
@@ -679,11 +657,19 @@ def test_two_evaluations_do_not_pay_twice(server):
 
 
 def test_tokens_add_up(server):
-    """Request i costs 100 + i prompt tokens and i + 1 completion tokens; one answer does not say."""
+    """Request i costs 100 + i prompt tokens and i + 1 completion tokens; some answers say nothing that can be.
+
+    Negative counts would be added as 0, and endless ones fit no column.
+    """
+    bad = {
+        5: {"prompt_tokens": None},
+        7: {"prompt_tokens": -5, "completion_tokens": 3},
+        8: {"prompt_tokens": 5, "completion_tokens": 10**400},
+    }
 
     def behave(number, payload):
-        if number == 5:
-            return say("Preferred: TIE", usage={"prompt_tokens": None})
+        if number in bad:
+            return say("Preferred: TIE", usage=bad[number])
         if number == 3:
             return say("Hm.", usage={"prompt_tokens": 103, "completion_tokens": 4, "total_tokens": 107})
         return say("Preferred: A", usage={"prompt_tokens": 100 + number, "completion_tokens": 1 + number})
@@ -691,23 +677,14 @@ def test_tokens_add_up(server):
     server.behave = behave
     report = ask(server, 5)
     assert server.requests == 11
-    prompt = sum(100 + i for i in range(11) if i != 5)
-    completion = sum(1 + i for i in range(11) if i != 5)
+    prompt = sum(100 + i for i in range(11) if i not in bad)
+    completion = sum(1 + i for i in range(11) if i not in bad)
     for suffix in ("", "_new"):
         assert (report[f"prompt_tokens{suffix}"], report[f"completion_tokens{suffix}"]) == (prompt, completion)
-        assert report[f"requests_without_usage{suffix}"] == 1
+        assert report[f"requests_without_usage{suffix}"] == 3
     again = ask(server, 6)  # one row more: two requests, 11 and 12
     assert (again["prompt_tokens"], again["prompt_tokens_new"]) == (prompt + 223, 223)
     assert (again["completion_tokens"], again["completion_tokens_new"]) == (completion + 25, 25)
-
-
-def test_usage_that_cannot_be_is_none(server):
-    """Negative counts would be added as 0, and endless ones fit no column."""
-    bad = [{"prompt_tokens": -5, "completion_tokens": 3}, {"prompt_tokens": 5, "completion_tokens": 10**400}]
-    good = {"prompt_tokens": 5, "completion_tokens": 3}
-    server.behave = lambda number, payload: say("Preferred: A", usage=bad[number] if number < 2 else good)
-    report = ask(server, 2, concurrency=1)
-    assert (report["prompt_tokens"], report["completion_tokens"], report["requests_without_usage"]) == (10, 6, 2)
 
 
 def test_so_many_requests_are_under_way_and_no_more(server):
@@ -783,7 +760,7 @@ def row(query: str, response: str, reference: str = "", **more: Any) -> dict[str
 def test_gold_scores_decide(capsys):
     rows = [row("a", "a a", "a"), row("b", "b", "bb"), row("c", "c", " c "), row("d", "", "d")]
     write_rows("run/evaluation.jsonl", rows)
-    report = judge(Args(candidate="run", gold="test_judge:count_of_query"))
+    report = scored("run", by="count_of_query")
     assert (report["wins"], report["losses"], report["ties"], report["rows"]) == (1, 2, 1, 4)
     assert report["win_rate"] == 0.375
     assert report["win_rate_low"] == pytest.approx((0.375 + 0.4802 - 1.96 * math.sqrt(0.11865)) / 1.9604, abs=1e-4)
@@ -792,7 +769,7 @@ def test_gold_scores_decide(capsys):
     assert "known gold score and not a judge's opinion" in report["judge"]
     folder = Path("run/evaluation__against_reference__by_test_judge-count_of_query")
     assert json.loads((folder / "judgement.json").read_text()) == report
-    written = [json.loads(line) for line in (folder / "judgement.jsonl").read_text().splitlines()]
+    written = results_of(folder)
     assert [line["result"] for line in written] == [1.0, 0.0, 0.5, 0.0]
     assert [(line["candidate_score"], line["baseline_score"]) for line in written][:2] == [(2, 1), (1, 2)]
     printed = capsys.readouterr().out
@@ -806,7 +783,7 @@ def test_the_length_controlled_win_rate_is_that_of_the_rows():
     write_rows(
         "run/evaluation.jsonl", [line | {"reference": "q" if "x" in line["response"] else "y"} for line in rows]
     )
-    report = judge(Args(candidate="run", gold="test_judge:count_of_query"))
+    report = scored("run", by="count_of_query")
     assert report["win_rate"] == 0.625 and report["length_controlled_win_rate"] == pytest.approx(0.75)
     margin = 1.96 * math.sqrt(1 / (20 * 3 / 16))
     low, high = (1 / (1 + math.exp(-math.log(3) - side * margin)) for side in (-1, 1))
@@ -817,39 +794,29 @@ def test_the_length_controlled_win_rate_is_that_of_the_rows():
 def test_rows_of_sample_py_are_rows_of_its_policy():
     rows = [{"query": "aTL;DR:", "base": "x", "policy": "a a", "reference": "a", "policy score": 1.0}]
     write_rows("rows.jsonl", rows)
-    assert judge(Args(candidate="rows.jsonl", gold="test_judge:count_of_query"))["candidate_score"] == 2
+    assert scored("rows.jsonl", by="count_of_query")["candidate_score"] == 2
 
 
 def test_a_function_with_three_parameters_gets_the_references():
     rows = [row("a", " x<|endoftext|>", "x "), row("b", "x", "y"), row("c", "z", "z")]
     write_rows("run/evaluation.jsonl", rows)
-    report = judge(Args(candidate="run", gold="test_judge:same_as_reference"))
+    report = scored("run", by="same_as_reference")
     assert (report["candidate_score"], report["baseline_score"]) == (2 / 3, 1.0)
     write_rows("other/evaluation.jsonl", [row("c", "c"), row("b", "y"), row("a", "x")])
-    report = judge(
-        Args(candidate="run", baseline="other", gold="test_judge:same_as_reference")
-    )  # the candidate's references
+    report = scored("run", "other", by="same_as_reference")  # with the candidate's references
     assert (report["wins"], report["losses"], report["ties"]) == (1, 1, 1)
     write_rows("mine.jsonl", [{"query": "a", "response": "x"}])
-    assert (
-        judge(Args(candidate="mine.jsonl", baseline="mine.jsonl", gold="test_judge:same_as_reference"))[
-            "candidate_score"
-        ]
-        == 0.0
-    )
+    assert scored("mine.jsonl", "mine.jsonl", by="same_as_reference")["candidate_score"] == 0.0
     write_rows("mine.jsonl", [{"query": "a", "response": "x", "reference": 5}])
     with pytest.raises(InputError, match=r"mine.jsonl: line 1 has no reference, or one of another type"):
-        judge(Args(candidate="mine.jsonl", baseline="mine.jsonl", gold="test_judge:same_as_reference"))
+        scored("mine.jsonl", "mine.jsonl", by="same_as_reference")
 
 
-@pytest.mark.parametrize(
-    "name, message", [("too_few", "returned 1 scores for 2 responses"), ("ANIMALS", "that is no function")]
-)
-def test_a_function_that_does_not_score(name, message):
+def test_a_function_that_does_not_score():
     write_rows("run/evaluation.jsonl", [row("a", "a", "b"), row("b", "a", "b")])
-    with pytest.raises(InputError, match=f"--gold test_judge:{name}:? {message}|{message}") as raised:
-        judge(Args(candidate="run", gold=f"test_judge:{name}"))
-    assert "\n" not in str(raised.value) and os.listdir("run") == ["evaluation.jsonl"]
+    said = error_line(scored, "run", by="too_few")
+    assert "--gold test_judge:too_few" in said and "returned 1 scores for 2 responses" in said
+    assert os.listdir("run") == ["evaluation.jsonl"]
 
 
 # ---- Rows of two files -----------------------------------------------------------------------------------------
@@ -859,8 +826,7 @@ def judged(candidate: list[dict[str, Any]], baseline: list[dict[str, Any]] | Non
     write_rows("ours/evaluation.jsonl", candidate)
     if baseline is not None:
         write_rows("theirs/evaluation.jsonl", baseline)
-    other = "reference" if baseline is None else "theirs"
-    return judge(Args(candidate="ours", baseline=other, gold="test_judge:count_words", out="out", **changes))
+    return scored("ours", "reference" if baseline is None else "theirs", out="out", **changes)
 
 
 def test_rows_are_matched_by_query_and_equal_queries_in_order():
@@ -878,16 +844,13 @@ def test_rows_are_matched_by_query_and_equal_queries_in_order():
 
 
 def test_queries_that_do_not_match():
-    with pytest.raises(InputError) as raised:
-        judged([row("a", "1"), row("a", "1"), row("b", "1")], [row("a", "1"), row("b", "1"), row("c\n", "1")])
-    assert str(raised.value) == (
+    a, b, c = row("a", "1"), row("b", "1"), row("c\n", "1")
+    assert error_line(judged, [a, a, b], [a, b, c]) == (
         "--candidate ours/evaluation.jsonl and --baseline theirs/evaluation.jsonl: "
         "1 queries are only in the first and 1 only in the second, such as 'aTL;DR:'"
     )
-    with pytest.raises(
-        InputError, match=r"0 queries are only in the first and 1 only in the second, such as 'c\\nTL"
-    ):
-        judged([row("a", "1")], [row("a", "1"), row("c\n", "1")])
+    said = error_line(judged, [a], [a, c])
+    assert "0 queries are only in the first and 1 only in the second, such as 'c\\nTL" in said
 
 
 def test_lengths_are_tokens_where_both_sides_have_them():
@@ -905,23 +868,17 @@ def test_a_file_or_a_folder_and_where_the_results_go():
     write_rows("mine/a run/evaluation.jsonl", [row("a", "1", "1")])
     write_rows("mine/b/evaluation_test.jsonl", [row("a", "1", "1")])
     write_rows("rows.jsonl", [row("a", "1 2", "1")])
-    gold = "test_judge:count_words"
-    assert judge(Args(candidate="mine/a run", baseline="rows.jsonl", gold=gold))["losses"] == 1
-    assert judge(Args(candidate="rows.jsonl", baseline="mine/a run", gold=gold))["wins"] == 1
-    assert judge(Args(candidate="mine/a run/evaluation.jsonl", gold=gold))["ties"] == 1
-    assert (
-        judge(Args(candidate="mine/b/evaluation_test.jsonl", baseline="mine/b/evaluation_test.jsonl", gold=gold))[
-            "ties"
-        ]
-        == 1
-    )
+    assert scored("mine/a run", "rows.jsonl")["losses"] == 1
+    assert scored("rows.jsonl", "mine/a run")["wins"] == 1
+    assert scored("mine/a run/evaluation.jsonl")["ties"] == 1
+    assert scored("mine/b/evaluation_test.jsonl", "mine/b/evaluation_test.jsonl")["ties"] == 1
     assert {str(path.parent) for path in Path().rglob("judgement.json")} == {
         "mine/a run/evaluation__against_rows__by_test_judge-count_words",
         "mine/b/evaluation_test__against_b__by_test_judge-count_words",
         "rows__against_a-run__by_test_judge-count_words",
         "mine/a run/evaluation__against_reference__by_test_judge-count_words",
     }
-    assert judge(Args(candidate="rows.jsonl", baseline="rows.jsonl", gold=gold))["ties"] == 1
+    assert scored("rows.jsonl", "rows.jsonl")["ties"] == 1
 
 
 def test_where_no_results_can_go_nothing_is_asked(server):
@@ -934,26 +891,25 @@ def test_where_no_results_can_go_nothing_is_asked(server):
     assert judge(Args(candidate=file, endpoint=EndpointArgs(url=server.url, model="m" * 300), out="out"))["wins"] == 1
 
 
-def test_what_is_no_run_of_chapter_2(tmp_path):
-    gold = "test_judge:count_words"
+def test_what_is_no_run_of_chapter_2():
     write_rows("solved/evaluation.jsonl", [{"prompt": "2+2?", "answer": "4", "response": "#### 4", "tokens": 5}])
     with pytest.raises(InputError, match=r"--candidate solved/evaluation\.jsonl: holds solutions of chapter 3"):
-        judge(Args(candidate="solved", gold=gold))
+        scored("solved")
     write_rows("models/r/policy/ppo_rlhf.json", [{}])
     write_rows("run/evaluation.jsonl", [row("a", "1", "1")])
     with pytest.raises(InputError, match=r"--baseline models/r/policy is the folder of a model; give that of its"):
-        judge(Args(candidate="run", baseline="models/r/policy", gold=gold))
+        scored("run", "models/r/policy")
     write_rows("of_chapter_1/comparison.jsonl", [row("a", "1", "1")])
     with pytest.raises(InputError, match=r"--baseline of_chapter_1 holds no evaluation\.jsonl; runs of chapter 2"):
-        judge(Args(candidate="run", baseline="of_chapter_1", gold=gold))
+        scored("run", "of_chapter_1")
     write_rows("models/r/policy/mine.jsonl", [row("a", "1", "1")])
-    assert judge(Args(candidate="run", baseline="models/r/policy/mine.jsonl", gold=gold))["ties"] == 1
+    assert scored("run", "models/r/policy/mine.jsonl")["ties"] == 1
 
 
 def test_what_is_printed_stays_on_its_line(capsys):
     """Texts, and names of files: all that others may have written."""
     write_rows("a\nb/evaluation.jsonl", [row("q\n", "1\n2", "1")])
-    judge(Args(candidate="a\nb", gold="test_judge:count_words"))
+    scored("a\nb")
     printed = capsys.readouterr().out
     assert "│ a⏎b/evaluation.jsonl " in printed and "│ 1⏎2 " in printed and "rows: a⏎b/" in printed
 
@@ -963,7 +919,6 @@ def test_what_is_printed_stays_on_its_line(capsys):
     [
         (None, "cannot be read as JSON lines"),
         ("", "holds no rows"),
-        ("\n\n", "holds no rows"),
         ('{"query": "a', "cannot be read as JSON lines"),
         ("[1]\n", "line 1 is not a JSON object"),
         ("[" * 100_000, "cannot be read as JSON lines"),
@@ -981,9 +936,8 @@ def test_what_is_printed_stays_on_its_line(capsys):
 def test_rows_that_cannot_be_read(content, message):
     if content is not None:
         Path("rows.jsonl").write_text(content)
-    with pytest.raises(InputError, match=message) as raised:
-        judge(Args(candidate="rows.jsonl", gold="test_judge:count_words"))
-    assert str(raised.value).startswith("--candidate rows.jsonl: ") and "\n" not in str(raised.value)
+    said = error_line(scored, "rows.jsonl")
+    assert said.startswith("--candidate rows.jsonl: ") and message in said
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -995,7 +949,6 @@ URL = "http://127.0.0.1:9/v1"
     "changes, endpoint, message",
     [
         ({}, {}, "neither is given"),
-        ({}, {"model": "m"}, "neither is given"),
         ({"gold": "test_judge:count_words"}, {"url": URL, "model": "m"}, "both are given"),
         ({}, {"url": URL}, "--endpoint.model is empty"),
         ({}, {"url": "127.0.0.1:9/v1", "model": "m"}, "--endpoint.url: must be like"),
@@ -1004,26 +957,18 @@ URL = "http://127.0.0.1:9/v1"
         ({}, {"url": "http://127.0.0.1/v1?key=secret", "model": "m"}, "--endpoint.url: must be like"),
         ({}, {"url": "http://127.0.0.1:70000/v1", "model": "m"}, "--endpoint.url: must be like"),
         ({}, {"url": "http://127.0.0.1/v 1", "model": "m"}, "--endpoint.url: must be like"),
-        ({}, {"url": URL, "model": "m", "timeout": 1e10}, "--endpoint.timeout is 1e[+]10; it must be at most 86400"),
+        ({}, {"url": URL, "model": "m", "timeout": 1e10}, "--endpoint.timeout is 1e+10; it must be at most 86400"),
     ],
 )
 def test_bad_arguments(changes, endpoint, message):
     write_rows("rows.jsonl", [row("a", "1", "1")])
-    with pytest.raises(InputError, match=message) as raised:
-        judge(Args(candidate="rows.jsonl", endpoint=EndpointArgs(**endpoint), **changes))
-    assert "secret" not in str(raised.value) and os.listdir() == ["rows.jsonl"]
+    said = error_line(judge, Args(candidate="rows.jsonl", endpoint=EndpointArgs(**endpoint), **changes))
+    assert message in said and "secret" not in said and os.listdir() == ["rows.jsonl"]
 
 
-def test_the_script(server, tmp_path):
+def test_the_script(tmp_path):
     write_rows("run/evaluation.jsonl", make_rows(3))
-    result = launch(
-        "judge.py", "--candidate", "run", "--gold", "ppo_rlhf.worlds.tales:sentiment.gold_scores", folder=tmp_path
-    )
+    arguments = ["--candidate", "run", "--gold", "ppo_rlhf.worlds.tales:sentiment.gold_scores"]
+    result = launch("judge.py", *arguments, folder=tmp_path)
     assert result.status == 0, result.stderr
     assert "win rate" in result.stdout and "judge's opinion" in result.stdout
-    server.behave = lambda number, payload: error(401, f"Incorrect key: {KEY}")
-    arguments = ["--candidate", "run", "--endpoint.url", server.url, "--endpoint.model", "m"]
-    environment = {"OPENAI_API_KEY": KEY, "no_proxy": "127.0.0.1"}
-    result = launch("judge.py", *arguments, folder=tmp_path, **environment)
-    assert result.status == 2
-    assert result.stderr == f"error: --endpoint.url {server.url} answers with status 401: Incorrect key: ***\n"

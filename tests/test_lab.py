@@ -94,17 +94,20 @@ def test_variants_are_chosen_by_name():
 # ---- What is measured ------------------------------------------------------------------------------------------
 
 
-def made_up(folder: Path, name: str, seed: int, results: dict, columns: dict, responses: list[str] = ()) -> None:
-    """A finished run."""
+def made_up(
+    folder: Path, name: str, seed: int, results: dict, columns: dict, responses: list[str] = (), **arguments: dict
+) -> Path:
+    """A finished run; its folder."""
     run = folder / name / f"seed{seed}" / "runs/made_up"
     run.mkdir(parents=True)
-    args = {"base_model": "smollm2-135m"}
+    args = {"base_model": "smollm2-135m"} | arguments
     meta = {"finished": True, "commit": "0123456789", "args": args, "results": results, "wall_time": 120.0}
     (run / "meta.json").write_text(json.dumps(meta))
     pd.DataFrame({"step": range(8), "episode": range(128, 1152, 128)} | columns).to_csv(
         run / "metrics.csv", index=False
     )
     (run / "evaluation.jsonl").write_text("".join(json.dumps({"response": text}) + "\n" for text in responses))
+    return run
 
 
 def reported(experiment: lab.Experiment, folder: Path, capsys) -> list[list[str]]:
@@ -132,8 +135,7 @@ def test_report_of_arithmetic(tmp_path, capsys):
             "objective/kl": [0.0, 0, 0, 0, 0, 1.0, 2.0, 3.0],
         }
         said = ["12", "I don't know", "The answer is -3.", "4 or 5"]
-        made_up(tmp_path / "runs", "dr_grpo", seed, after, columns, said)
-        (run,) = (tmp_path / f"runs/dr_grpo/seed{seed}/runs").iterdir()
+        run = made_up(tmp_path / "runs", "dr_grpo", seed, after, columns, said)
         (run / "forgetting.json").write_text(json.dumps({"before": -0.5, "after": -1.5, "answers": answers}))
     none = " ± 0.0"
     after = f"75.0{none}", "0.25 ± 0.00", "2.00 ± 0.00", "-1.50 ± 0.00", f"2.0{none}"
@@ -188,17 +190,10 @@ def test_report_of_people(tmp_path, monkeypatch, capsys):
     for seed, end in {1: 1.0, 2: 3.0}.items():
         curves = {"objective/score": [9.0, 9.0] + [end] * 6, "objective/kl": [0.0, 1, 2, 3, 4, 5, 6, 7]}
         curves |= {"objective/vader": [0.5] * 8, "ppo/val/var_explained": [0.25] * 8}
-        made_up(runs, "200", seed, {}, curves)
-        (run,) = (runs / f"200/seed{seed}/runs").iterdir()
-        meta = json.loads((run / "meta.json").read_text())
-        meta["args"]["rewards"] = {"trained_model": "../../rewards/200"}
-        (run / "meta.json").write_text(json.dumps(meta))
+        run = made_up(runs, "200", seed, {}, curves, rewards={"trained_model": "../../rewards/200"})
         for update, mean in {0: 0.0, 3: end, 6: -end}.items():
             nothing = {"tokens": {}, "episodes": {}, "texts": {}}
-            batch = {
-                "queries": ["", "-"],
-                "responses": [[f"{10 + 2 * mean}", ""], ["1", "0"]],
-            }  # 10 + 2 mean; -10
+            batch = {"queries": ["", "-"], "responses": [[f"{10 + 2 * mean}", ""], ["1", "0"]]}  # 10 + 2 mean; -10
             traces.write(run, traces.Trace(update=update, again=False, **batch, **nothing))
             same = {"queries": ["9"], "responses": [["9"]]}  # what is asked each time is not of the batch
             traces.write(run, traces.Trace(update=update, again=True, **same, **nothing))
@@ -214,10 +209,7 @@ def test_held_out_texts_of_people(tmp_path, capsys):
     runs = tmp_path / "runs"
     made_up(runs, "reward-4800", 1, {"test_corr": 0.5}, {})
     curves = dict.fromkeys([*people.CURVES.values(), "ppo/val/var_explained"], 1.0)
-    made_up(runs, "preset", 2, {}, curves)
-    (run,) = (runs / "preset/seed2/runs").iterdir()
-    meta = json.loads((run / "meta.json").read_text())
-    (run / "meta.json").write_text(json.dumps(meta | {"args": {"rewards": {"trained_model": "../../rewards/4800"}}}))
+    run = made_up(runs, "preset", 2, {}, curves, rewards={"trained_model": "../../rewards/4800"})
     (run / "judged.json").write_text('{"7": 0.5}')
     (run / "held_out.json").write_text('[{"": "score", "before": 0.0, "after": 1.5, "± 95 %": 0.25}]')
     texts = {"base": "Think, think.", "policy": "So so: thoughts, that's thought-provoking; think think think."}

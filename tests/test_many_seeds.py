@@ -101,12 +101,6 @@ def test_each_seed_runs_once_in_a_folder_of_its_own(home):
     assert more.status == 0 and calls(home)[3:][0]["argv"] == ["--seed", "4"] and len(calls(home)) == 4
 
 
-def test_the_table_needs_no_command(home):
-    start(home)
-    shown = launch(LAUNCHER, "--name", "test", "--folder", str(home / "bench"), "--show", folder=home)
-    assert shown.status == 0 and shown.stdout.count("finished") == 3 and len(calls(home)) == 3
-
-
 def test_tags_name_description_and_commit(home):
     start(home, seeds=1, WANDB_TAGS="mine")
     tags = calls(home)[0]["WANDB_TAGS"].split(",")

@@ -14,15 +14,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, launch
+from refusals import edit_tensors
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from ppo_rlhf import rlvr_policy
 from ppo_rlhf.lib.base import errors, processes
@@ -428,12 +422,6 @@ def test_slices_are_those_of_the_whole_model(saved: Path, auto_class, several: b
             assert torch.equal(tensor.float(), expected[name] if name in buffers else rounded[name])
 
 
-def spoil(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 NORM = "transformer.ln_f.weight"
 SPOILT = {
     "its weights lack transformer.ln_f.weight": lambda tensors: tensors.pop(NORM),
@@ -447,7 +435,7 @@ SPOILT = {
 @pytest.mark.parametrize("message", SPOILT)
 def test_slices_of_a_damaged_model_are_refused(message, tiny_models, tmp_path: Path, alone):
     tiny_models("gpt2").save_pretrained(tmp_path / "model")
-    spoil(tmp_path / "model", SPOILT[message])
+    edit_tensors("model/model.safetensors", SPOILT[message])(tmp_path)
     model = models.load_pretrained(str(tmp_path / "model"), torch.float32)
     with pytest.raises(InputError, match=message):
         models.place(model, alone)

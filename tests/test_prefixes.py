@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import test_rlvr_update
 import torch
-from test_passes import Read, numbers
+from oracles import gradients, numbers
+from test_passes import Read
 from test_rlvr_update import ARCHITECTURES, CONTEXT, PAD, RESPONSE, same_parameters, updated
 from torch.testing import assert_close
 
@@ -126,7 +127,7 @@ def test_it_reads_the_same(tiny_models, monkeypatch, architecture, cost, width):
     for row, real in enumerate(tokens != PAD):
         expected[row, real] = model.base_model(input_ids=tokens[row, real].unsqueeze(0)).last_hidden_state[0]
     (expected * weights).sum().backward()
-    wanted = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    wanted = gradients(model)
     model.zero_grad()
     packing.enable(model, share_prefixes=True)
     assert passes.is_packed(model) == (width == "wide")
@@ -139,9 +140,7 @@ def test_it_reads_the_same(tiny_models, monkeypatch, architecture, cost, width):
     # Norms of Llama and Qwen compute in float32, whatever the weights are.
     tolerance = 1e-12 if architecture in ("gpt2", "gpt_neox") else 1e-4
     assert_close(found, expected.detach(), atol=tolerance, rtol=tolerance)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    for one, other in zip(gradients, wanted, strict=True):
-        assert_close(one, other, atol=10 * tolerance, rtol=tolerance)
+    assert_close(gradients(model), wanted, atol=10 * tolerance, rtol=tolerance)
 
 
 def test_float32_and_adapters(tiny_models):

@@ -1,13 +1,12 @@
 """What docs/chapter2.md says of its demo is what static/demo-tldr holds: numbers of one run of `make demo-tldr`."""
 
-import csv
 import json
 import re
 import statistics
 from pathlib import Path
 
 import pytest
-from runs import explained_metrics
+from runs import rows_of
 
 from ppo_rlhf import judge
 from ppo_rlhf.lib.data.posts import rouge
@@ -17,10 +16,6 @@ ROOT = Path(__file__).parent.parent
 CHAPTER2 = (ROOT / "docs/chapter2.md").read_text()
 DEMO = ROOT / "static/demo-tldr"
 RUNS = ("sft", "reward", "policy")
-
-
-def rows_of(name: str, folder: Path = DEMO) -> list[dict]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def repeats_itself(summary: str) -> bool:
@@ -35,7 +30,7 @@ def numbers(first_words: str) -> list[float]:
 
 
 META = {run: json.loads((DEMO / f"{run}_meta.json").read_text()) for run in RUNS}
-SFT, PPO = rows_of("sft_evaluation.jsonl"), rows_of("evaluation.jsonl")
+SFT, PPO = rows_of(DEMO / "sft_evaluation.jsonl"), rows_of(DEMO / "evaluation.jsonl")
 
 
 def test_one_commit_made_it():
@@ -54,14 +49,8 @@ def test_gold_scores_lengths_and_ends():
     tokens = {"reference": "reference_tokens", "response": "tokens"}
     lengths = [statistics.fmean(row[tokens[side]] for row in rows) for rows, side in sides]
     assert numbers("length in tokens |") == pytest.approx(lengths, abs=0.051)
-    ends = [
-        100,
-        *(
-            100 * META[run]["results"][key]
-            for run, key in (("sft", "validation/sft/eos_rate"), ("policy", "validation/eos_rate"))
-        ),
-    ]
-    assert numbers("summaries that end |") == pytest.approx(ends, abs=0.051)
+    ends = [META["sft"]["results"]["validation/sft/eos_rate"], META["policy"]["results"]["validation/eos_rate"]]
+    assert numbers("summaries that end |") == pytest.approx([100, 100 * ends[0], 100 * ends[1]], abs=0.051)
     repeats = [100 * statistics.fmean(repeats_itself(row[side]) for row in rows) for rows, side in sides]
     assert numbers("summaries that repeat a statement |") == pytest.approx(repeats, abs=0.051)
 
@@ -74,32 +63,20 @@ def test_rouge_scores():
 
 
 def test_win_rates():
-    """Counted here, ties as half; the intervals are those of judge.py, which has tests of its own."""
-    after_sft = {row["query"]: row["response"] for row in SFT}
-    queries = [row["query"] for row in PPO]
+    """Counted here, ties as half. Intervals and rates at equal length are judge.py's, which has its own tests."""
+    after_sft = {row["query"]: row for row in SFT}
+    queries, expected, shown = [row["query"] for row in PPO], [], []
     ours = gold_scores(queries, [row["response"] for row in PPO])
-    expected = []
-    for others in ([row["reference"] for row in PPO], [after_sft[query] for query in queries]):
-        theirs = gold_scores(queries, others)
+    references = [(row["reference"], row["reference_tokens"]) for row in PPO]
+    for others in (references, [(after_sft[query]["response"], after_sft[query]["tokens"]) for query in queries]):
+        theirs = gold_scores(queries, [text for text, _ in others])
         results = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
         expected += [100 * value for value in judge.win_rate(results)]
         assert expected[-3] == pytest.approx(100 * statistics.fmean(results))
-    assert numbers("win rate of PPO against it") == pytest.approx(expected, abs=0.051)
-
-
-def test_win_rates_at_equal_length():
-    """judge.length_controlled_win_rate has tests of its own."""
-    after_sft = {row["query"]: row for row in SFT}
-    sides = [[(row["reference"], row["reference_tokens"]) for row in PPO]]
-    sides.append([(after_sft[row["query"]]["response"], after_sft[row["query"]]["tokens"]) for row in PPO])
-    queries, shown = [row["query"] for row in PPO], []
-    ours = gold_scores(queries, [row["response"] for row in PPO])
-    for others in sides:
-        theirs = gold_scores(queries, [text for text, _ in others])
-        results = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
         differences = [row["tokens"] - tokens for row, (_, tokens) in zip(PPO, others, strict=True)]
         rate, low, high = (100 * value for value in judge.length_controlled_win_rate(results, differences))
         shown.append(f"{rate:.1f} % [{low:.1f}, {high:.1f}] against")
+    assert numbers("win rate of PPO against it") == pytest.approx(expected, abs=0.051)
     assert f"{shown[0]} the references, {shown[1]} SFT" in " ".join(CHAPTER2.split())
 
 
@@ -121,7 +98,7 @@ def test_three_posts():
 def test_the_run_whose_reward_model_was_misled():
     before = ROOT / "static/demo-tldr-before"
     assert json.loads((before / "policy_meta.json").read_text())["commit"].startswith("e2a5dd9")
-    rows = rows_of("evaluation.jsonl", before)
+    rows = rows_of(before / "evaluation.jsonl")
     assert len(rows) == 256
     for first_words, group in (
         ("PPO, summaries that repeat a statement |", [row for row in rows if repeats_itself(row["response"])]),
@@ -135,12 +112,3 @@ def test_the_run_whose_reward_model_was_misled():
         assert shown == pytest.approx(means, abs=0.0051)
     means = [statistics.fmean(row[f"reference_{name}"] for row in rows) for name in ("scores", "gold_scores")]
     assert numbers("references |") == pytest.approx(means, abs=0.0051)
-
-
-def test_every_metric_is_explained():
-    named = explained_metrics(2) | {"step"}
-    for run in RUNS:
-        with (DEMO / f"{run}_metrics.csv").open() as file:
-            for name in next(csv.reader(file)):
-                known = name in named or name == "objective/gold_scores" or re.fullmatch("eval/.*gold_scores", name)
-                assert known, name

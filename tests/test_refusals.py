@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from processes import Result, launch, launch_together
 from refusals import (
     DEEP,
@@ -106,81 +105,46 @@ rlvr_async = command(3, "rlvr_async.py", f"{SUMS} {RLVR_SIZES}")
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 SIZES = {
-    "batch is not whole groups": policy("--ppo.batch_size 63", "ppo.batch_size 63", "--ppo.batch_size 64"),
-    "batch is not whole minibatches": policy("--ppo.nminibatches 3", "ppo.batch_size 16", "--ppo.batch_size 18"),
+    "batch is not whole minibatches of whole groups": policy(
+        "--ppo.batch_size 18 --ppo.nminibatches 2", "ppo.batch_size 18", "--ppo.batch_size 20"
+    ),
     "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "--ppo.batch_size 32"),
     "labels are not whole batches": reward("--num_train 15", "num_train 15", "--num_train 8"),
-    "more labels than there are": reward("--num_train 800", "--num_train 800", "labels.json", "24 labels"),
-    "both: batch of episodes": both(
-        "--policy.ppo.batch_size 63", "--policy.ppo.batch_size 64", "(policy.ppo.whiten_groups"
-    ),
-    "both: batch of labels": both("--reward.num_train 15", "reward.num_train 15", "--reward.num_train 8"),
 }
 
 NUMBERS = {
-    "both: KL horizon too short": both(
-        "--policy.rewards.adaptive_kl.horizon 1",
-        "--policy.rewards.adaptive_kl.horizon 1: an update of --policy.ppo.batch_size 16",
-        "--policy.rewards.adaptive_kl.horizon 4",
-    ),
     "truncation beyond the response": policy("--task.truncate_after 25", "--task.truncate_after is 25", "24"),
-    "query too long for the model": policy("--task.query_length 5000", "160 tokens", "5024", "--task.query_length"),
-    "response too long for the model": reward(
-        "--task.response_length 300 --label_dataset long.json",
-        "160 tokens",
-        "324",
-        "--task.response_length",
-        damage=lambda folder: longer_samples(folder, 300),
+    "prefix too long for the model": policy(
+        f"--task.query_prefix '{'Mara ' * 200}'", "160 tokens", "249", "--task.query_length"
     ),
-    "prefix too long for the model": policy(f"--task.query_prefix '{'Mara ' * 200}'", "160 tokens"),
 }
-
-
-def longer_samples(folder: Path, length: int) -> None:
-    rows = json.loads((folder / "labels.json").read_text())
-    for row in rows:
-        row |= {f"sample{i}": [1] * length for i in range(4)}
-    (folder / "long.json").write_text(json.dumps(rows))
 
 
 NAMES = {
     "preset": policy("--preset tale", "--preset tale", "tales-descriptiveness"),
-    "preset of the reward model": reward("--preset=sentimental", "--preset sentimental", "sentiment,"),
     "both: empty preset": both("--preset ''", "--preset", "tales"),
     "stop text of two tokens": policy("--task.truncate_text 'two words'", "--task.truncate_text 'two words'"),
     "start text": reward("--task.start_text '. .'", "--task.start_text '. .'", "exactly one"),
     "end text": both("--task.end_text Xyzzy", "--task.end_text 'Xyzzy'", "exactly one"),
     "experiment above the folder": reward("--exp_name ../up", "--exp_name '../up'", "not a path"),
     "experiment with a very long name": policy(f"--exp_name {'x' * 300}", "xxx", "too long"),
-    "experiment that the hub would refuse": policy("--exp_name a--b --upload_model", "--exp_name", "Cannot have --"),
     "owner that the hub would refuse": reward("--hf_entity a/b --upload_model", "--hf_entity", "a/b/train_reward"),
-    "experiment too long for the hub": reward(f"--exp_name {'x' * 80} --upload_model", "maximum length is 96"),
-    "both: the policy's experiment, for the hub": both("--policy.exp_name a..b --policy.upload_model", "a..b"),
     "both: one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "two names"),
     "two scorers": policy("--rewards.function rewards:length", "--rewards.trained_model", "--rewards.function"),
     "no scorer": policy("--rewards.trained_model '' --preset cnndm", "models/ has no reward model", "cnndm"),
-    "monitor's name is taken": policy(
-        "--rewards.monitor rewards:scores", "--rewards.monitor rewards:scores", "taken"
-    ),
     "both: monitor's name is taken": both(
-        "--policy.rewards.monitor rewards:entropy", "--policy.rewards.monitor", "the name entropy is taken"
+        "--policy.rewards.monitor rewards:scores", "--policy.rewards.monitor", "the name scores is taken"
     ),
 }
 
 BOXES = {
     "unknown flag": policy("--learning_rate 1", "--learning-rate", box=True),
     "unknown flag of a part": both("--reward.ppo.lr 1", "--reward.ppo.lr", box=True),
-    "flag of the other script": reward("--log_interval 1", "--log-interval", box=True),
     "dtype": policy("--dtype float16", "--dtype", "float16", box=True),
     "sample: no policy": command(1, "sample.py", "")("", "--policy", box=True),
-    "tales: unknown flag": world("--preset tales", "--preset", box=True),
 }
 
 # ---- Label files -----------------------------------------------------------------------------------------------
-
-
-def label(*keys: str | int, to: Any = KeyError) -> Damage:
-    return edit("labels.json", *keys, to=to)
 
 
 def bad_labels(damage: Damage, *words: str, file: str = "labels.json") -> Row:
@@ -192,12 +156,8 @@ def every_row(file: str, *keys: str, to: Any = KeyError) -> Damage:
 
 
 LABELS = {
-    "missing": bad_labels(remove("labels.json"), "--preset tales"),
-    "of no task on the hub": reward("--label_dataset sentiment/none.json", "sentiment/none.json", "network"),
     "without a name": reward("--label_dataset ''", "--label_dataset"),
-    "of no task of tales": tales_reward("--label_dataset polite/offline_5k.json", "descriptiveness/offline_5k.json"),
     "a folder": bad_labels(make_folder("labels.json"), "folder"),
-    "cut": bad_labels(cut("labels.json")),
     "ratings that are all the same": reward(
         "--label_dataset ratings.json", "score 0.5", damage=every_row("ratings.json", "score", to=0.5)
     ),
@@ -215,35 +175,20 @@ def bad_texts(name: str, content: Any, *words: str) -> Row:
 
 
 TEXTS = {
-    "missing": policy("--task.query_dataset no.txt", "--task.query_dataset no.txt", "No such file"),
     "a folder": policy("--task.query_dataset x.txt", "x.txt", "No such file", damage=make_folder("x.txt")),
-    "a folder without stories": policy(
-        "--task.query_dataset model", "--task.query_dataset model/stories.txt", "No such file"
-    ),
     "unknown name": policy("--task.query_dataset nothing", "nothing", "books", ".jsonl"),
     "unknown suffix": bad_texts("texts.csv", "Mara found a bell. She sang.", ".txt, .jsonl or .json"),
-    "empty": bad_texts("texts.txt", "", "0 texts"),
-    "no text with a full stop": bad_texts("texts.txt", "Mara\nTobias\n", "2 texts", "--task.start_text"),
     "no text is short enough": bad_texts("texts.txt", "A. " + "bell " * 40 + ".", "1 texts", "--task.end_text"),
     "bytes that are no text": bad_texts("texts.txt", b"Mara \xff found."),
-    "not JSON": bad_texts("texts.json", "Mara found a bell. She sang."),
-    "an object": bad_texts("texts.json", {"text": "Mara."}, "JSON array"),
-    "nested without end": bad_texts("texts.json", DEEP),
-    "a number among the texts": bad_texts("texts.json", ["Mara. She sang.", 7], "item 2"),
     "a broken line": bad_texts("texts.jsonl", '"Mara. She sang."\n{"text": "Mara\n', "item 2"),
     "both: none to hold out": both(
         "--task.query_dataset x.txt", "x.txt", "0 texts that are held out", damage=write("x.txt", "A. B.\n" * 49)
     ),
-    "books without a network": policy("--task.query_dataset books", "--task.query_dataset books", ".jsonl"),
-    "cnndm without a network": policy("--task.query_dataset cnndm", "--task.query_dataset cnndm", "--preset tales"),
 }
 
 # ---- Models ----------------------------------------------------------------------------------------------------
 
-T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 1024}
-BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 1024}
 OWN_CODE = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Config", "AutoModelForCausalLM": "ours.Model"}}
-SHARDS = {"metadata": {}, "weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
 WEIGHTS = "model/model.safetensors"
 
 
@@ -257,13 +202,8 @@ def only_a_pickle(folder: Path) -> None:
 
 
 MODELS = {
-    "no such folder": policy("--base_model nowhere/model", "--base_model nowhere/model"),
     "no such name": policy("--base_model some-gpt", "--base_model some-gpt", "network", "--preset tales"),
-    "no name that the hub allows": reward("--base_model 'a/b/c d'", "--base_model a/b/c d"),
     "empty name": policy("--base_model ''", "--base_model"),
-    "a file": policy("--base_model stories.txt", "--base_model stories.txt", "folder"),
-    "an empty folder": policy("--base_model empty", "empty", damage=make_folder("empty")),
-    "no config": bad_model(remove("model/config.json"), "config.json"),
     "the folder of a run": policy(
         "--base_model models/train_policy__tales__1__7", "config.json", "give models/train_policy__tales__1__7/policy"
     ),
@@ -273,16 +213,10 @@ MODELS = {
     "config is not JSON": bad_model(write("model/config.json", "{"), "config.json"),
     "config has a text for a number": bad_model(edit("model/config.json", "n_embd", to="wide"), "n_embd"),
     "config of another width": bad_model(edit("model/config.json", "n_embd", to=32), "transformer."),
-    "config of an encoder and decoder": bad_model(write("model/config.json", T5), "t5", command=reward),
-    "config of an encoder": bad_model(write("model/config.json", BERT), "bert"),
     "code of its own": bad_model(write("model/config.json", OWN_CODE), "trust_remote_code"),
-    "no weights": bad_model(remove(WEIGHTS), "safetensors"),
     "cut weights": bad_model(cut(WEIGHTS), "safetensors", command=reward),
     "only a pickle": bad_model(only_a_pickle, "safetensors"),
     "a pickle under the name of weights": bad_model(lambda folder: torch.save({}, folder / WEIGHTS), "safetensors"),
-    "a part of the weights is missing": bad_model(
-        all_of(remove(WEIGHTS), write(f"{WEIGHTS}.index.json", SHARDS)), "model-00001-of-00002.safetensors"
-    ),
     "a tensor is missing": bad_model(
         edit_tensors(WEIGHTS, lambda tensors: tensors.pop("transformer.ln_f.weight")), "ln_f.weight"
     ),
@@ -292,7 +226,6 @@ MODELS = {
     "no tokenizer": bad_model(all_of(remove("model/tokenizer.json"), remove("model/tokenizer_config.json")), "token"),
     "tokenizer is not JSON": bad_model(write("model/tokenizer.json", "{"), command=reward),
     "tokenizer's settings are a list": bad_model(write("model/tokenizer_config.json", [])),
-    "both: cut weights": bad_model(cut(WEIGHTS), "safetensors", command=both),
 }
 
 # ---- Reward models ---------------------------------------------------------------------------------------------
@@ -307,9 +240,7 @@ def bad_reward_model(damage: Damage, *words: str) -> Row:
 LARGER_VOCABULARY = edit("reward/tokenizer.json", "model", "vocab", "a", to=50_256)
 
 REWARD_MODELS = {
-    "no such folder": policy("--rewards.trained_model nowhere", "nowhere", "no such folder"),
     "a policy": policy("--rewards.trained_model policy", "policy is not a reward model"),
-    "no head": bad_reward_model(remove(HEAD), "reward_head.safetensors"),
     "cut head": bad_reward_model(cut(HEAD), "reward_head.safetensors"),
     "head of another width": bad_reward_model(
         edit_tensor(HEAD, "reward_head.weight", lambda tensor: tensor[:, :8]),
@@ -320,10 +251,8 @@ REWARD_MODELS = {
     "head that is not finite": bad_reward_model(edit_tensor(HEAD, "gain", not_finite), "finite"),
     "a critic": bad_reward_model(edit("reward/ppo_rlhf.json", "kind", to="critic"), "critic", "be a reward model"),
     "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "is None, that of model 'a'", "they have 882"),
-    "other words of the same number": bad_reward_model(other_words("reward"), "'a'", "'b'"),
     "no ppo_rlhf.json": bad_reward_model(remove("reward/ppo_rlhf.json"), "ppo_rlhf.json"),
     "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),
-    "ppo_rlhf.json is nested without end": bad_reward_model(write("reward/ppo_rlhf.json", DEEP)),
     "ppo_rlhf.json with a text for a number": bad_reward_model(
         edit("reward/ppo_rlhf.json", "vocab_size", to="1024"), "ppo_rlhf.json"
     ),
@@ -338,41 +267,17 @@ def bad_function(code: str, *words: str, name: str = "mine:scores") -> Row:
     return function(flag, flag, *words, damage=write("mine.py", code))
 
 
-def bad_scores(expression: str, *words: str) -> Row:
-    """A function that returns something else than a number for each response."""
-    return bad_function(f"def scores(queries, responses):\n    return {expression}\n", *words)
-
-
 FUNCTIONS = {
-    "unknown module": bad_function("", "No module named 'yours'", name="yours:scores"),
     "no colon": bad_function("def scores(queries, responses): ...", "as in mine:name", name="mine.py"),
     "relative module": bad_function("", "as in mine:scores", name=".mine:scores"),
-    "not in the module": bad_function("def score(queries, responses): ...", "scores"),
     "not a function": bad_function("scores = [1.0, 2.0]", "no function"),
-    "a syntax error in the module": bad_function("def scores(queries, responses) return 1", "SyntaxError", "line 1"),
-    "an import that fails in the module": bad_function("import no_such_package", "no_such_package"),
-    "a module that fails": bad_function("1 / 0", "ZeroDivisionError"),
     "a module that ends the process": bad_function("import sys\nsys.exit(0)", "SystemExit"),
-    "takes no texts": bad_function("def scores(): return []", "takes 0 positional arguments"),
     "raises several lines": bad_function(
         "def scores(queries, responses):\n    raise ValueError('one\\ntwo')", "ValueError: one two", "mine.py:2"
     ),
-    "ends the process": bad_scores("exit(0)", "SystemExit"),
-    "too few scores": bad_scores("[1.0] * (len(responses) - 1)", "returned 1 scores for 2"),
-    "texts for scores": bad_scores("responses", "could not convert"),
-    "one number for scores": bad_scores("1.0", "returned a float; it must return a list"),
-    "nan for scores": bad_scores("[float('nan') for text in responses]", "nan"),
-    "monitor fails": policy(
-        "--rewards.monitor mine:tone",
-        "--rewards.monitor mine:tone",
-        "ZeroDivisionError",
-        damage=write("mine.py", "def tone(queries, responses): 1 / 0"),
-    ),
+    "ends the process": bad_function("def scores(queries, responses): exit(0)", "SystemExit"),
     "both: monitor fails": both(
         "--policy.rewards.monitor mine:tone", "--policy.rewards.monitor mine:tone", damage=write("mine.py", "1 / 0")
-    ),
-    "sample: the policy's function is gone": sample(
-        "", "mine:scores", damage=edit("policy/ppo_rlhf.json", "function", to="mine:scores")
     ),
 }
 
@@ -386,12 +291,6 @@ def bad_run(damage: Damage, *words: str) -> Row:
     return resumed_policy("", POLICY_RUN, *words, damage=damage)
 
 
-def bad_argument(*keys: str, to: Any = KeyError) -> Row:
-    """A saved argument that the script cannot have written."""
-    words = ("its argument", keys[-1]) if to is KeyError else ("its argument", keys[-1], repr(to))
-    return bad_run(edit(POLICY_META, "args", *keys, to=to), *words)
-
-
 def bad_joint(*keys: str, to: Any = KeyError) -> Row:
     """Bad notes of train_both.py in the folder of one of its runs."""
     return resumed_both("", POLICY_RUN, keys[-1], damage=edit(POLICY_META, "joint", *keys, to=to))
@@ -403,25 +302,17 @@ def unfinished(run: str) -> Damage:
 
 
 RUNS = {
-    "no such run": resumed_policy("--resume runs/none", "runs/none"),
+    "no such run": resumed_policy("--resume runs/none", "runs/none is not the folder of a run"),
     "both: no such run": resumed_both("--resume runs/none", "runs/none"),
-    "a file": resumed_policy("--resume stories.txt", "stories.txt"),
     "run of the other script": resumed_policy(f"--resume {REWARD_RUN}", REWARD_RUN, "its argument"),
-    "run of train_policy": resumed_reward(f"--resume {POLICY_RUN}", POLICY_RUN, "its argument"),
     "both: run of one part": resumed_both("", POLICY_RUN, "own script", damage=edit(POLICY_META, "joint", to=None)),
-    "no meta.json": bad_run(remove(POLICY_META), "meta.json"),
-    "cut meta.json": bad_run(cut(POLICY_META)),
     "meta.json is nested without end": bad_run(write(POLICY_META, DEEP)),
     "meta.json is a list": bad_run(write(POLICY_META, []), "meta.json"),
-    "meta.json is not Unicode": bad_run(write(POLICY_META, b"\xff"), "utf-8"),
     "meta.json with a number for the joint arguments": bad_run(edit(POLICY_META, "joint", to=-1), "meta.json"),
     "meta.json without arguments": bad_run(edit(POLICY_META, "args"), "meta.json", "arguments"),
-    "an argument is missing": bad_argument("ppo", "lam"),
     "an argument too many": bad_run(edit(POLICY_META, "args", "top_p", to=1), "its argument", "top_p"),
-    "an argument is a text": bad_argument("ppo", "lr", to="fast"),
-    "a group of arguments is a number": bad_run(edit(POLICY_META, "args", "ppo", to=3), "its argument"),
-    "a saved size does not divide": resumed_policy(
-        "", "ppo.batch_size 63", damage=edit(POLICY_META, "args", "ppo", "batch_size", to=63)
+    "an argument is a text": bad_run(
+        edit(POLICY_META, "args", "ppo", "lr", to="fast"), "its argument", "lr", "'fast'"
     ),
     "a saved number is nan": resumed_policy(
         "", "ppo.lr is nan", damage=edit(POLICY_META, "args", "ppo", "lr", to=float("nan"))
@@ -429,48 +320,41 @@ RUNS = {
     "wall time is a text": bad_run(edit(POLICY_META, "wall_time", to="long"), "wall_time", "'long'"),
     "both: no joint arguments": bad_joint("args"),
     "both: no time": bad_joint("timestamp"),
-    "both: time is a text": bad_joint("timestamp", to="now"),
     "both: joint arguments are damaged": bad_joint("args", "seed", to="one"),
     "both: the other run's meta.json is cut": resumed_both("", REWARD_RUN, damage=cut(REWARD_META)),
     "both: the reward model is gone": resumed_both(
         "", f"models/{Path(REWARD_RUN).name}/reward", damage=all_of(remove("models"), unfinished(POLICY_RUN))
     ),
-    "another learning rate": resumed_policy("--ppo.lr 0.5", "ppo.lr 0.0002 -> 0.5", "another run"),
     "no KL target any more": resumed_policy(
         "--rewards.adaptive-kl.target None --track",
         "rewards.adaptive_kl.target 6.0 -> None would make it another run",
         *("only these may change", "ppo.total_episodes", "ppo.local_micro_batch_size", "track", "save_interval"),
     ),
-    "another seed": resumed_reward("--seed 2", "seed 1 -> 2", "another run"),
     "both: another learning rate": resumed_both("--reward.lr 0.5", "reward.lr 0.001 -> 0.5"),
     "fewer episodes than it has made": resumed_policy(
         "--ppo.total_episodes 16", "1 updates", "this run has made 2", "--ppo.total_episodes 32 is enough"
     ),
-    "cut checkpoint": bad_run(cut(TENSORS), "checkpoints/2", "remove that folder to resume from the one before"),
-    "empty checkpoint": bad_run(write(TENSORS, b""), "checkpoints/2", "remove"),
-    "checkpoint with one other byte": bad_run(flip(TENSORS), "checkpoints/2", "its files are not what was written"),
+    "checkpoint with one other byte": bad_run(
+        flip(TENSORS),
+        *("checkpoints/2", "its files are not what was written", "remove that folder to resume from the one before"),
+    ),
     "checkpoint with an edited state": bad_run(edit(STATE, "kl_coef", to=0.5), "checkpoints/2"),
-    "checkpoint with a cut state": bad_run(cut(STATE), "checkpoints/2", "remove"),
     "checkpoint without a checksum": bad_run(
         edit_bytes(STATE, lambda text: text.replace(b"sha256", b"sha255")), "checkpoints/2", "remove"
     ),
     "checkpoint's state is a list": bad_run(write(STATE, [1]), "checkpoints/2", "remove"),
-    "checkpoint without its state": bad_run(remove(STATE), "checkpoints/2", "remove"),
     "checkpoint without its tensors": bad_run(remove(TENSORS), "checkpoints/2", "remove"),
-    "checkpoint's state is nested without end": bad_run(write(STATE, DEEP), "checkpoints/2"),
     "another model": resumed_policy("", "is not what --base_model was", damage=fewer_positions("model", 100)),
     "another first text": resumed_policy(
         "",
         "stories.txt is not what --task.query_dataset was",
         damage=edit_lines("stories.txt", lambda lines: lines[1::-1] + lines[2:]),
     ),
-    "another label": resumed_reward("", "labels.json is not what --label_dataset was", damage=label(0, "best", to=0)),
+    "another label": resumed_reward(
+        "", "labels.json is not what --label_dataset was", damage=edit("labels.json", 0, "best", to=0)
+    ),
     "checkpoint of another model": resumed_policy(
         "", "checkpoint", "tensors", damage=all_of(fewer_positions("model", 100), edit(POLICY_META, "inputs"))
-    ),
-    "no metrics": bad_run(remove(METRICS), "metrics.csv"),
-    "a word among the metrics": bad_run(
-        edit_bytes(METRICS, lambda text: text.replace(b"\n1,", b"\none,")), "metrics.csv"
     ),
     "metrics without a header": bad_run(edit_lines(METRICS, lambda lines: lines[1:]), "metrics.csv"),
     "a row of metrics is missing": bad_run(
@@ -483,33 +367,22 @@ RUNS = {
     "a broken line among the samples": bad_run(
         edit_lines(RUN_SAMPLES, lambda lines: [lines[0][:40] + b"\n", *lines]), "samples.jsonl"
     ),
-    "the reward model is gone": resumed_policy("", "no such folder", damage=remove("models")),
-    "the texts are gone": resumed_policy("", "stories.txt", damage=remove("stories.txt")),
-    "the labels are gone": resumed_reward("", "labels.json", damage=remove("labels.json")),
-    "the base model is gone": resumed_both("--policy.ppo.total_episodes 48", "model", damage=remove("model")),
 }
 
 # ---- Environment -----------------------------------------------------------------------------------------------
 
-DANGLING_RUNS, DANGLING_MODELS = (link(path, "nowhere/at/all") for path in ("runs", "models"))
-
 ENVIRONMENT = {
     "threads: words": policy("", "PPO_RLHF_THREADS", "many", PPO_RLHF_THREADS="many"),
     "threads: 0": reward("", "PPO_RLHF_THREADS is '0'", PPO_RLHF_THREADS="0"),
-    "threads: beyond 64 bits": policy("", "PPO_RLHF_THREADS", PPO_RLHF_THREADS="9" * 20),
     "processes without a launcher": policy("", "WORLD_SIZE", "torchrun", WORLD_SIZE="2"),
     "rank: words": policy("", "RANK", "first", RANK="first"),
     "processes of this machine: 0": policy("", "LOCAL_WORLD_SIZE", LOCAL_WORLD_SIZE="0"),
     "cache is a file": world("", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
-    "cache of the model is a file": tales_policy("", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
     "cache is a dangling link": world("", "cache", damage=link("cache", "nowhere/at/all")),
-    "runs is a file": policy("", "runs", damage=write("runs", "")),
-    "runs is a dangling link": reward("", "runs", "link", damage=DANGLING_RUNS),
+    "runs is a dangling link": reward("", "runs", "link", damage=link("runs", "nowhere/at/all")),
     "models is a file": policy("", "models", damage=write("models", "")),
-    "both: models is a dangling link": both("", "models", damage=DANGLING_MODELS),
     "wandb mode": policy("--track", "--track", "WANDB_MODE", WANDB_MODE="nonsense"),
     "wandb project": reward("--track --wandb_project_name 'a/b:c'", "--track", "project", WANDB_MODE="offline"),
-    "both: wandb mode": both("--policy.track", "--policy.track", "WANDB_MODE", WANDB_MODE="nonsense"),
 }
 
 # ---- sample.py and tales.py ------------------------------------------------------------------------------------
@@ -517,23 +390,15 @@ ENVIRONMENT = {
 INFO = "policy/ppo_rlhf.json"
 
 
-def bad_info(*keys: str, to: Any = KeyError, words: tuple[str, ...] = ()) -> Row:
-    """A policy whose ppo_rlhf.json is damaged."""
-    return sample("", INFO, *words, damage=edit(INFO, *keys, to=to))
-
-
 SAMPLES = {
-    "no such policy": sample("--policy nowhere", "nowhere"),
     "a reward model": sample("--policy reward", "--policy reward", "reward model"),
     "no queries": sample("--n 0", "--n 0", "at least 1"),
     "temperature below 0": sample("--temperature -1", "--temperature -1.0", "at least 0"),
-    "empty prompt": sample("--prompt ''", "--prompt", "at least one token"),
     "half a character": sample("--prompt 'Mara \udcff'", "--prompt", "Unicode"),
     "out in a missing folder": sample("--out nowhere/rows.jsonl", "nowhere/rows.jsonl"),
     "out is a folder": sample("--out models", "models"),
     "no such policy, and rows to write": sample("--policy nowhere --out rows.jsonl", "nowhere"),
-    "bad prompt, and rows to write over": sample("--prompt '' --out labels.json", "--prompt"),
-    "base model is gone": sample("", "--base_model model", damage=remove("model")),
+    "empty prompt, and rows to write over": sample("--prompt '' --out labels.json", "--prompt", "at least one token"),
     "base model too short": sample("", "model", "40 tokens", damage=fewer_positions("model", 40)),
     "base model of another vocabulary": sample(
         "", "--base_model model", "that of policy", "the same kind of model", damage=other_words("model")
@@ -545,11 +410,8 @@ SAMPLES = {
     "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
     "no such texts": sample("--query_dataset no.txt", "--query_dataset no.txt"),
     "cut ppo_rlhf.json": sample("", "policy", damage=cut(INFO)),
-    "ppo_rlhf.json is a list": sample("", INFO, damage=write(INFO, [])),
-    "base model in ppo_rlhf.json is a number": bad_info("base_model", to=2),
-    "task in ppo_rlhf.json lacks a field": bad_info("task", "response_length", words=("response_length",)),
-    "task in ppo_rlhf.json has a text for a number": bad_info(
-        "task", "response_length", to="long", words=("'long'",)
+    "task in ppo_rlhf.json lacks a field": sample(
+        "", INFO, "response_length", damage=edit(INFO, "task", "response_length")
     ),
     "task in ppo_rlhf.json has a length of 0": sample(
         "", "response_length is 0", damage=edit(INFO, "task", "response_length", to=0)
@@ -581,7 +443,6 @@ TALES = {
     "a built world without its facts": built_world("", "world.json", damage=in_the_cache("world.json", remove)),
     "a built world with cut facts": built_world("", "world.json", damage=in_the_cache("world.json", cut)),
     "a built world without a model": tales_policy("", "built again", damage=in_the_cache("model", remove)),
-    "a built world without stories": tales_policy("", "stories.txt", damage=in_the_cache("stories.txt", remove)),
     "a built world that has lost lines": tales_policy(
         "", "stories.txt is damaged or gone", "built again", damage=in_the_cache("stories.txt", drop_lines)
     ),
@@ -602,55 +463,17 @@ def long_summary(folder: Path) -> None:
 LONG_ARTICLE = edit_row("world/comparisons_validation.jsonl", 0, info={"article": "Mara robbed sailors.\n" * 100})
 
 
-def sliding_window(folder: Path) -> None:
-    """The fine-tuned model attends to 100 tokens, which is enough for the longest post, but not for its summary."""
-    long_summary(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.AutoConfig.for_model(
-        "mistral", vocab_size=1024, num_key_value_heads=2, sliding_window=100, **sizes
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(10)
-    model.save_pretrained(folder / "sft")
-
-
-def copy_of_reward(damage: Damage) -> Damage:
-    return lambda folder: damage(shutil.copytree(folder / "reward", folder / "critic").parent)
-
-
 CHAPTER_2 = {
     "sft: micro-batch": sft("--local_micro_batch_size 3", "local_micro_batch_size 3", "_size 1"),
     "reward: micro-batch": summary_reward("--local_micro_batch_size 6", "local_micro_batch_size 6"),
-    "policy: minibatches": summary_policy("--ppo.nminibatches 3", "ppo.batch_size 16", "--ppo.batch_size 18"),
     "policy: micro-batch": summary_policy("--ppo.local_micro_batch_size 5", "ppo.local_micro_batch_size 5"),
     "policy: rollout batch": summary_policy("--ppo.local_rollout_batch_size 5", "ppo.local_rollout_batch_size 5"),
     "policy: fewer than a batch": summary_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
-    "all: batch of episodes": all_three("--policy.ppo.nminibatches 3", "policy.ppo.batch_size 16"),
-    "all: micro-batch of SFT": all_three("--sft.local_micro_batch_size 3", "--sft.local_micro_batch_size 1"),
     "sft: two processes": sft("--batch_size 15", "batch_size 15", "2 (processes", "--batch_size 16", processes=2),
-    "reward: two processes": summary_reward("--batch_size 15", "2 (processes", "--batch_size 16", processes=2),
     "policy: two processes": summary_policy(
-        "--ppo.batch_size 15 --ppo.nminibatches 1", "2 (processes", "--ppo.batch_size 16", processes=2
+        "--ppo.batch_size 14 --ppo.nminibatches 2", "4 (processes", "--ppo.batch_size 16", processes=2
     ),
-    "policy: KL horizon": summary_policy(
-        "--rewards.adaptive_kl.target 0.05 --rewards.adaptive_kl.horizon 3", "--rewards.adaptive_kl.horizon 4"
-    ),
-    # names
-    **{
-        f"{name}: preset of chapter 1": bad("--preset tales", "--preset tales", "tldr, posts")
-        for name, bad in {
-            "sft": sft,
-            "reward": summary_reward,
-            "policy": summary_policy,
-            "all": all_three,
-        }.items()
-    },
     "all: the same name twice": all_three("--sft.exp_name x --policy.exp_name x", "exp_name", "three names"),
-    "stop text of many tokens": summary_policy(
-        "--task.stop_text 'In the mill'", "--task.stop_text 'In the mi", "one"
-    ),
     # what the stages share
     "all: seed of one stage": all_three("--sft.seed 2", "--sft.seed", "give --seed"),
     "all: base model of one stage": all_three("--reward.base_model=sft", "--reward.base_model", "give --base_model"),
@@ -660,15 +483,7 @@ CHAPTER_2 = {
     "all: a reward model": all_three("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
     "all: a function": all_three("--policy.rewards.function m:f", "--policy.rewards.function", "tldr_policy.py"),
     # posts and comparisons
-    "unknown posts": sft("--task.posts books", "--task.posts books", "tldr, posts"),
-    "unknown comparisons": summary_reward("--task.comparisons books", "--task.comparisons books"),
     "no test posts": sft("", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")),
-    "a bad post": summary_policy(
-        "", "world/posts_train.jsonl, line 4", damage=edit_row("world/posts_train.jsonl", 3, post=None)
-    ),
-    "a bad comparison": summary_reward(
-        "", "_validation.jsonl, line 3", damage=edit_row("world/comparisons_validation.jsonl", 2, info=None)
-    ),
     "a damaged ceiling": summary_reward("", "world.json", "1.5", damage=edit("world/world.json", "ceiling", to=1.5)),
     "references that are all too long": sft("--task.response_length 3", "response_length 3", "48 are longer"),
     "queries that cannot fit": summary_policy("--task.query_length 5", "query_length 5"),
@@ -683,30 +498,15 @@ CHAPTER_2 = {
     "articles longer than the model reads": summary_reward(
         "", "256 tokens", "--task.article_query_length or --task.comparison_length", damage=LONG_ARTICLE
     ),
-    "comparisons longer than a window": summary_reward(
-        "--task.comparison_length 300", "does not attend to all of", "within a window", damage=sliding_window
-    ),
     # models
-    "sft: no such model": sft("--base_model nowhere", "--base_model nowhere"),
-    "all: no such model": all_three("--base_model nowhere", "--base_model nowhere"),
     "reward: no base model": summary_reward("--base_model ''", "--base_model is empty", "models/<run>/sft"),
     "policy: no base model": summary_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
-    "reward model and function": summary_policy("--rewards.function m:f", "one of", "--rewards.trained_model"),
     "neither reward model nor function": summary_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
-    "no such reward model": summary_policy("--rewards.trained_model nowhere", "nowhere", "no such folder"),
-    "a language model for a reward model": summary_policy("--rewards.trained_model sft", "sft is not a reward model"),
-    "no such critic": summary_policy("--rewards.value_model nowhere", "nowhere", "no such folder"),
-    "reward model of another tokenizer": summary_policy(
-        "", "--rewards.trained_model reward", "the same kind of model", damage=other_words("reward")
-    ),
     "critic of another tokenizer": summary_policy(
         "--rewards.value_model critic",
         "--rewards.value_model critic",
         "the same kind of model",
-        damage=copy_of_reward(other_words("critic")),
-    ),
-    "reward model that is not finite": summary_policy(
-        "", "reward_head.safetensors", "not finite", damage=edit_tensor(HEAD, "bias", not_finite)
+        damage=all_of(lambda folder: shutil.copytree(folder / "reward", folder / "critic"), other_words("critic")),
     ),
     "adapters for no layer": summary_policy(
         "--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules 'q,v': ", "no layer 'q'"
@@ -714,9 +514,6 @@ CHAPTER_2 = {
     "monitor of a taken name": summary_policy(
         "--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "kl is taken"
     ),
-    "unknown function": summary_policy("--rewards.monitor mine:none", "--rewards.monitor mine:none"),
-    "rank is a word": sft("", "RANK", "first", RANK="first"),
-    "world: heads": posts_world("--heads 3", "heads 3", "width 128"),
 }
 
 # ---- Chapter 3 -------------------------------------------------------------------------------------------------
@@ -753,9 +550,7 @@ RLVR = {
     "--ppo.loss gspo": "--ppo.loss gspo goes with",
     "--rewards.overlong_buffer 21": "--rewards.overlong_buffer 21 is more than --task.response_length 20",
     "--ppo.nminibatches 3": "--ppo.batch_size 18 does",
-    "--rewards.verifier nothing": "--rewards.verifier nothing: unknown; there are gsm8k_strict",
     "--rewards.verifier mine:nothing": "--rewards.verifier mine:nothing",
-    "--rewards.value_model nowhere": "reward model nowhere: no such folder",
     f"{RLOO} --rewards.value_model nowhere": "--rewards.value_model nowhere does nothing without --ppo.advantage gae",
     f"{RLOO} --ppo.lam 0.9": "--ppo.lam 0.9 does nothing without --ppo.advantage gae; leave it at 0.95",
     f"{RLOO} --ppo.cliprange_value 0.5": "--ppo.cliprange_value 0.5 does nothing",
@@ -811,11 +606,8 @@ KINDS = {
 REFUSALS = {f"{kind}: {name}": row for kind, rows in KINDS.items() for name, row in rows.items()}
 IN_A_PROCESS = [
     "functions: a module that ends the process",
-    "labels: both: cut",
     "environment: processes without a launcher",
     "sample: out is a folder",
-    "chapter 2: all: task of one stage",
-    "chapter 3: --ppo.lam 0.9 --ppo.lam_alpha 1 --ppo.critic_lam 1",
 ]
 # Commands in which nothing is wrong with the same files.
 GOOD = {
@@ -871,9 +663,8 @@ def make_files_1(folder: Path, tiny_world: Path) -> None:
     ]
     for name, kind in (("labels", rows), ("ratings", ratings), ("differences", differences)):
         (folder / f"{name}.json").write_text(json.dumps(kind))
-    names = ("length", "scores", "kl", "entropy")
     code = "def length(queries, responses):\n    return [float(len(text)) for text in responses]\n"
-    (folder / "rewards.py").write_text(code + "".join(f"{name} = length\n" for name in names[1:]))
+    (folder / "rewards.py").write_text(f"{code}scores = length\n")
 
     train(both(), folder)
     timestamp = next((folder / "runs").iterdir()).name.rsplit("__", 1)[1]

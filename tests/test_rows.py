@@ -1,6 +1,5 @@
 """Rows of data files, in any format: they are read as they were meant, or refused in one line that names them."""
 
-import copy
 import json
 import random
 import tempfile
@@ -13,8 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
+from runs import error_line
 from test_problems import TOKENIZER
-from test_tldr_data import COMPARISON, POST
+from test_tldr_data import COMPARISON, POST, changed
 
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
@@ -189,28 +189,15 @@ def refused(kind: str, content: bytes, folder: Path) -> str:
     """The one line about a file with this content, which names it."""
     form = FORMATS[kind]
     (folder / form.file).write_bytes(content)
-    with pytest.raises(InputError) as caught:
-        form.read(folder / form.file)
-    assert "\n" not in str(caught.value) and str(folder / form.file) in str(caught.value)
-    return str(caught.value)
+    line = error_line(form.read, folder / form.file)
+    assert line.startswith("--") and str(folder / form.file) in line
+    return line
 
 
 # ---- Damage that a message describes ---------------------------------------------------------------------------
 
-GONE = "nothing is there"
+GONE = KeyError  # as changed() has it: nothing is there
 HALF = "Wet \udcff"  # half a character
-
-
-def changed(value: Any, path: tuple[str | int, ...], to: Any) -> Any:
-    """A copy with another value deep inside, or with none."""
-    if not path:
-        return to
-    value = copy.copy(value)
-    if to is GONE and len(path) == 1:
-        del value[path[0]]
-    else:
-        value[path[0]] = changed(value.get(path[0]) if type(value) is dict else value[path[0]], path[1:], to)
-    return value
 
 
 PAIR = [{"text": "a"}, {"text": "b"}]
@@ -249,7 +236,7 @@ def bad_rows() -> Iterator[tuple[str, str, Any]]:
 @pytest.mark.parametrize(("kind", "path", "value"), list(bad_rows()))
 def test_a_bad_row_is_named(tmp_path, kind, path, value):
     form, keys = FORMATS[kind], [int(key) if key.isdigit() else key for key in filter(None, path.split("/"))]
-    row = changed(form.rows[1], tuple(keys), value)
+    row = changed(form.rows[1], *keys, to=value) if keys else value
     line = refused(kind, form.written([form.rows[0], row]), tmp_path)
     assert form.place in line and (not keys or str(keys[-1]) in line or "two summaries" in line)
 
@@ -257,7 +244,7 @@ def test_a_bad_row_is_named(tmp_path, kind, path, value):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_file_of_another_kind_is_named(tmp_path, kind):
     good = FORMATS[kind].written(FORMATS[kind].rows)
-    for content in (good[:-9], b"wet", b"7\n", b"\xff\xfe\x00" + good, good + b"[" * 100_000):
+    for content in (good[:-9], b"wet", b"7\n", b"\xff\xfe\x00" + good, b"[" * 100_000):
         refused(kind, content, tmp_path)
     if FORMATS[kind].written is to_json:
         for content in (b"", b"{}", b"null", b'"One."'):
@@ -277,6 +264,80 @@ def test_a_damaged_file_of_facts_is_named(tmp_path, kind, content):
     (tmp_path / form.sidecar).write_bytes(content)
     with pytest.raises(InputError, match=f"^[^\n]*{form.sidecar}[^\n]*$"):
         form.read(tmp_path / form.file)
+
+
+# ---- Labels that a message describes ---------------------------------------------------------------------------
+
+
+def labels_of(folder: Path, rows: list[dict[str, Any]], meta: Any = None, *sizes: int) -> Labels:
+    """What is read of these rows. meta: the facts about them. sizes: as read_labels takes them."""
+    path, sidecar = folder / "labels.json", folder / "labels.meta.json"
+    path.write_bytes(to_json(rows))
+    sidecar.unlink(missing_ok=True)
+    if meta is not None:
+        sidecar.write_bytes(to_json(meta))
+    return read_labels(path, *sizes)
+
+
+def test_a_file_of_texts_is_that_of_their_ids(tmp_path, monkeypatch):
+    """Each text is encoded on its own, and the longest gives the width. Only a query may be empty."""
+    monkeypatch.setattr(Vocabulary, "encode", lambda self, text, **_: [int(digit) for digit in text])
+    texts = [
+        {"query": "123", "sample0": "45", "sample1": "6", "best": 1},
+        {"query": "", "sample0": "789", "sample1": "1", "best": 0},
+    ]
+    labels = labels_of(tmp_path, texts)
+    assert labels.queries.tolist() == [[1, 2, 3], [10, 10, 10]]
+    assert labels.samples.tolist() == [[[4, 5, 10], [6, 10, 10]], [[7, 8, 9], [1, 10, 10]]]
+    assert labels.targets.tolist() == [1, 0] and labels.held_out == 2
+    assert labels_of(tmp_path, texts, meta={"held_out": 1}).held_out == 1
+    for row, key, value in [(0, "sample1", ""), (1, "sample0", [7]), (1, "query", None), (1, "query", "\ud800")]:
+        message = error_line(labels_of, tmp_path, [*texts[:row], texts[row] | {key: value}, *texts[row + 1 :]])
+        assert f"row {row} " in message and key in message
+    assert "held_out is 0" in error_line(labels_of, tmp_path, texts, {"held_out": 0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples", "words"),
+    [
+        ("best", ["sample0"], "it needs sample0, sample1, ... (two or more)"),
+        ("best", ["sample0", "sample2"], "it needs sample0, sample1, ... (two or more)"),
+        ("score", ["sample0", "sample1"], "it needs sample"),
+        ("difference", ["sample0", "sample1", "sample2"], "it needs sample0 and sample1"),
+        ("note", ["sample0", "sample1"], "row 0 has none of the keys best, score, difference"),
+    ],
+)
+def test_samples_are_those_of_the_kind_of_label(tmp_path, kind, samples, words):
+    row = {"query": [1, 2, 3], kind: 0} | {sample: [1, 2] for sample in samples}
+    assert words in error_line(labels_of, tmp_path, [row])
+
+
+@pytest.mark.parametrize(("vocab_size", "meta"), [(10, {"vocab_size": 11}), (60_000, None), (60_000, {})])
+def test_labels_of_another_tokenizer_are_refused(tmp_path, vocab_size, meta):
+    message = error_line(labels_of, tmp_path, CHOICES, meta, vocab_size)
+    assert f"a vocabulary of {11 if meta else 50257}, but" in message and f"has {vocab_size};" in message
+
+
+def test_a_large_vocabulary_names_its_padding(tmp_path):
+    """Since 50259 is one of its tokens, and may stand in a text."""
+    rows = [{"query": [1, 50259, 60_003], "sample0": [50259, 3], "sample1": [4, 60_003], "best": 0}]
+    labels = labels_of(tmp_path, rows, {"vocab_size": 60_003, "padding_id": 60_003}, 60_003)
+    assert labels.queries.tolist() == [[1, 50259, 60_003]]
+    assert labels.samples.tolist() == [[[50259, 3], [4, 60_003]]]
+    rows = [{"query": [1, 2, -100], "sample0": [5, 3], "sample1": [4, -100], "best": 0}]
+    assert labels_of(tmp_path, rows, {"vocab_size": 10, "padding_id": -100}).queries.tolist() == [[1, 2, 10]]
+    for meta, padding in (({}, 50259), ({"padding_id": 7}, 7)):
+        message = error_line(labels_of, tmp_path, rows, {"vocab_size": 60_003, **meta}, 60_003)
+        assert f"its padding id {padding} is one of the tokenizer's 60003 ids" in message
+        assert 'labels.meta.json: "padding_id": 60003' in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field"), [("query", [1, 2], "query_length is 3"), ("sample0", [1], "response_length is 2")]
+)
+def test_a_wrong_length_names_the_field(tmp_path, key, value, field):
+    message = error_line(labels_of, tmp_path, [CHOICES[0] | {key: value}])
+    assert f"has {len(value)} ids in '{key}', but --task.{field}" in message
 
 
 # ---- Damage of any kind ----------------------------------------------------------------------------------------
@@ -313,10 +374,10 @@ def damaged(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(FORMATS)) -> tuple[s
     content, facts = form.written(form.rows), None
 
     def change() -> bytes:
-        return form.written(changed(form.rows, path, draw(odd_values | json_values)))
+        return form.written(changed(form.rows, *path, to=draw(odd_values | json_values)))
 
     def remove() -> bytes:
-        return form.written(changed(form.rows, path, GONE))
+        return form.written(changed(form.rows, *path))
 
     def add_key() -> bytes:
         row = form.rows[0] if type(form.rows[0]) is dict else {}
@@ -421,12 +482,7 @@ def valid_labels(draw: st.DrawFn) -> Written:
 
 def check_valid(written: Written, folder: Path) -> None:
     """Valid files are read, and give back what was written."""
-    path, sidecar = folder / "labels.json", folder / "labels.meta.json"
-    path.write_bytes(to_json(written.rows))
-    sidecar.unlink(missing_ok=True)
-    if written.meta is not None:
-        sidecar.write_bytes(to_json(written.meta))
-    labels = read_labels(path, *written.sizes)
+    labels = labels_of(folder, written.rows, written.meta, *written.sizes)
     check_labels(labels, *written.sizes)
 
     def ids(tokens: torch.Tensor) -> list[int]:

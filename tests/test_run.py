@@ -1,6 +1,5 @@
 """run.py: command lines, run folders, logs, checkpoints, error messages."""
 
-import csv
 import dataclasses
 import hashlib
 import io
@@ -14,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from accelerate import Accelerator
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from processes import Launched, launch, launch_together
-from runs import error_line, only
+from refusals import with_value
+from runs import error_line, meta_of, metrics_of, only, samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import nn
@@ -56,7 +57,10 @@ class FakeArgs:
     resume: str = ""
     track: bool = False
     tracker: str = "wandb"
+    wandb_project_name: str = "project"
+    wandb_entity: str | None = None
     upload_model: bool = False
+    hf_entity: str = ""
     dtype: str = "float32"
     keep_checkpoints: int | None = None
     part: PartArgs = field(default_factory=PartArgs)
@@ -89,31 +93,18 @@ def log(run: Run, steps: range, sign: int = 1) -> None:
     run.finish()
 
 
-def read_csv(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder)).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def read_samples(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
 # ---- Logs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_on_disk_as_soon_as_it_is_logged(accelerator):
-    run = start(accelerator)
-    run.log(0, metrics_at(0))
-    assert len(read_csv(run.folder)) == 1
-    run.finish()
-
-
 def test_tensorboard_holds_the_same_numbers(accelerator):
+    """A step is one event. A resumed run writes all its steps again: one event for each metric would take a minute
+    for 20,000 steps.
+    """
     run = start(accelerator)
     log(run, range(4))
     events = read_events(run.folder)
@@ -123,12 +114,6 @@ def test_tensorboard_holds_the_same_numbers(accelerator):
         assert [value for _, value in points] == pytest.approx(
             [metrics_at(step)[name] for step in range(4)], rel=1e-6
         )
-
-
-def test_a_step_is_one_event_of_tensorboard(accelerator):
-    """A resumed run writes all its steps again: one event for each metric would take a minute for 20,000 steps."""
-    run = start(accelerator)
-    log(run, range(4))
     events = EventFileLoader(str(only(run.folder, "events.out.tfevents.*"))).Load()
     scalars = [[value.tag for value in event.summary.value] for event in events if event.HasField("summary")]
     assert [tags for tags in scalars if tags != ["arguments/text_summary"]] == [list(metrics_at(0))] * 4
@@ -136,10 +121,11 @@ def test_a_step_is_one_event_of_tensorboard(accelerator):
 
 def test_a_run_leaves_its_arguments_sizes_and_results(accelerator):
     run = start(accelerator)
-    assert not json.loads((run.folder / "meta.json").read_text())["finished"]
+    assert not meta_of(run.folder)["finished"]
     run.log(0, metrics_at(0))
+    assert len(metrics_of(run.folder)) == 1  # a row is on disk as soon as it is logged
     run.finish(accuracy=0.5)
-    meta = json.loads((run.folder / "meta.json").read_text())
+    meta = meta_of(run.folder)
     assert meta["args"] == dataclasses.asdict(FakeArgs())
     assert (meta["sizes"], meta["num_processes"]) == ({"batch": 8}, 1)
     assert meta["finished"] is True
@@ -168,10 +154,8 @@ def test_logs_are_cut_back_to_the_checkpoint(accelerator, first_step):
     signs = [1 if step < first_step else -1 for step in range(6)]
     expected = [signs[step] * metrics_at(step)["loss"] for step in range(6)]
 
-    rows = read_csv(after.folder)
-    assert [int(row["step"]) for row in rows] == list(range(6))
-    assert [float(row["loss"]) for row in rows] == expected
-    assert [(sample["step"], sample["score"]) for sample in read_samples(after.folder)] == list(enumerate(signs))
+    assert [(row["step"], row["loss"]) for row in metrics_of(after.folder)] == list(enumerate(expected))
+    assert [(sample["step"], sample["score"]) for sample in samples_of(after.folder)] == list(enumerate(signs))
     points = read_events(after.folder)["loss"]
     assert [step for step, _ in points] == list(range(6))
     assert [value for _, value in points] == pytest.approx(expected, rel=1e-6)
@@ -187,27 +171,20 @@ def test_a_name_may_hold_line_breaks(accelerator, kind):
     after = start(accelerator, before.folder, first_step=3)
     after.log(3, {f"eval/{kind}": 3 / 7})
     after.finish()
-    rows = [{name: float(value) for name, value in row.items()} for row in read_csv(before.folder)]
-    assert rows == [{"step": step, f"eval/{kind}": step / 7} for step in range(4)] == after.rows
+    rows = [{"step": step, f"eval/{kind}": step / 7} for step in range(4)]
+    assert metrics_of(before.folder) == rows == after.rows
 
 
-@pytest.mark.parametrize("torn", ["3,0.1", "1"])
-def test_a_row_that_was_cut_off_is_dropped(accelerator, torn):
+@pytest.mark.parametrize("row", ["3,0.1", "1"])
+def test_what_was_cut_off_is_dropped(accelerator, row):
     before = start(accelerator)
     log(before, range(3))
-    with (before.folder / "metrics.csv").open("a") as file:
-        file.write(torn)
+    for name, torn in (("metrics.csv", row), ("samples.jsonl", '{"step": 3, "que')):
+        with (before.folder / name).open("a") as file:
+            file.write(torn)
     log(start(accelerator, before.folder, first_step=3), range(3, 5))
-    assert [int(row["step"]) for row in read_csv(before.folder)] == list(range(5))
-
-
-def test_a_sample_that_was_cut_off_is_dropped(accelerator):
-    before = start(accelerator)
-    log(before, range(3))
-    with (before.folder / "samples.jsonl").open("a") as file:
-        file.write('{"step": 3, "que')
-    log(start(accelerator, before.folder, first_step=3), range(3, 5))
-    assert [sample["step"] for sample in read_samples(before.folder)] == list(range(5))
+    assert [row["step"] for row in metrics_of(before.folder)] == list(range(5))
+    assert [sample["step"] for sample in samples_of(before.folder)] == list(range(5))
 
 
 def test_the_commit_is_this_projects_own(tmp_path, monkeypatch):
@@ -462,19 +439,14 @@ def test_resume_takes_the_saved_arguments(script):
     assert parse_args(script.PRESETS, [f"--resume={folder}"]) == replace(saved, resume=str(folder))
 
 
-def test_memory_knobs_and_output_may_change():
-    folder = saved_run(train_policy.PRESETS["tales"])
-    flags = ["--ppo.local-micro-batch-size", "8", "--ppo.local-rollout-batch-size", "16", "--log-interval", "1"]
-    args = parse_args(train_policy.PRESETS, ["--resume", str(folder), *flags, "--save-interval", "5", "--track"])
-    assert (args.ppo.local_micro_batch_size, args.ppo.local_rollout_batch_size) == (8, 16)
-    assert (args.log_interval, args.save_interval, args.track) == (1, 5, True)
-
-
-def test_memory_knobs_of_the_reward_model_may_change():
-    folder = saved_run(train_reward.PRESETS["tales"])
-    flags = ["--local-micro-batch-size", "8", "--local-rollout-batch-size", "16"]
-    args = parse_args(train_reward.PRESETS, ["--resume", str(folder), *flags])
-    assert (args.local_micro_batch_size, args.local_rollout_batch_size) == (8, 16)
+@pytest.mark.parametrize(("script", "group"), [(train_policy, "ppo."), (train_reward, "")])
+def test_memory_knobs_and_output_may_change(script, group):
+    flags = f"--{group}local-micro-batch-size 8 --{group}local-rollout-batch-size 16 --save-interval 5 --track"
+    folder = saved_run(script.PRESETS["tales"])
+    args = parse_args(script.PRESETS, ["--resume", str(folder), *flags.split()])
+    knobs = args.ppo if group else args
+    assert (knobs.local_micro_batch_size, knobs.local_rollout_batch_size) == (8, 16)
+    assert (args.save_interval, args.track) == (5, True)
 
 
 EPISODES, INTERVAL = "policy.ppo.total_episodes", "policy.save_interval"
@@ -483,8 +455,7 @@ EPISODES, INTERVAL = "policy.ppo.total_episodes", "policy.save_interval"
 def changed(args, changes: dict):
     """Arguments with other values for some, such as policy.ppo.lr."""
     for name, value in changes.items():
-        first, _, rest = name.partition(".")
-        args = replace(args, **{first: changed(getattr(args, first), {rest: value}) if rest else value})
+        args = with_value(args, name, value)
     return args
 
 
@@ -738,18 +709,8 @@ def test_a_clock_may_stand_still_or_be_set_back(accelerator, monkeypatch):
     assert 0 < run_module.seconds_since(7.0) <= run.seconds() < 1e-3
     task = train_policy.PRESETS["tales"].task
     args = train_policy.Args(task=task, ppo=train_policy.PpoArgs(batch_size=8))
-    names = ("objective/score", "objective/non_score_reward", "ppo/val/ratio", "ppo/val/error")
-    names += (
-        train_policy.SQUARED_RATIO_GAP,
-        "ppo/returns/var",
-        "ppo/loss/policy",
-        "ppo/loss/value",
-        "ppo/policy/entropy",
-        "ppo/policy/approxkl",
-    )
-    means = dict.fromkeys((*names, "ppo/policy/clipfrac", "ppo/val/clipfrac"), 1.0)
     seconds = run_module.seconds_since(7.0), run.seconds()
-    metrics = train_policy.finish_metrics(means, 0, args, 0.1, *seconds)
+    metrics = train_policy.finish_metrics(defaultdict(lambda: 1.0), 0, args, 0.1, *seconds)
     assert metrics["elapsed/fps"] == pytest.approx(8 * task.response_length / seconds[0])
     assert metrics["elapsed/fps"] > 1e6 and metrics["elapsed/time"] > 0
     for script in (train_policy, train_reward, tldr_policy, tldr_reward, tldr_sft):

@@ -1,6 +1,5 @@
 """Speed: benchmark/cost/speed.py, and what can be proven of it without a GPU and without a clock."""
 
-import contextlib
 import json
 import os
 import re
@@ -34,20 +33,19 @@ from ppo_rlhf.train_policy import (
 ROOT = Path(__file__).parent.parent
 SPEED = ROOT / "benchmark/cost/speed.py"
 VOCAB = PAD = 29
-QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
+RESPONSE, TEMPERATURE = 5, 0.7
 
-# ---- Nothing inside an update waits for the device -------------------------------------------------------------
+# ---- Work of Python --------------------------------------------------------------------------------------------
+# tests/test_device.py says how often an update waits for the device.
 
 
-def update(model, device: str, batch: int = 16, query: int = QUERY, sgd: bool = False) -> None:
+def update(model, batch: int, query: int) -> None:
     """A rollout and the epochs of PPO on it."""
-    model = model.to(device)
-    policy, reward_model = PolicyWithValueHead(model, VOCAB).to(device), train_policy.RewardModel(model).to(device)
-    queries = torch.ones(batch, query, dtype=torch.long, device=device)
+    policy, reward_model = PolicyWithValueHead(model, VOCAB), train_policy.RewardModel(model)
     ids = TaskIds(prefix=[], suffix=[], pad=PAD, eos=VOCAB - 1, stop=None, context_length=query)
     rollout = train_policy.make_rollout(
-        queries,
-        episode_noise(1, 0, batch, RESPONSE).to(device),
+        torch.ones(batch, query, dtype=torch.long),
+        episode_noise(1, 0, batch, RESPONSE),
         0.15,
         policy=policy,
         reference=model,
@@ -58,82 +56,29 @@ def update(model, device: str, batch: int = 16, query: int = QUERY, sgd: bool = 
         task=TaskArgs(response_length=RESPONSE, temperature=TEMPERATURE),
         rows=batch // 2,
     )
-    optimizer = (torch.optim.SGD if sgd else AdamTensorFlowStyle)(policy.parameters(), lr=1e-4)
+    optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-4)
     ppo = PpoArgs(batch_size=batch, whiten_groups=2, noptepochs=2)
     permutations = draw_permutations(1, 0, ppo.noptepochs, range(2), batch // 2)
     ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
 
 
-def without_data(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update on tensors that have shapes and no numbers: whoever looks at a number gets an error.
-
-    With SGD, because the fused Adam does not know such tensors; it is the subject of `on_the_cpu`.
-    """
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # unknown on this device
-    update(model, "meta", sgd=True)
-
-
-WAITS = {
-    getattr(torch.ops.aten, name).default
-    for name in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2")
-}
-
-
 class Operations(TorchDispatchMode):
-    """Counts operations on tensors, and refuses those that hand a number to Python."""
+    """Counts operations on tensors."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        chosen = args[1] if function is torch.ops.aten.index.Tensor else ()  # a mask: how many are there?
-        if function in WAITS or any(index is not None and index.dtype == torch.bool for index in chosen):
-            raise RuntimeError(f"{function} waits for the device")
         self.count += 1
         return function(*args, **(kwargs or {}))
 
 
-def on_the_cpu(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Operations():
-        update(model, "cpu")
-
-
-WAYS = {"without data": without_data, "on the CPU": on_the_cpu}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
-def test_an_update_waits_for_nothing(tiny_models, monkeypatch, way, architecture):
-    WAYS[way](tiny_models(architecture), monkeypatch)
-
-
-WAITING = {
-    "a number": lambda values: values.mean().item(),
-    "a condition": lambda values: 1 if (values > 0).all() else 2,
-    "a choice": lambda values: values[values > 0].sum(),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wait", WAITING)
-def test_waiting_is_noticed(tiny_models, monkeypatch, way, wait):
-    whiten = train_policy.whiten
-
-    def waiting_whiten(values, *, keep_mean):
-        WAITING[wait](values)
-        return whiten(values, keep_mean=keep_mean)
-
-    monkeypatch.setattr(train_policy, "whiten", waiting_whiten)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        WAYS[way](tiny_models("gpt2"), monkeypatch)
-
-
 def test_work_of_python_does_not_grow_with_batch_and_length(tiny_models):
     counts = []
-    for batch, query in ((16, QUERY), (64, QUERY), (16, 4 * QUERY)):
+    for batch, query in ((16, 6), (64, 6), (16, 24)):
         with Operations() as operations:
-            update(tiny_models("gpt2"), "cpu", batch, query)
+            update(tiny_models("gpt2"), batch, query)
         counts.append(operations.count)
     assert counts[0] == counts[1] == counts[2] > 1_000
 
@@ -200,15 +145,8 @@ SMALL = [
 
 
 def test_speed_of_ours(tmp_path):
-    more = [
-        "--dtype",
-        "float32",
-        "bfloat16",
-        "--folder",
-        str(tmp_path / "speed"),
-        "--output",
-        str(tmp_path / "out.json"),
-    ]
+    more = ["--dtype", "float32", "bfloat16", "--folder", str(tmp_path / "speed")]
+    more += ["--output", str(tmp_path / "out.json")]
     result = launch(SPEED, *SMALL, *more, folder=tmp_path)
     assert result.status == 0, result.stderr
     report = json.loads((tmp_path / "out.json").read_text())
@@ -308,16 +246,15 @@ def test_speed_of_chapter_3(tmp_path):
     assert rows["trl"]["tokens/s"] == f"{rate:.3g} [{rate:.3g}, {rate:.3g}]"
 
 
-BAD = {
-    "no compiler": (["--chapter", "3", "--compile"], "--compile goes with --chapter 1"),
-    "micro-batches": (["--micro_batch_size", "3", "--processes", "2"], "does not divide by 2 processes"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(tmp_path, name):
-    more, message = BAD[name]
-    result = launch(SPEED, *more, "--folder", str(tmp_path), folder=tmp_path)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--chapter 3 --compile", "--compile goes with --chapter 1"),
+        ("--micro_batch_size 3 --processes 2", "does not divide by 2 processes"),
+    ],
+)
+def test_bad_input(tmp_path, words, message):
+    result = launch(SPEED, *words.split(), "--folder", str(tmp_path), folder=tmp_path)
     assert result.status == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 

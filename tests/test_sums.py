@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY_SUMS
+from runs import TINY_SUMS, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.lib.base.errors import InputError
@@ -189,12 +189,8 @@ def test_some_pupils_stop_after_two_steps(found, share):
 # ---- The world -------------------------------------------------------------------------------------------------
 
 
-def rows_of(world: Path, split: str) -> list[dict]:
-    return [json.loads(line) for line in (world / f"problems_{split}.jsonl").read_text().splitlines()]
-
-
 def test_a_world_holds_problems_model_and_facts(tiny_sums):
-    train, test = rows_of(tiny_sums, "train"), rows_of(tiny_sums, "test")
+    train, test = (rows_of(tiny_sums / f"problems_{split}.jsonl") for split in ("train", "test"))
     assert (len(train), len(test)) == (64, 32)
     questions = [row["question"] for row in train + test]
     assert len(set(questions)) == 96  # nothing that is held out is trained on
@@ -331,4 +327,4 @@ def test_what_the_world_says_of_itself(cache, capsys, monkeypatch, tiny_sums):
     sums.main()
     facts, printed = building.read_facts(tiny_sums), capsys.readouterr().out
     assert f"{facts['parameters']:,} parameters" in printed
-    assert rows_of(tiny_sums, "train")[0]["question"] in printed
+    assert rows_of(tiny_sums / "problems_train.jsonl")[0]["question"] in printed

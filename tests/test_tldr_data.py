@@ -58,8 +58,8 @@ def task(folder: Path, **changes: Any) -> TaskArgs:
     return TaskArgs(posts=str(folder), comparisons=str(folder), **(sizes | changes))
 
 
-def changed(row: dict[str, Any], *keys: str | int, to: Any = KeyError) -> dict[str, Any]:
-    """A copy of a row with another value deep inside; without `to`, with none."""
+def changed(row: Any, *keys: str | int, to: Any = KeyError) -> Any:
+    """A copy of a row, or of several, with another value deep inside; without `to`, with none."""
     whole = inner = copy.deepcopy(row)
     for key in keys[:-1]:
         inner = inner[key]

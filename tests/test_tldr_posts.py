@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import random
-import shutil
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from runs import rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data.posts import TASKS
-from ppo_rlhf.worlds import posts as posts_world, tales
+from ppo_rlhf.worlds import building, posts as posts_world, tales
 from ppo_rlhf.worlds.posts import PostsArgs
 
 DEFAULT = PostsArgs()
@@ -265,10 +265,6 @@ def test_comparisons_have_the_format_of_the_published_ones(comparisons):
 # ---- The world -------------------------------------------------------------------------------------------------
 
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_a_world_holds_posts_comparisons_model_and_facts(tiny_posts):
     kinds = {"posts_train": 48, "posts_validation": 16, "posts_test": 16}
     kinds |= {"comparisons_train": 48, "comparisons_validation": 16}
@@ -419,29 +415,18 @@ def test_another_grammar_makes_another_world(cache, monkeypatch, name):
     assert posts_world.find_world() != first
 
 
-@pytest.mark.parametrize("built_by_another", [True, False])
-def test_two_runs_may_build_the_same_world(tmp_path, monkeypatch, tiny_posts, built_by_another):
-    class FakeModel:
-        def save_pretrained(self, folder):
-            if built_by_another:
-                shutil.copytree(tiny_posts, tmp_path / "world")
-
-        def num_parameters(self):
-            return 0
-
-    monkeypatch.setattr(posts_world, "write_quotes", lambda rng: "Mara robbed sailors.")
-    monkeypatch.setattr(posts_world, "write_thread", lambda rng, args: "POST: Mara robbed sailors.")
-    monkeypatch.setattr(posts_world, "train_language_model", lambda *_: (FakeModel(), 1.0))
-    posts_world.build_world(tmp_path / "world", SMALL)
-    assert [path.name for path in tmp_path.iterdir()] == ["world"]
-    facts = json.loads((tmp_path / "world" / "world.json").read_text())
-    assert facts["settings"]["train_posts"] == (48 if built_by_another else 20)
+def test_two_runs_may_build_the_same_world(tmp_path):
+    """The first to have it ready gives it its name."""
+    with building.new_world(tmp_path / "world", "posts") as place:
+        (place / "second").touch()
+        (tmp_path / "world").mkdir()
+        (tmp_path / "world" / "first").touch()
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {"world", "world/first"}
 
 
 BAD_SETTINGS = {
     "two facts": ({"facts": 2}, "facts is 2"),
     "more facts than names": ({"facts": 12}, "facts is 12"),
-    "heads that do not divide": ({"width": 16, "heads": 3}, "heads 3"),
     "heads of odd width": ({"width": 6, "heads": 2}, "heads 2"),
 }
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from processes import SCRIPTS, launch, launch_together
-from refusals import command, edit, run as run_here
-from runs import metrics_of, only, posts_arguments, samples_of
+from runs import interrupt, meta_of, metrics_of, only, posts_arguments, rows_of, samples_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, tldr_all, tldr_policy
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services.run import checksum
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
@@ -54,10 +54,10 @@ class Trained:
 
     @property
     def meta(self) -> dict[str, Any]:
-        return json.loads((self.run / "meta.json").read_text())
+        return meta_of(self.run)
 
     def rows(self, name: str = "evaluation.jsonl") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / name).read_text().splitlines()]
+        return rows_of(self.run / name)
 
     def again(self, folder: Path, extra: str = "", processes: int = 1, **environment: str) -> "Trained":
         """The same run, started elsewhere, with a few more arguments."""
@@ -118,10 +118,6 @@ def trained(request: pytest.FixtureRequest) -> Trained:
 
 
 # ---- The world's texts, and what transformers makes of them ----------------------------------------------------
-
-
-def world_rows(world: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (world / f"{name}.jsonl").read_text().splitlines()]
 
 
 def query_of(post: dict[str, str]) -> str:
@@ -185,7 +181,7 @@ def test_the_tables_hold_every_held_out_post(sft, policy, tiny_posts):
     scores = {"scores", "reference_scores", "gold_scores", "reference_gold_scores"}
     tables = {"validation": (sft.rows(), policy.rows()), "test": (sft.rows("evaluation_test.jsonl"),)}
     for split, kinds in tables.items():
-        posts = world_rows(tiny_posts, f"posts_{split}")
+        posts = rows_of(tiny_posts / f"posts_{split}.jsonl")
         for table in kinds:
             assert [row["query"] for row in table] == [query_of(post) for post in posts]
             assert [row["reference"] for row in table] == [f" {post['summary']}" for post in posts]
@@ -324,7 +320,7 @@ def test_sample_gives_a_function_the_references(policy, tiny_posts, tmp_path, mo
     (folder / "ppo_rlhf.json").write_text(json.dumps(info | {"monitor": "wanted:gold"}))
     sample.sample(sample.Args(policy=str(folder), n=2, trust_remote_code=True))
     sample.sample(sample.Args(policy=str(folder), prompt=("It is wet.",), trust_remote_code=True))
-    summaries = [f" {post['summary']}" for post in world_rows(tiny_posts, "posts_test")[:2]]
+    summaries = [f" {post['summary']}" for post in rows_of(tiny_posts / "posts_test.jsonl")[:2]]
     tried, *calls = sys.modules["wanted"].calls
     assert [call for call in calls if call != tried] == [summaries, summaries, [None], [None]]
 
@@ -335,7 +331,7 @@ def test_the_loss_on_held_out_posts_is_that_of_the_saved_model(sft, tiny_posts):
     folder = sft.model("sft")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).double()
     losses: list[float] = []
-    for post in world_rows(tiny_posts, "posts_validation"):
+    for post in rows_of(tiny_posts / "posts_validation.jsonl"):
         text = f"{query_of(post)} {post['summary']}"
         ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
         logprobs = model(input_ids=ids.unsqueeze(0)).logits[0].log_softmax(1)
@@ -345,15 +341,9 @@ def test_the_loss_on_held_out_posts_is_that_of_the_saved_model(sft, tiny_posts):
     assert results["too_long"] == 0
 
 
-def test_training_lowers_the_loss(sft):
-    losses = [row["train/sft/loss"] for row in metrics_of(sft.run)]
-    assert losses[0] == pytest.approx(math.log(1024), abs=0.5)  # the tiny model knows next to nothing
-    assert losses[-1] < losses[0] - 1
-
-
 def test_references_have_a_mean_score_of_0(reward, policy, tiny_posts):
     """[T29] By the saved reward model, as an ordinary classifier."""
-    posts = world_rows(tiny_posts, "posts_train")
+    posts = rows_of(tiny_posts / "posts_train.jsonl")
     scores = scores_of(reward.model("reward"), [f"{query_of(post)} {post['summary']}" for post in posts])
     assert scores.mean().item() == pytest.approx(0, abs=1e-6)
     results = reward.meta["results"]
@@ -363,7 +353,7 @@ def test_references_have_a_mean_score_of_0(reward, policy, tiny_posts):
     assert extremes == pytest.approx([scores.min().item(), scores.max().item()], rel=1e-5)
 
     # PPO's scores are the same.
-    posts = world_rows(tiny_posts, "posts_validation")
+    posts = rows_of(tiny_posts / "posts_validation.jsonl")
     scores = scores_of(reward.model("reward"), [f"{query_of(post)} {post['summary']}" for post in posts])
     rows = policy.rows()
     assert [row["reference_scores"] for row in rows] == pytest.approx(scores.tolist(), rel=1e-5, abs=1e-6)
@@ -373,16 +363,14 @@ def test_references_have_a_mean_score_of_0(reward, policy, tiny_posts):
 
 def test_accuracies_are_those_of_the_table(reward, tiny_posts):
     """Overall and by group, from validation.csv; and the table from the saved reward model."""
-    samples = [json.loads(line) for line in (reward.run / "samples.jsonl").read_text().splitlines()]
+    samples = samples_of(reward.run)
     with (reward.run / "validation.csv").open() as file:
-        first = list(csv.DictReader(file))[:3]
-    assert [float(row["chosen_reward"]) for row in first] == [row["chosen_reward"] for row in samples]
+        table = list(csv.DictReader(file))
+    assert [float(row["chosen_reward"]) for row in table[:3]] == [row["chosen_reward"] for row in samples]
     assert all(row["query"] and row["chosen"] != row["rejected"] for row in samples)
     with (reward.run / "lengths.csv").open() as file:
         assert [row["text"] for row in csv.DictReader(file)] == ["query", "chosen", "rejected"]
-    with (reward.run / "validation.csv").open() as file:
-        table = list(csv.DictReader(file))
-    comparisons = world_rows(tiny_posts, "comparisons_validation")
+    comparisons = rows_of(tiny_posts / "comparisons_validation.jsonl")
     assert len(table) == len(comparisons) == HELD_OUT
     results, groups = reward.meta["results"], defaultdict(list)
     shift = results["eval/rm/shift"]  # the table was written before it
@@ -627,9 +615,8 @@ def function_runs(common, sft, tmp_path_factory) -> dict[str, Trained]:
 def test_each_pass_sees_each_post_once(function_runs, tiny_posts):
     """On one process, beyond the first pass."""
     run = function_runs["subtract"]
-    texts = [query_of(post) for post in world_rows(tiny_posts, "posts_train")]
-    seen = [query for line in (run.folder / "seen.jsonl").read_text().splitlines() for query in json.loads(line)[0]]
-    seen = [query for query in seen if query in texts]  # not the held-out ones
+    texts = [query_of(post) for post in rows_of(tiny_posts / "posts_train.jsonl")]
+    seen = [query for queries, *_ in rows_of(run.folder / "seen.jsonl") for query in queries if query in texts]
     assert len(seen) == 144 and len(metrics_of(run.run)) == 8
     passes = [seen[first : first + TRAIN] for first in (0, TRAIN, 2 * TRAIN)]
     assert all(sorted(queries) == sorted(texts) for queries in passes)
@@ -638,8 +625,7 @@ def test_each_pass_sees_each_post_once(function_runs, tiny_posts):
 
 def test_a_function_does_not_see_what_comes_after_the_end(function_runs):
     run = function_runs["subtract"]
-    lines = [json.loads(line) for line in (run.folder / "seen.jsonl").read_text().splitlines()]
-    responses = [response for line in lines for response in line[1]]
+    responses = [response for _, responses, _ in rows_of(run.folder / "seen.jsonl") for response in responses]
     assert all("<|endoftext|>" not in response for response in responses)
     assert len({len(response) for response in responses}) > 10
     assert run.model("policy").is_dir() and run.model("value").is_dir()
@@ -647,10 +633,10 @@ def test_a_function_does_not_see_what_comes_after_the_end(function_runs):
 
 def test_a_function_gets_the_references_of_the_same_posts(function_runs, tiny_posts):
     """In training and evaluations; as texts that do not show their end, as the summaries are."""
-    posts = chain(*(world_rows(tiny_posts, f"posts_{split}") for split in ("train", "validation", "test")))
+    posts = chain(*(rows_of(tiny_posts / f"posts_{split}.jsonl") for split in ("train", "validation", "test")))
     summaries = {query_of(post): f" {post['summary']}" for post in posts}
     run = function_runs["subtract"]
-    (trial, *lines) = [json.loads(line) for line in (run.folder / "seen.jsonl").read_text().splitlines()]
+    trial, *lines = rows_of(run.folder / "seen.jsonl")
     assert trial[2] == ["A reference."] * 2
     # Updates; evaluations at 0, 3 and 6; two splits after training. Traces don't call a function of the user's.
     assert len(lines) == 8 + (1 + 3) + 2 * 2
@@ -660,7 +646,7 @@ def test_a_function_gets_the_references_of_the_same_posts(function_runs, tiny_po
 
 def test_references_are_scored_once(function_runs):
     """Those of the posts that are summarised now and then, and those of each split after training."""
-    lines = [json.loads(line) for line in (function_runs["none"].folder / "seen.jsonl").read_text().splitlines()]
+    lines = rows_of(function_runs["none"].folder / "seen.jsonl")
     assert sum(responses == references for _, responses, references in lines) == 3
 
 
@@ -690,13 +676,14 @@ def test_a_score_of_an_evaluation_that_is_no_number_stops_the_run(interval, step
     arguments = [*common, "--base_model", str(sft.model("sft")), *flags.split()]
     result = launch("tldr_policy.py", *arguments, folder=tmp_path)
     assert result.status == 2
-    check_one_line(result.stderr, ("mine:no_references returned nan for text 1 of 8",))
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and "mine:no_references returned nan for text 1 of 8" in line
     run = only(tmp_path, "runs/*")
     assert not (tmp_path / "models").exists() and not list(run.glob("evaluation*"))
     assert kept <= {path.name for path in run.iterdir()}
     for file in run.glob("**/*.json"):
         json.loads(file.read_text(), parse_constant=pytest.fail)
-    assert not json.loads((run / "meta.json").read_text())["finished"]
+    assert not meta_of(run)["finished"]
     (line,) = [line for line in result.stdout.splitlines() if "--rewards.kl_estimator k3" in line]
     assert "vanishes near the reference" in line and "k1" in line
 
@@ -716,21 +703,11 @@ def test_summaries_that_do_not_end_are_punished(function_runs):
 # ---- Resume ----------------------------------------------------------------------------------------------------
 
 
-def cut_off(run: Path) -> None:
-    """As if a run had been killed on its way to its last checkpoint."""
-    last = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    shutil.rmtree(last)
-    meta = json.loads((run / "meta.json").read_text())
-    (run / "meta.json").write_text(json.dumps(meta | {"finished": False, "results": {}}))
-    for table in ("evaluation.jsonl", "evaluation_test.jsonl"):
-        (run / table).unlink(missing_ok=True)
-
-
 def test_a_resumed_run_gives_the_same_numbers(trained, tmp_path):
     """Bit for bit: metrics, results, tables and weights."""
     shutil.copytree(trained.folder, tmp_path, dirs_exist_ok=True)
     resumed = Trained(tmp_path, trained.script, trained.arguments)
-    cut_off(resumed.run)
+    interrupt(resumed.run)
     shutil.rmtree(tmp_path / "models")
     result = launch(trained.script, "--resume", f"runs/{resumed.run.name}", folder=tmp_path)
     assert result.status == 0, result.stderr
@@ -744,44 +721,6 @@ def test_a_resumed_run_gives_the_same_numbers(trained, tmp_path):
         before, after = load_file(trained.folder / path), load_file(tmp_path / path)
         assert set(before) == set(after)
         assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("stage", "argument", "split"),
-    [
-        ("sft", "posts", "train"),
-        ("sft", "posts", "test"),
-        ("reward", "posts", "validation"),
-        ("reward", "comparisons", "train"),
-        ("policy", "posts", "train"),
-    ],
-)
-def test_a_run_does_not_go_on_with_other_data(stage, argument, split, tiny_posts, request, tmp_path):
-    """One of the rows that it reads or evaluates on is gone."""
-    trained: Trained = request.getfixturevalue(stage)
-    shutil.copytree(trained.run, tmp_path / "runs" / trained.run.name)
-    files = {path.name: path for path in tiny_posts.glob("*.jsonl")}
-    for name in files:
-        shutil.copy(files[name], tmp_path)
-    changed = tmp_path / f"{argument}_{split}.jsonl"
-    changed.write_text("".join(changed.read_text().splitlines(keepends=True)[1:]))
-    meta_file = tmp_path / "runs" / trained.run.name / "meta.json"
-    meta = json.loads(meta_file.read_text())
-    meta["args"]["task"][argument] = str(tmp_path)
-    meta_file.write_text(json.dumps(meta))
-    result = launch(trained.script, "--resume", f"runs/{trained.run.name}", folder=tmp_path)
-    assert result.status == 2, result.stdout + result.stderr
-    check_one_line(result.stderr, (f"is not what --task.{argument} was when this run began",))
-
-
-def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(policy, tmp_path):
-    shutil.copytree(policy.folder, tmp_path, dirs_exist_ok=True)
-    run = only(tmp_path, "runs/*")
-    arguments = ("--resume", f"runs/{run.name}", "--ppo.total_episodes", "100")
-    result = launch("tldr_policy.py", *arguments, folder=tmp_path)
-    assert result.status == 0, result.stderr
-    assert metrics_of(run)[:4] == metrics_of(policy.run)
-    assert [row["episode"] for row in metrics_of(run)] == [20, 40, 60, 80, 100]
 
 
 # ---- All three in a row ----------------------------------------------------------------------------------------
@@ -800,8 +739,8 @@ def all_three(tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return train(tmp_path_factory.mktemp("all"), "tldr_all.py", arguments).folder
 
 
-def meta_of(folder: Path, stage: str) -> dict[str, Any]:
-    return json.loads((only(folder, f"runs/tldr_{stage}__*") / "meta.json").read_text())
+def run_of(stage: str, folder: Path) -> Path:
+    return only(folder, f"runs/tldr_{stage}__*[0-9]")
 
 
 def gold(query: str, summary: str) -> float:
@@ -812,7 +751,7 @@ def gold(query: str, summary: str) -> float:
 
 
 def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
-    stages = {stage: meta_of(all_three, stage) for stage in ("sft", "reward", "policy")}
+    stages = {stage: meta_of(run_of(stage, all_three)) for stage in ("sft", "reward", "policy")}
     assert all(meta["finished"] for meta in stages.values())
     assert len({name.rsplit("__", 1)[1] for name in (meta["name"] for meta in stages.values())}) == 1
     assert len(list((all_three / "runs").glob("tldr_*[0-9]"))) == 3
@@ -822,6 +761,8 @@ def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
     assert stages["policy"]["args"]["rewards"]["trained_model"] == f"models/{stages['reward']['name']}/reward"
     assert {meta["args"]["task"]["posts"] for meta in stages.values()} == {str(tiny_posts)}
     inputs = {stage: meta["inputs"] for stage, meta in stages.items()}
+    for kind, stage in (("posts", "policy"), ("comparisons", "reward")):  # all splits
+        assert inputs[stage][f"task.{kind}"] == checksum(sorted(tiny_posts.glob(f"{kind}_*.jsonl")))
     assert set(inputs["policy"]) == {"base_model", "rewards.trained_model", "task.posts"}
     assert set(inputs["reward"]) == {"base_model", "task.posts", "task.comparisons"}
     assert set(inputs["sft"]) == {"base_model", "task.posts"}
@@ -832,7 +773,7 @@ def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
 
 def test_the_summary_says_what_happened(all_three, tiny_posts):
     said = (all_three / "stdout").read_text()
-    sft, reward = meta_of(all_three, "sft"), meta_of(all_three, "reward")
+    sft, reward = (meta_of(run_of(stage, all_three)) for stage in ("sft", "reward"))
     for name in ("rouge1", "rouge2", "rougeL"):
         assert f"{name.replace('rouge', 'ROUGE-')} {sft['results'][f'validation/sft/rouge/{name}']:.3f}" in said
     ceiling = json.loads((tiny_posts / "world.json").read_text())["ceiling"]
@@ -840,20 +781,14 @@ def test_the_summary_says_what_happened(all_three, tiny_posts):
     assert f"agrees with the annotator in {accuracy:.1%}" in said
     assert f"a perfect judge would reach {ceiling:.1%}" in said
     assert f"learned {(accuracy - 0.5) / (ceiling - 0.5):.0%} of what can be learned" in said
-    kl = sum(row["objective/kl"] for row in metrics_of(only(all_three, "runs/tldr_policy__*"))) / 2
+    kl = sum(row["objective/kl"] for row in metrics_of(run_of("policy", all_three))) / 2
     assert f"{kl:.1f} nats per summary" in said
     assert "learning_curves.png" in said and "evaluation.jsonl" in said and "minutes" in said
 
 
 def check_win_rates(folder: Path, said: str, posts: int) -> None:
     """Compare what was said of the policy with the gold scores of the first so many posts."""
-    sft, policy = (
-        [
-            json.loads(line)
-            for line in (only(folder, f"runs/tldr_{stage}__*[0-9]") / "evaluation.jsonl").read_text().splitlines()
-        ][:posts]
-        for stage in ("sft", "policy")
-    )
+    sft, policy = (rows_of(run_of(stage, folder) / "evaluation.jsonl")[:posts] for stage in ("sft", "policy"))
     assert [row["query"] for row in sft] == [row["query"] for row in policy] and len(sft) == posts
     ours = [gold(row["query"], row["response"]) for row in policy]
     others = {
@@ -875,7 +810,7 @@ def test_win_rates_are_those_of_the_tables(all_three):
 def test_one_stage_that_summarised_fewer_posts(all_three, tmp_path, capsys, stage):
     """As with --sft.eval_posts 5 or --policy.eval_posts 5: the posts that both have summarised are judged."""
     shutil.copytree(all_three, tmp_path, dirs_exist_ok=True)
-    runs = {name: only(tmp_path, f"runs/tldr_{name}__*[0-9]") for name in ("sft", "reward", "policy")}
+    runs = {name: run_of(name, tmp_path) for name in ("sft", "reward", "policy")}
     file = runs[stage] / "evaluation.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
     tldr_all.report(*runs.values())
@@ -892,7 +827,7 @@ def test_resuming_what_is_finished_trains_nothing(all_three, tmp_path):
     folder = shutil.copytree(all_three, tmp_path / "here")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "stdout"}
     for stage in ("policy", "sft"):
-        run = only(folder, f"runs/tldr_{stage}__*[0-9]")
+        run = run_of(stage, folder)
         result = launch("tldr_all.py", "--resume", f"runs/{run.name}", folder=folder)
         assert result.status == 0, result.stderr
         assert "PPO 1/2" not in result.stdout and "SFT 1/" not in result.stdout
@@ -903,79 +838,27 @@ def test_resuming_what_is_finished_trains_nothing(all_three, tmp_path):
     assert all("__against_" in str(path) for path in changed | (set(after) - set(before)))  # what the judge writes
 
 
-def test_three_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp_path):
-    """As if they had been killed in the second, before the policy's run began."""
-    there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
-    here.mkdir()
-    expected = {stage: metrics_of(only(there, f"runs/tldr_{stage}__*[0-9]")) for stage in ("sft", "reward", "policy")}
-    reward_run = only(there, "runs/tldr_reward__*[0-9]")
-    for path in [*there.glob("*/tldr_policy__*"), *there.glob("models/tldr_reward__*")]:
-        shutil.rmtree(path)
-    cut_off(reward_run)
-    result = launch("tldr_all.py", "--resume", str(reward_run), folder=here)
-    assert result.status == 0, result.stderr
-    for stage, rows in expected.items():
-        assert metrics_of(only(there, f"runs/tldr_{stage}__*[0-9]")) == rows
-    assert not list(here.iterdir())
-    assert sentences(result.stdout) == sentences((all_three / "stdout").read_text())
+def test_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp_path):
+    """The policy by its own script; then all three, as if killed in the second, before the policy's run began.
 
-
-@pytest.mark.parametrize("stage", ["reward", "policy"])
-def test_a_stage_goes_on_from_another_folder(stage, all_three, tmp_path):
-    """The models that it starts from lie beside it, wherever it is called from, even if others have their names."""
+    The models that a stage starts from lie beside its run, even if others have their names in the current folder.
+    """
     there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
     shutil.copytree(there / "models", here / "models")
     for path in here.glob("models/*/*/model.safetensors"):
         save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
-    run = only(there, f"runs/tldr_{stage}__*[0-9]")
-    expected = metrics_of(run)
-    cut_off(run)
-    result = launch(f"tldr_{stage}.py", "--resume", str(run), folder=here)
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    runs = {stage: run_of(stage, there) for stage in ("sft", "reward", "policy")}
+    expected = {stage: metrics_of(run) for stage, run in runs.items()}
+    interrupt(runs["policy"])
+    result = launch("tldr_policy.py", "--resume", str(runs["policy"]), folder=here)
     assert result.status == 0, result.stderr
-    assert metrics_of(run) == expected
-
-
-# ---- Bad input -------------------------------------------------------------------------------------------------
-
-
-def check_one_line(stderr: str, words: tuple[str, ...]) -> None:
-    (line,) = [line for line in stderr.splitlines() if line.strip()]
-    assert line.startswith("error: ")
-    for word in words:
-        assert word in line
-
-
-RESUMES = {
-    "another learning rate": ("policy", "--ppo.lr 0.5", ("ppo.lr 0.001 -> 0.5", "another run")),
-    "another seed": ("sft", "--seed 2", ("seed 1 -> 2", "another run")),
-    "another data set": ("reward", "--task.comparisons x", ("task.comparisons", "another run")),
-    "fewer updates than made": (
-        "policy",
-        "--ppo.total_episodes 60",
-        ("has made 4", "--ppo.total_episodes 80 is enough"),
-    ),
-    "run of another script": ("sft", "", ("is not that of this script's runs",)),
-    "all: run of one stage": ("reward", "", ("own script",)),
-}
-
-
-@pytest.mark.parametrize("name", RESUMES)
-def test_a_run_does_not_go_on_as_another(name, request, tmp_path):
-    kind, arguments, words = RESUMES[name]
-    trained = request.getfixturevalue(kind)
-    script = {"run of another script": "tldr_reward.py", "all: run of one stage": "tldr_all.py"}.get(name)
-    metrics = (trained.run / "metrics.csv").read_bytes()
-    row = command(2, script or trained.script, f"--resume {trained.run} {arguments}")()
-    result = run_here(row, tmp_path)
-    assert result.status == 2
-    check_one_line(result.stderr, words)
-    assert (trained.run / "metrics.csv").read_bytes() == metrics and not list(tmp_path.iterdir())
-
-
-def test_a_checkpoint_that_was_changed_is_refused(sft, tmp_path):
-    shutil.copytree(sft.folder, tmp_path, dirs_exist_ok=True)
-    name = only(tmp_path, "runs/*").name
-    edit(f"runs/{name}/checkpoints/6/state.json", "step", to=5)(tmp_path)
-    result = run_here(command(2, "tldr_sft.py", f"--resume runs/{name}")(), tmp_path)
-    assert result.status == 2
-    check_one_line(result.stderr, ("checkpoints/6", "cannot be read"))
+    assert metrics_of(runs["policy"]) == expected["policy"]
+    for path in [*there.glob("*/tldr_policy__*"), *there.glob("models/tldr_reward__*")]:
+        shutil.rmtree(path)
+    interrupt(runs["reward"])
+    result = launch("tldr_all.py", "--resume", str(runs["reward"]), folder=here)
+    assert result.status == 0, result.stderr
+    assert {stage: metrics_of(run) for stage, run in runs.items()} == expected
+    assert sentences(result.stdout) == sentences((all_three / "stdout").read_text())
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import oracles
 import pytest
 import torch
 from processes import launch, launch_together
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import models
-from ppo_rlhf.lib.services import traces
+from ppo_rlhf.lib.services import derivation, traces
 
 CONTINUATIONS = (
     "--rewards.function letters:gold --rewards.monitor ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 "
@@ -148,28 +147,36 @@ def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
             torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
-def test_numbers_of_continuations(continuations):
+def test_numbers_of_a_trace_follow_from_each_other(traced, monkeypatch):
+    """KL, rewards, advantages and returns, as a report has them: derivation.py shares no code with the scripts."""
+    monkeypatch.setattr(report, "rounded", lambda value: value if math.isfinite(value) else None)
+    one_run, found = report.read_run(traced.run), set()
+    settings = derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
+    for kept in one_run.kept():
+        episodes = one_run.traced_update(kept)["episodes"]
+        assert [episode["again"] for episode in episodes] == [False] * 8 + [True] * 8
+        for episode in episodes:
+            for name in {"advantages", "returns"} & episode.get("epochs", {}).keys():  # these are what is derived
+                for row in episode["epochs"][name]:
+                    assert row == pytest.approx(episode["tokens"][name], abs=1e-9), name
+            tokens, group = range(len(episode["places"])), report.group_of(episode, episodes)
+            for lines, missing in derivation.explain(episode, settings, 0, tokens, group):
+                assert episode["again"] or not missing
+                assert max(abs(line.difference) for line in lines) < 1e-9
+                found |= {line.step.recorded for line in lines}
+    assert {"kl", "rewards", "advantages"} <= found and ("returns" in found) == (traced.script != "rlvr_policy.py")
+
+
+def test_clipping_and_samples_of_continuations(continuations):
     """The first group, all of which the trace holds here: 16 episodes in 2 groups."""
     samples = samples_of(continuations.run)
     for update in (0, 2, 3):
         trace = traces.read(continuations.run, update)
         x = {name: tensor.double().numpy() for name, tensor in (trace.tokens | trace.episodes).items()}
-        assert {len(tensor) for tensor in x.values()} == {8}
-        row = metrics_of(continuations.run)[update]
-        penalty = -row["objective/kl_coef"] * x["kl"]
-        np.testing.assert_allclose(x["kl"], x["logprobs"] - x["ref_logprobs"], atol=1e-12)
-        np.testing.assert_allclose(x["rewards"][:, :-1], penalty[:, :-1], atol=1e-12)
-        np.testing.assert_allclose(x["rewards"][:, -1], penalty[:, -1] + x["scores"], atol=1e-12)
-        lengths = [x["rewards"].shape[1]] * 8
-        rewards = oracles.slow_whiten(x["rewards"], lengths, keep_mean=True)
-        advantages = oracles.slow_gae(rewards, x["values"], lengths, gamma=1.0, lam=0.95)
-        np.testing.assert_allclose(x["returns"], advantages + x["values"], atol=1e-9)
-        np.testing.assert_allclose(x["advantages"], oracles.slow_whiten(advantages, lengths), atol=1e-9)
         np.testing.assert_allclose(x["ratio"], np.exp(x["new_logprobs"] - x["logprobs"]), rtol=1e-12)
         above, below = x["ratio"] > 1.2, x["ratio"] < 0.8
-        np.testing.assert_array_equal(
-            x["clipped"].astype(bool), (x["advantages"] > 0) & above | (x["advantages"] < 0) & below
-        )
+        clipped = (x["advantages"] > 0) & above | (x["advantages"] < 0) & below
+        np.testing.assert_array_equal(x["clipped"].astype(bool), clipped)
         three = [sample for sample in samples if sample["step"] == update]
         np.testing.assert_allclose(x["kl"].sum(1)[:3], [sample["kl"] for sample in three], rtol=1e-9)
         np.testing.assert_allclose(x["scores"][:3], [sample["score"] for sample in three])
@@ -195,53 +202,36 @@ def test_the_ratio_is_that_of_the_policy_after_the_update(continuations, tiny_wo
         torch.testing.assert_close(new_logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_numbers_of_summaries(summaries):
+def test_masks_of_summaries(summaries):
     """What stands after the end of a summary counts nowhere, but for the value of the state after it."""
     ended = 0
     for update in (0, 2, 3):
         trace = traces.read(summaries.run, update)
         x = {name: tensor.numpy() for name, tensor in (trace.tokens | trace.episodes).items()}
-        lengths = x["mask"].sum(1)
-        for i, length in enumerate(lengths):
+        for i, length in enumerate(x["mask"].sum(1)):
             assert x["mask"][i, :length].all() and not x["mask"][i, length:].any()
             assert x["value_mask"][i].sum() == min(length + 1, x["mask"].shape[1])
             assert any(trace.responses[i][:length]) and not any(trace.responses[i][length:])
-            kl = x["logprobs"][i, :length] - x["ref_logprobs"][i, :length]
-            np.testing.assert_allclose(x["kl"][i, :length], kl, atol=1e-12)
-            values = x["value_mask"][i].sum()
-            rewards = np.zeros(values)
-            rewards[:length] = -0.6 * kl
-            rewards[values - 1] += x["scores"][i]
-            np.testing.assert_allclose(x["rewards"][i, :values], rewards, atol=1e-12)
-            own = x["values"][i : i + 1, :values]
-            advantages = oracles.slow_gae(rewards[None], own, [values], gamma=1.0, lam=0.95)[0]
-            np.testing.assert_allclose(
-                x["returns"][i, :values], advantages + x["values"][i, :values], rtol=1e-9, atol=1e-9
-            )
             ended += x["stopped"][i]
         assert len(trace.texts["reference"]) == 8 and all(trace.texts["reference"])
     assert ended
 
 
-def test_numbers_of_groups(groups):
-    """Whole groups: a response is better or worse than the others to its prompt, in all its tokens alike."""
+def test_groups_are_whole(groups):
+    """A response is better or worse than the others to its prompt, in all its tokens alike."""
     differ = 0
     for kept in KEPT:
         trace = traces.read(groups.run, *kept)
-        x = {name: tensor.double().numpy() for name, tensor in (trace.tokens | trace.episodes).items()}
-        mask = x["mask"].astype(bool)
-        assert [list(x["groups"]).count(group) for group in dict.fromkeys(x["groups"])] == [4, 4]
+        x = trace.tokens | trace.episodes
+        assert [x["groups"].tolist().count(group) for group in dict.fromkeys(x["groups"].tolist())] == [4, 4]
         assert len(set(trace.queries)) == 2 and all(trace.texts["answer"])
-        np.testing.assert_allclose(x["kl"][mask], (x["logprobs"] - x["ref_logprobs"])[mask], atol=1e-12)
         if trace.again:
-            assert "advantages" not in x and np.isnan(x["scores"]).all()
+            assert "advantages" not in x and x["scores"].isnan().all()
             continue
-        returns = (x["rewards"] * mask).sum(1).reshape(2, 4)
-        expected = (returns - returns.mean(1, keepdims=True)) / (returns.std(1, ddof=1, keepdims=True) + 1e-6)
-        for i, advantage in enumerate(expected.flatten()):
-            np.testing.assert_allclose(x["advantages"][i][mask[i]], advantage, rtol=1e-6, atol=1e-6)
-        differ += np.ptp(expected) > 0
-        np.testing.assert_allclose(x["ratio"][mask], np.exp(x["new_logprobs"] - x["logprobs"])[mask], rtol=1e-12)
+        mask = x["mask"].bool()
+        ratio = torch.exp(x["new_logprobs"] - x["logprobs"])
+        torch.testing.assert_close(x["ratio"][mask], ratio[mask], rtol=1e-12, atol=0)
+        differ += len(set(x["scores"].tolist())) > 1
     assert differ
 
 
@@ -259,21 +249,6 @@ def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
             torch.testing.assert_close(x["rewards"].sum(1), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
     if traced.script == "train_policy.py":  # chapter 1 takes the first queries, chapter 2 held-out posts
         assert first.queries == repeated[0].queries
-
-
-def test_a_report_of_a_real_run(traced):
-    text = report.report(report.Args(run=str(traced.run))).read_text()
-    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
-    (one_run,) = data["runs"]
-    for (update, again), shown in ((kept, one_run["traces"][kept[0] // 2 + kept[0] % 2]) for kept in KEPT):
-        trace = traces.read(traced.run, update, again)
-        episodes = [episode for episode in shown["episodes"] if episode["again"] == again]
-        assert shown["update"] == update and len(episodes) == 8
-        for i, episode in enumerate(episodes):
-            for name in ("kl", "rewards", "logprobs"):
-                expected = trace.tokens[name][i, episode["places"]].tolist()
-                found = [math.nan if number is None else number for number in episode["tokens"][name]]
-                assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
 def test_a_trace_that_is_damaged_is_named(continuations, tmp_path):

@@ -46,8 +46,6 @@ def tracked_run(monkeypatch, tracker: str, address: str = "") -> run_module.Run:
     """A run of two steps with samples, a table, results and an uploaded model."""
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     args = FakeArgs(track=True, tracker=tracker, upload_model=True)
-    for name, value in {"wandb_project_name": "project", "wandb_entity": None, "hf_entity": ""}.items():
-        object.__setattr__(args, name, value)  # FakeArgs has the arguments that all runs read
     run = run_module.Run(args, Accelerator(cpu=True), {"batch": 8})
     run.start_logging(0)
     run.address = address or run.address

@@ -415,14 +415,6 @@ def infinite(prompts, responses, answers):
     return [math.inf if response == "i" else 0 for response in responses]
 
 
-def failing(prompts, responses, answers):
-    return [1 / (response != "0") for response in responses]
-
-
-def too_few(prompts, responses, answers):
-    return [1.0] * min(2, len(responses))
-
-
 def by_number(prompts, responses, answers):
     return dict.fromkeys(range(len(responses)), 5.0)
 
@@ -468,20 +460,11 @@ def test_none_and_nan_mean_that_a_response_cannot_be_scored():
     assert [math.isnan(score) for score in scores] == [False, True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("name", "responses", "words"),
-    [
-        ("infinite", ["a", "i"], "returned inf for text 2 of 2; scores must be finite, NaN or None"),
-        ("failing", ["a", "0"], "failed when called with 2 texts: ZeroDivisionError"),
-        ("too_few", ["a", "b", "c"], "returned 2 scores for 3 responses"),
-    ],
-)
-def test_a_function_that_is_wrong_is_named_in_one_line(name, responses, words):
-    score = load(f"test_verifiers:{name}")
+def test_a_function_that_is_wrong_is_named_in_one_line():
     with pytest.raises(InputError) as caught:
-        score(["p"] * len(responses), responses, ["1"] * len(responses))
-    line = str(caught.value)
-    assert line.startswith(f"--rewards.verifier test_verifiers:{name} ") and words in line and "\n" not in line
+        load("test_verifiers:infinite")(["p"] * 2, ["a", "i"], ["1"] * 2)
+    words = "returned inf for text 2 of 2; scores must be finite, NaN or None"
+    assert str(caught.value) == f"--rewards.verifier test_verifiers:infinite {words}"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from ppo_rlhf.lib.base.errors import InputError
 PACKAGE = Path(ppo_rlhf.__file__).parent
 IMPORT_SECONDS = 300  # some libraries take long
 MOST = 3  # diagnoses, failed cases, and so on that are printed of one function
+WRAPPER = textwrap.TextWrapper(116, "  ", "    ", break_on_hyphens=False, break_long_words=False)
 EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
 
 
@@ -201,16 +202,7 @@ def print_table(reports: list[Report], others: list[str], failed_only: bool, *, 
         print(f"{row}  {'; '.join(remarks(report))}".rstrip())
         lines = [] if report.ok else list(findings(report, solve))
         for line in [*lines, *filter(None, [report.unseen if report.cases else ""])]:
-            print(
-                textwrap.fill(
-                    line,
-                    116,
-                    initial_indent="  ",
-                    subsequent_indent="    ",
-                    break_on_hyphens=False,
-                    break_long_words=False,
-                )
-            )
+            print(WRAPPER.fill(line))
     if others and not failed_only:
         print(f"Not checked, because the names are not known: {', '.join(others)}")
 

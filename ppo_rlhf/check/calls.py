@@ -56,7 +56,7 @@ ATTEMPTS = [  # dtype, with gradients, as arrays
 def attempted(
     function: Callable, case: Any, dtype: torch.dtype, with_gradient: bool, as_arrays: bool
 ) -> dict[str, Tensor]:
-    arguments = {name: converted(x, dtype) for name, x in case.arguments.items()}
+    arguments = converted(case.arguments, dtype)
     leaves = leaves_of(arguments, case.gradient_of) if case.gradient_of and with_gradient else []
     before = {name: snapshot(x) for name, x in arguments.items()}
     with torch.set_grad_enabled(with_gradient):

@@ -16,7 +16,7 @@ Answer = dict[str, Tensor] | str
 OPTIONS = {"name", "mode", "kind", "style", "score_at"}  # arguments of which a function may refuse some values
 REFUSALS = ("raises KeyError", "raises ValueError", "raises AssertionError")
 TRIES = 1500  # of combined faults, each time; a second
-MOST = 3  # explanations
+MOST = 3  # explanations, and entries that differ
 UNSEEN = (
     "It got no part of a minibatch, so a mean of each micro-batch would pass unseen. Let it take `tokens`, or "
     "check your loop with `accumulate`."
@@ -99,9 +99,7 @@ def size(case: Case) -> int:
 
 def answer_of(function: Callable, case: Case) -> Answer:
     """The result of a fault in a case; a text if it raises."""
-    arguments = {
-        name: calls.converted(x, torch.float64) for name, x in case.arguments.items()
-    }  # it may write into them
+    arguments = calls.converted(case.arguments, torch.float64)  # it may write into them
     leaves = calls.leaves_of(arguments, case.gradient_of) if case.gradient_of else []
     try:
         return calls.results_of(case.run(function, arguments), case, leaves)
@@ -117,24 +115,21 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
     for index, answer in answers.items():
         case = all_cases[index]
         report.cases += 1
-        if isinstance(answer, str):
-            report.error = torch.inf
-            report.failed.append({"index": index, "case": case.name, "source": case.source, "wrong": answer})
-            wrong.append(index)
-            continue
-        errors = {name: distance(x, case.expected[name], case.mask) for name, x in answer.items()}
-        slope = case.expected.get("gradient")
-        report.gradients &= slope is None or "gradient" in answer or not slope.any()
-        report.error = max([report.error, *errors.values()])
-        if max(errors.values()) <= case.tolerance:
+        error, words = torch.inf, answer
+        if not isinstance(answer, str):
+            errors = {name: distance(x, case.expected[name], case.mask) for name, x in answer.items()}
+            name = max(errors, key=errors.__getitem__)
+            entries = difference(answer[name], case.expected[name].double(), case.mask)
+            error, words = errors[name], f"{name}{entries}"
+            slope = case.expected.get("gradient")
+            report.gradients &= slope is None or "gradient" in answer or not slope.any()
+            report.missing = next((n for n in case.expected if n not in {*answer, "gradient"}), report.missing)
+        report.error = max(report.error, error)
+        if error <= case.tolerance:
             report.matches += 1
         else:
             wrong.append(index)
-            name = max(errors, key=errors.__getitem__)
-            words = difference(answer[name], case.expected[name].double(), case.mask)
-            entry = {"index": index, "case": case.name, "source": case.source, "wrong": f"{name}{words}"}
-            report.failed.append(entry)
-        report.missing = next((name for name in case.expected if name not in {*answer, "gradient"}), report.missing)
+            report.failed.append({"index": index, "case": case.name, "source": case.source, "wrong": words})
     report.failed.sort(key=lambda entry: size(all_cases[entry["index"]]))
     if function in cases.PARTS and not any(all_cases[index].source == "parts add up" for index in answers):
         report.unseen = UNSEEN
@@ -166,7 +161,7 @@ def without_refused(all_cases: list[Case], answers: dict[int, Answer]) -> tuple[
     return left, {reason: len(found) for reason, found in refused.items()}
 
 
-def difference(actual: Tensor, expected: Tensor, mask: Tensor | None, most: int = 3) -> str:
+def difference(actual: Tensor, expected: Tensor, mask: Tensor | None) -> str:
     """The first entries that differ: ` [0, 2] is 1.5, not 1.25; ...`."""
     apart = ~torch.isclose(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     if mask is not None and mask.shape == apart.shape:
@@ -177,8 +172,8 @@ def difference(actual: Tensor, expected: Tensor, mask: Tensor | None, most: int 
         f"{place} is {actual[tuple(place)]:.6g}, not {expected[tuple(place)]:.6g}"
         for place in apart.nonzero().tolist()
     ]
-    more = f"; {len(entries) - most} more" if len(entries) > most else ""
-    return f" {'; '.join(entries[:most])}{more}"
+    more = f"; {len(entries) - MOST} more" if len(entries) > MOST else ""
+    return f" {'; '.join(entries[:MOST])}{more}"
 
 
 def diagnose(report: Report, answers: dict[int, tuple[Case, Answer]], wrong: list[int]) -> None:

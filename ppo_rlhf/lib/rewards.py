@@ -444,25 +444,16 @@ def load_verifier(
     what = f"{flag(field)} {name}"
     if name in WHOLE_TEXTS and "<" not in response_prefix:
         response_prefix = ""
-    if name in VERIFIERS:
-        verifier = VERIFIERS[name]
-
-        def function(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
-            return [verifier(response, answer) for response, answer in zip(responses, answers, strict=True)]
-    else:
-        function = import_verifier(name, field)
+    ours = VERIFIERS.get(name)
+    function = None if ours else import_verifier(name, field)
 
     def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
         # [V21] A tag that the prompt's template opened is part of the response.
         responses = [response_prefix + response for response in responses]
-        if name in VERIFIERS:
-            return function(prompts, responses, answers)
-        scores, problem = scorers.score_texts(function, what, prompts, responses, answers, none=math.nan)
-        if on_all_processes:
-            processes.fail_together(problem)
-        elif problem:
-            raise InputError(problem)
-        return scores
+        if ours:
+            return [ours(response, answer) for response, answer in zip(responses, answers, strict=True)]
+        texts = (prompts, responses, answers)
+        return scorers.scores_of(function, what, *texts, none=math.nan, on_all_processes=on_all_processes)
 
     with contextlib.chdir("."):
         score(["A prompt."] * 2, ["A response.", r"Another one: \boxed{5}"], ["4", "5"])

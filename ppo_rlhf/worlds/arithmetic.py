@@ -12,12 +12,11 @@ where 7 + 5 is a problem of the test split, neither 7 + 5 nor 5 + 7 is one of th
     python ppo_rlhf/worlds/arithmetic.py    # write the problems, unless they are there, and say where
 """
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.worlds import building
 
 LARGEST = 19
@@ -50,7 +49,7 @@ def split_problems() -> dict[str, list[dict[str, Any]]]:
 def build_world(folder: Path) -> None:
     with building.new_world(folder, "arithmetic") as place:
         for split, rows in split_problems().items():
-            (place / f"problems_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (place / f"problems_{split}.jsonl").write_text(files.json_lines(rows))
 
 
 def find_world() -> Path:

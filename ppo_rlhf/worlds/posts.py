@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors, files, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import building, tales
@@ -103,16 +103,12 @@ class PostsArgs:
 
 Fact = tuple[str, str, str]  # who, did what, to whom
 
-DEEDS = [word for taste in (tales.PLEASANT, tales.UNPLEASANT, tales.NEUTRAL) for word in taste["verb"].split()]
-PEOPLE = [
-    word
-    for taste in (
-        "friends heroes angels healers singers saints",
-        "thieves liars villains bullies monsters traitors",
-        "bakers farmers sailors widows millers shepherds",
-    )
-    for word in taste.split()
-]
+DEEDS = tales.words_of(*(taste["verb"] for taste in (tales.PLEASANT, tales.UNPLEASANT, tales.NEUTRAL)))
+PEOPLE = tales.words_of(
+    "friends heroes angels healers singers saints",
+    "thieves liars villains bullies monsters traitors",
+    "bakers farmers sailors widows millers shepherds",
+)
 FACT_TEMPLATES = (
     "{fact} in the {adjective} {place}.",
     "{fact} that {adjective} {time}.",
@@ -346,10 +342,6 @@ def train_language_model(
 # ---- The world -------------------------------------------------------------------------------------------------
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
     """Write posts and comparisons; returns the ceiling of the validation split, and the references' mean gold."""
     golds: list[float] = []
@@ -360,11 +352,11 @@ def write_texts(folder: Path, args: PostsArgs) -> dict[str, Any]:
             facts, post = write_post(rng, args.facts, args.asides)
             rows.append({"id": f"{split}-{number}", **post, "summary": write_reference(rng, facts)})
         golds += gold_scores([f"POST: {row['post']}" for row in rows], [row["summary"] for row in rows])
-        write_rows(folder / f"posts_{split}.jsonl", rows)
+        (folder / f"posts_{split}.jsonl").write_text(files.json_lines(rows))
     for split in ("train", "validation"):
         rng = random.Random(f"{args.seed} comparisons {split}")
         rows, ceiling = write_comparisons(rng, getattr(args, f"{split}_comparisons"), args, split)
-        write_rows(folder / f"comparisons_{split}.jsonl", rows)
+        (folder / f"comparisons_{split}.jsonl").write_text(files.json_lines(rows))
     return {"ceiling": ceiling, "reference_gold": statistics.fmean(golds)}
 
 

@@ -28,15 +28,14 @@ import json
 import random
 import statistics
 import tarfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.worlds import building, posts, smollm
+from ppo_rlhf.worlds import building, smollm
 
 RATINGS = smollm.IndexFile(
     project="vaderSentiment",
@@ -114,11 +113,12 @@ def read_sentences(archive: Path) -> list[Sentence]:
     return sentences
 
 
-def build_world(folder: Path, fetched: Callable[[Path], Path]) -> None:
-    """Write all files. fetched: puts the archive with the ratings into a folder."""
+def build_world(folder: Path, ratings: str) -> None:
+    """Write all files. ratings: as in find_world."""
     with building.new_world(folder, "reviews") as place:
-        sentences = read_sentences(fetched(place))
-        (place / Path(RATINGS.member).name).unlink()
+        archive = smollm.fetch(RATINGS, place, ratings)
+        sentences = read_sentences(archive)
+        archive.unlink()
         held_out, learned = sentences[:HELD_OUT], sentences[HELD_OUT:]
         ours, the_judges = learned[: len(learned) // 2], learned[len(learned) // 2 :]
         for name, some in {"stories": learned, "stories_test": held_out}.items():
@@ -139,10 +139,10 @@ def build_world(folder: Path, fetched: Callable[[Path], Path]) -> None:
         middle = len(held_out) // 2
         for split, some in {"train": learned, "validation": held_out[:middle], "test": held_out[middle:]}.items():
             rows = [dict(zip(("post", "summary"), s.parts, strict=True)) for s in some if s.is_long]
-            posts.write_rows(place / f"posts_{split}.jsonl", rows)
+            (place / f"posts_{split}.jsonl").write_text(files.json_lines(rows))
         comparisons = {split: compare(some, split) for split, some in {"train": ours, "validation": held_out}.items()}
         for split, (rows, _) in comparisons.items():
-            posts.write_rows(place / f"comparisons_{split}.jsonl", rows)
+            (place / f"comparisons_{split}.jsonl").write_text(files.json_lines(rows))
         described = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
         described["ceiling"] = comparisons["validation"][1]
         (place / "world.json").write_text(json.dumps(described, indent=2) + "\n")
@@ -223,9 +223,7 @@ def find_world(ratings: str = "") -> Path:
     ratings: a local copy of the archive.
     """
     made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS, COMPARED]
-    return building.find(
-        "reviews", made_of, lambda folder: build_world(folder, lambda place: smollm.fetch(RATINGS, place, ratings))
-    )
+    return building.find("reviews", made_of, lambda folder: build_world(folder, ratings))
 
 
 def facts() -> dict[str, Any]:

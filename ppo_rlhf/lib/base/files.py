@@ -5,10 +5,11 @@ import json
 import os
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.base import errors
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -68,9 +69,12 @@ def write_json(path: Path, value: Any) -> None:
     replace_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def json_lines(rows: Iterable[Any]) -> str:
+    """The text of a file of JSON lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def check_text(text: str, what: str) -> None:
     """Refuse a text with a lone surrogate, which no tokenizer accepts."""
-    try:
+    with errors.input_errors(f"{what} is not valid Unicode", UnicodeEncodeError):
         text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InputError(f"{what} is not valid Unicode: {error}") from error

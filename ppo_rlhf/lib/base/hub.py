@@ -43,10 +43,6 @@ def hub_errors(what: str, remedy: str) -> Iterator[None]:
     except InputError:
         raise
     except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        reason = (
-            f"{reason[:200]}; if it is not on the hub"
-            if reachable
-            else "the hub cannot be reached; without a network"
-        )
+        said = " ".join(str(error).split())[:200]
+        reason = f"{said}; if it is not on the hub" if reachable else "the hub cannot be reached; without a network"
         raise InputError(f"{what}: no such local path, and {reason}, {remedy}") from error

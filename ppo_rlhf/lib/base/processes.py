@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.lib.base.checkpoints import gather_for_saving, sliced_like  # noqa: F401 scripts find them here
+from ppo_rlhf.lib.base.checkpoints import gather_for_saving
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.base.launch import (  # noqa: F401 scripts find them here
     FIRST_RATIO_TOLERANCE,

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import console, errors, files, hub
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib.nets import pretrained, templates
 
 OPENAI_PAD_ID = 50259
 OPENAI_VOCAB_SIZE = 50257
@@ -107,10 +107,8 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
     # [D21] A rating, or a difference.   label_types.py#L58-L120
     path = find_label_file(label_dataset, task.query_dataset)
     what, vocab_size = f"{flag('label_dataset')} {path}", pretrained.vocabulary_size(tokenizer)
-    try:
+    with errors.input_errors(what, OSError, ValueError):
         rows = files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{what}: {error}") from error
     meta = read_sidecar(path.with_suffix(".meta.json"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{what}: must be a JSON array of objects, and not empty")
@@ -130,10 +128,8 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
     kind = next((kind for kind in get_args(LabelKind) if kind in rows[0]), None)
     if kind is None:
         raise InputError(f"{what}: row 0 has none of the keys {', '.join(get_args(LabelKind))}")
-    try:
+    with errors.input_errors(what, InputError):
         sample_keys = sample_keys_of(rows[0], kind)
-    except InputError as error:
-        raise InputError(f"{what}: {error}") from error
     lengths = {"query": ("query_length", task.query_length)}
     lengths |= dict.fromkeys(sample_keys, ("response_length", task.response_length))
     for number, row in enumerate(rows):
@@ -149,30 +145,25 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
             f"{flag('num_train')} {num_train}: {flag('label_dataset')} {label_dataset} has {there} labels{besides}"
         )
 
-    def tokens(key: str) -> torch.Tensor:
+    def tokens(*keys: str) -> torch.Tensor:
+        """What all rows hold under these keys: (labels, keys, longest length)."""
+        found = [row[key] for row in rows for key in keys]
         if as_texts:
-            options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-            ids = [tokenizer.encode(row[key], **options) for row in rows]
+            found = [templates.encode_text(tokenizer, text) for text in found]
         else:
-            ids = [[vocab_size if token == padding_id else token for token in row[key]] for row in rows]
-        longest = max(map(len, ids))
-        padded = [row + [vocab_size] * (longest - len(row)) for row in ids]
-        return torch.tensor(padded, dtype=torch.long).view(-1, longest)
+            found = [[vocab_size if token == padding_id else token for token in ids] for ids in found]
+        tensors = [torch.tensor(ids, dtype=torch.long) for ids in found]
+        padded = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=vocab_size)
+        return padded.unflatten(0, (-1, len(keys)))
 
     return Labels(
-        queries=tokens("query"),
-        samples=stack_padded([tokens(key) for key in sample_keys], vocab_size),
+        queries=tokens("query").squeeze(1),
+        samples=tokens(*sample_keys),
         targets=torch.tensor([row[kind] for row in rows], dtype=torch.long if kind == "best" else torch.float32),
         ceiling=meta.get("ceiling"),
         kind=kind,
         held_out=meta.get("held_out", len(rows) - num_train),
     )
-
-
-def stack_padded(samples: list[torch.Tensor], pad_id: int) -> torch.Tensor:
-    """Several tensors (labels, length), each with a length of its own, as one: (labels, n, longest length)."""
-    longest = max(tokens.shape[1] for tokens in samples)
-    return torch.stack([F.pad(tokens, (0, longest - tokens.shape[1]), value=pad_id) for tokens in samples], dim=1)
 
 
 def find_label_file(label_dataset: str, query_dataset: str) -> Path:
@@ -223,10 +214,8 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     """The content of the file next to a label file; empty if there is none."""
     if not path.exists():
         return {}
-    try:
+    with errors.input_errors(str(path), OSError, ValueError):
         meta = files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from error
     if not isinstance(meta, dict):
         raise InputError(f"{path}: must be a JSON object")
     for name in ("vocab_size", "padding_id", "held_out"):

@@ -30,7 +30,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import files, hub_files, processes
+from ppo_rlhf.lib.base import errors, files, hub_files, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import texts
 from ppo_rlhf.lib.nets import lm, models, pretrained, templates
@@ -92,14 +92,11 @@ TASKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskIds:
-    """The task's special tokens as ids of one tokenizer."""
+class SamplingIds:
+    """The task's special tokens that sampling needs, as ids of one tokenizer."""
 
     pad: int  # one above the largest id of the tokenizer
-    eos: int  # ends a reference
-    stops: tuple[int, ...]  # each of them ends a sampled summary
-    prefix: Sequence[int] = ()  # of every query: a first token, or the beginning of a chat template
-    suffix: Sequence[int] = ()
+    stops: tuple[int, ...]  # each of them ends a sampled response
 
     @property
     def vocab_size(self) -> int:
@@ -107,12 +104,19 @@ class TaskIds:
         return self.pad
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskIds(SamplingIds):
+    """All of the task's special tokens."""
+
+    eos: int  # ends a reference
+    prefix: Sequence[int] = ()  # of every query: a first token, or the beginning of a chat template
+    suffix: Sequence[int] = ()
+
+
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and find its special tokens."""
-    for name in ("query_length", "response_length", "comparison_length", "article_query_length"):
-        if not getattr(task, name) > 0:
-            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
-    for name in ("temperature", "eval_temperature"):
+    lengths = ("query_length", "response_length", "comparison_length", "article_query_length")
+    for name in (*lengths, "temperature", "eval_temperature"):
         if not getattr(task, name) > 0:
             raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
     # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.   sft.py#L300-L308
@@ -447,10 +451,8 @@ def known_ceiling(source: str) -> float | None:
     folder = Path(source)
     if not (folder / "world.json").is_file():
         return None
-    try:
+    with errors.input_errors(f"{folder / 'world.json'} is damaged", OSError, ValueError, AttributeError):
         ceiling = files.read_json(folder / "world.json").get("ceiling")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{folder / 'world.json'} is damaged: {error}") from error
     if not isinstance(ceiling, float) or not 0 < ceiling <= 1:
         raise InputError(f"{folder / 'world.json'}: the ceiling is {ceiling!r}; it must be a number in 0..1")
     return ceiling

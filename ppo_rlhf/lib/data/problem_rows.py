@@ -161,20 +161,16 @@ def generate(source: str, field: str) -> tuple[list[dict[str, Any]], list[dict[s
     config: dict[str, Any] = {"size": 10_000, "seed": 0}
     try:
         config |= {key: ast.literal_eval(value) for key, value in (setting.split("=") for setting in settings)}
-        made = {
-            split: reasoning_gym.create_dataset(name, **config | changes)
-            for split, changes in {
-                "train": {},
-                "test": {"seed": config["seed"] + OTHER_SEED, "size": HELD_OUT},
-            }.items()
-        }
+        made = reasoning_gym.create_dataset(name, **config)
+        others = {"seed": config["seed"] + OTHER_SEED, "size": HELD_OUT}
+        held_out = reasoning_gym.create_dataset(name, **config | others)
     except (AssertionError, SyntaxError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(
             f"{what}: reasoning-gym refuses these settings: {reason}; write <setting>=<value>"
         ) from error
-    test = {entry["question"]: row_of(made["test"], entry) for entry in made["test"]}
-    train = [row_of(made["train"], entry) for entry in made["train"] if entry["question"] not in test]
+    test = {entry["question"]: row_of(held_out, entry) for entry in held_out}
+    train = [row_of(made, entry) for entry in made if entry["question"] not in test]
     if not train:
         raise InputError(f"{what} makes no problem that is not held out; choose settings with more problems")
     return train, [*test.values()]

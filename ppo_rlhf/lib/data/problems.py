@@ -100,17 +100,7 @@ TASKS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskIds:
-    """The task's special tokens as ids of one tokenizer."""
-
-    pad: int  # one above the largest id of the tokenizer
-    stops: tuple[int, ...]  # each of them ends a response
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids can be sampled: those below the padding. The output layer of a model may have more rows."""
-        return self.pad
+TaskIds = posts.SamplingIds
 
 
 def task_ids(

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base.errors import InputError, flag
@@ -113,17 +114,6 @@ def left_out(stream: "QueryStream") -> str:
         return ""
     why = " and ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
     return f"queries: of the first {looked_at:,} texts, {reasons.total():,} give none: {why}"
-
-
-class Subset(Sequence):
-    def __init__(self, texts: Sequence[str], indices: Sequence[int]):
-        self.texts, self.indices = texts, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> str:
-        return self.texts[self.indices[index]]
 
 
 def dummy_texts() -> list[str]:

@@ -51,10 +51,8 @@ class Scale:
             mine = slice(accelerator.process_index, None, accelerator.num_processes)
             queries = stream.first(samples, pad_id)[mine].to(accelerator.device)  # (n, query_length)
             uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
-            uniforms = uniforms[mine][: len(queries)].to(
-                launch.device_of_noise(accelerator.device)
-            )  # (n, response_length)
-            rollout = roll_out(queries, uniforms, kl_coef=0.0, monitor={})
+            noise = uniforms[mine][: len(queries)]  # (n, response_length)
+            rollout = roll_out(queries, noise.to(launch.device_of_noise(accelerator.device)), kl_coef=0.0, monitor={})
             self.fit(rollout.objectives["raw_score"], accelerator)
 
     def to_list(self) -> list[float]:

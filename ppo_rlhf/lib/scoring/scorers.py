@@ -61,18 +61,12 @@ def text_scorer(
         written = responses.masked_fill(torch.isin(responses, ends).cumsum(1) > 0, pad_id)
         decoded = [decode(tokens) for tokens in (queries, written)]
         answers = [None] * len(queries) if references is None else decode(references)
-        scores, problem = score_texts(function, what, *decoded, answers)
-        if on_all_processes:
-            launch.fail_together(problem)
-        elif problem:
-            raise InputError(problem)
+        scores = scores_of(function, what, *decoded, answers, on_all_processes=on_all_processes)
         return torch.tensor(scores).to(queries.device)
 
     answers = ["A reference."] * 2 if with_references else [None] * 2
     with contextlib.chdir("."):
-        _, problem = score_texts(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
-    if problem:
-        raise InputError(problem)
+        scores_of(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
     return score
 
 
@@ -131,6 +125,16 @@ def place_in_code(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(machinery)]
     return places[-1] if places else ""
+
+
+def scores_of(*arguments: Any, on_all_processes: bool = False, **options: Any) -> list[float]:
+    """The scores of score_texts; what is wrong is an InputError, with on_all_processes on all of them."""
+    scores, problem = score_texts(*arguments, **options)
+    if on_all_processes:
+        launch.fail_together(problem)
+    elif problem:
+        raise InputError(problem)
+    return scores
 
 
 def score_texts(

@@ -217,30 +217,18 @@ def flag_value(argv: list[str], name: str) -> str | None:
 
 def saved_args(cls: type[Args], folder: Path, values: dict[str, Any], begun: str | None) -> Args:
     """The arguments that meta.json in a run's folder holds. begun: the commit there."""
-    known, saved = argument_names(cls), set(files.flatten(values))
+    known, saved = set(files.flatten(dataclasses.asdict(cls()))), set(files.flatten(values))
     if saved < known and begun != run.commit():
         new = sorted(known - saved)
         raise InputError(
             f"--resume {folder}: the run was begun at commit {begun or 'unknown'}, by a version or a script without "
             f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''}; resume it with that"
         )
-    try:
+    wrong = f"--resume {folder}: meta.json is not that of this script's runs, or damaged"
+    with errors.input_errors(wrong, InputError):
         args = from_dict(cls, values)
         check_values(args)
         return args
-    except InputError as error:
-        raise InputError(
-            f"--resume {folder}: meta.json is not that of this script's runs, or damaged: {error}"
-        ) from error
-
-
-def argument_names(cls: type, prefix: str = "") -> set[str]:
-    """The names of all arguments, such as ppo.lr."""
-    names: set[str] = set()
-    for name, hint in typing.get_type_hints(cls).items():
-        nested = dataclasses.is_dataclass(hint)
-        names |= argument_names(hint, f"{prefix}{name}.") if nested else {prefix + name}
-    return names
 
 
 def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
@@ -279,17 +267,17 @@ def check_same_arguments(saved: Args, args: Args) -> None:
 
 
 def above_zero(prefix: str, group: object, *fields: str) -> None:
-    """Check that these fields of a dataclass are above 0. prefix: of their names on the command line."""
+    """Check that these fields of a dataclass are above 0, or None. prefix: of their names on the command line."""
     for field in fields:
-        if not getattr(group, field) > 0:
-            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be above 0")
+        if (value := getattr(group, field)) is not None and not value > 0:
+            raise InputError(f"{typed(prefix + field)} is {value}; it must be above 0")
 
 
 def at_least(least: int, prefix: str, group: object, *fields: str) -> None:
-    """Check that these fields of a dataclass are not too small. prefix: of their names on the command line."""
+    """Check that these fields of a dataclass are large enough, or None. prefix: as in above_zero."""
     for field in fields:
-        if getattr(group, field) < least:
-            raise InputError(f"{typed(prefix + field)} is {getattr(group, field)}; it must be at least {least}")
+        if (value := getattr(group, field)) is not None and value < least:
+            raise InputError(f"{typed(prefix + field)} is {value}; it must be at least {least}")
 
 
 def check_values(args: Args) -> None:
@@ -311,7 +299,7 @@ def check_values(args: Args) -> None:
         raise InputError(f"{flag('dtype')} float64: {default_device().type}, an Apple GPU, has none; use float32")
     if args.seed < 0:
         raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
-    if values.get("keep_checkpoints") is not None:
+    if "keep_checkpoints" in values:
         at_least(1, "", args, "keep_checkpoints")
     if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
         raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
@@ -351,9 +339,7 @@ def check_ppo_arguments(args: train_policy.Args) -> None:
     at_least(1, "", args, "trace_episodes")
     at_least(0, "rewards.", args.rewards, "kl_coef", "normalize_samples")
     at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
-    above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value")
-    if args.ppo.value_head_lr is not None:
-        above_zero("ppo.", args.ppo, "value_head_lr")
+    above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "value_head_lr")
     check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
 
 

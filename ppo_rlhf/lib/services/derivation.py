@@ -64,27 +64,13 @@ def clip(number: float, low: float, high: float) -> float:
     return min(max(number, low), high)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """The part of a token in a loss before the mean is taken: the larger of two numbers."""
+def value_errors(new_value: float, value: float, return_: float, cliprange_value: float) -> tuple[float, float]:
+    """(V - R)^2 and (clip(V, V_old - range, V_old + range) - R)^2. The token's loss is half of the larger.
 
-    free: float  # without clipping
-    clipped: float
-
-    @property
-    def loss(self) -> float:
-        return max(self.free, self.clipped)
-
-    @property
-    def is_clipped(self) -> bool:
-        """Whether clipping decides. Then the loss does not depend on the model, and the token has no gradient."""
-        return self.clipped > self.free
-
-
-def value_term(new_value: float, value: float, return_: float, cliprange_value: float) -> Term:
-    """(V - R)^2 and (clip(V, V_old - range, V_old + range) - R)^2. The loss takes half of the mean."""
+    If that is the second, the loss does not depend on the model, and the token has no gradient.
+    """
     clipped_value = clip(new_value, value - cliprange_value, value + cliprange_value)
-    return Term(free=(new_value - return_) ** 2, clipped=(clipped_value - return_) ** 2)
+    return (new_value - return_) ** 2, (clipped_value - return_) ** 2
 
 
 # ---- Chapters 2 and 3: other forms of the same steps -----------------------------------------------------------
@@ -244,18 +230,12 @@ def row_of(values: Sequence[float | None] | None, n: int) -> list[float]:
 
 def marks(tokens: Mapping[str, Sequence[int]], n: int, chapter: int) -> dict[str, list[bool]]:
     """Which tokens pay for the KL, have a value and an advantage, are in the policy loss, and in the value loss."""
-    bools = {name: [bool(x) for x in tokens.get(name, [True] * n)] for name in ("mask", "value_mask", "scored")}
-    if chapter == 1:
-        return dict.fromkeys(("pays", "valued", "learns", "value_learns"), [True] * n)
-    if chapter == 2:
-        mask, value_mask = bools["mask"], bools["value_mask"]
-        return {"pays": mask, "valued": value_mask, "learns": mask, "value_learns": value_mask}
-    return {
-        "pays": bools["scored"],
-        "valued": bools["scored"],
-        "learns": bools["mask"],
-        "value_learns": bools["mask"],
-    }
+    names = ("mask", "value_mask", "scored")
+    mask, value_mask, scored = ([bool(x) for x in tokens.get(name, [True] * n)] for name in names)
+    if chapter == 3:
+        return {"pays": scored, "valued": scored, "learns": mask, "value_learns": mask}
+    # Chapter 1 has neither mask: everything counts.
+    return {"pays": mask, "valued": value_mask, "learns": mask, "value_learns": value_mask}
 
 
 def derive(
@@ -432,10 +412,10 @@ def losses_of(
         else kl_estimate(kl_gaps[t], kl_name) * (math.exp(clip(gaps[t], -20, 20)) if kl_name.endswith("+") else 1.0)
         for t in range(n)
     ]
-    value_terms = [
-        value_term(*x, s["cliprange_value"])
-        for x in zip(new_values, found["values"], found.get("returns", [NAN] * n), strict=True)
-    ]
+    of_values = zip(new_values, found["values"], found.get("returns", [NAN] * n), strict=True)
+    errors = [value_errors(*x, s["cliprange_value"]) for x in of_values]
+    value_losses = [0.5 * max(pair) for pair in errors]
+    value_is_clipped = [clipped > free for free, clipped in errors]
     branches = ("free", "clipped", "dual")
 
     def both(mask: str, flags: Sequence[bool]) -> list[bool]:
@@ -458,13 +438,13 @@ def losses_of(
             s["kl_loss_coef"] * (1.0 if kl_name == "full" else w) * part / divided
             for w, part in zip(weights, kl_losses, strict=True)
         ],
-        "value_free": [term.free for term in value_terms],
-        "value_clipped": [term.clipped for term in value_terms],
-        "value_loss": [0.5 * term.loss for term in value_terms],
-        "value_is_free": both("value_learns", [not term.is_clipped for term in value_terms]),
-        "value_is_clipped": both("value_learns", [term.is_clipped for term in value_terms]),
+        "value_free": [free for free, _ in errors],
+        "value_clipped": [clipped for _, clipped in errors],
+        "value_loss": value_losses,
+        "value_is_free": both("value_learns", [not is_clipped for is_clipped in value_is_clipped]),
+        "value_is_clipped": both("value_learns", value_is_clipped),
         "value_divisor": value_divided,
-        "value_share": [0.5 * term.loss / value_divided for term in value_terms],
+        "value_share": [loss / value_divided for loss in value_losses],
     }
 
 
@@ -823,19 +803,14 @@ def flags_of(s: Mapping[str, Any]) -> set[str]:
         "weighted": s["correction"] == "decoupled" or (bypass and loss == "reinforce"),
     }
     flags |= {name: s[name] is not None for name in ("lam_alpha", "off_policy_mask")}
-    flags |= {name: s[name] for name in ("whiten_rewards", "whiten_advantages", "own_targets", "nll_coef")}
-    flags |= {"kl_loss_coef": s["kl_loss_coef"]}
+    as_they_are = ("whiten_rewards", "whiten_advantages", "own_targets", "nll_coef", "kl_loss_coef")
+    flags |= {name: s[name] for name in as_they_are}
     return {s["estimator"], loss, *(name for name, on in flags.items() if on)}
 
 
 def texts_of(s: Mapping[str, Any]) -> dict[str, str]:
     """What $ stands for."""
-    full, penalised, loss, weighted = (
-        s["kl_estimator"] == "full",
-        s["penalised"],
-        s["loss"],
-        "weighted" in flags_of(s),
-    )
+    full, penalised, weighted = s["kl_estimator"] == "full", s["penalised"], "weighted" in flags_of(s)
     found = dict(zip(("kl_formula", "kl_numbers"), KL_FORMS[s["kl_estimator"]], strict=True))
     found["kl_sentence"] = (
         "The exact divergence is a sum over the whole vocabulary, which the trace does not hold."
@@ -876,9 +851,9 @@ def texts_of(s: Mapping[str, Any]) -> dict[str, str]:
         "reinforce": ("−A_t", "−{advantages}"),
         "cispo": ("−clip(ratio_t) · A_t", "−{clipped_ratio} · {advantages}"),
     }
-    slope = slopes.get(loss, ("−A'_t · ratio_t", "−{advantages} · {ratio}"))
+    slope = slopes.get(s["loss"], ("−A'_t · ratio_t", "−{advantages} · {ratio}"))
     found |= dict(zip(("slope_formula", "slope_numbers"), slope, strict=True))
-    found["slope_mark"] = "V113" if loss in ("ipo", "dppo") else "V58"
+    found["slope_mark"] = "V113" if s["loss"] in ("ipo", "dppo") else "V58"
     found["shares"] = "learns" if s["off_policy_mask"] is None else "is_kept"
     found["weight_formula"] = "w_t · loss_t" if weighted else "loss_t"
     found["weight_numbers"] = "{weights} · {loss}" if weighted else "{loss}"

@@ -3,6 +3,7 @@
 import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,11 @@ def panels_of(metrics: Iterable[str], own: dict[str, list[str]]) -> list[tuple[d
     panels = []
     for panel in METRICS["panel"]:
         wanted = panel["metrics"] + own.get(panel["title"], [])
-        names = [name for name in metrics if any(matches(name, pattern) for pattern in wanted)]
+        names = [name for name in metrics if any(fnmatchcase(name, pattern) for pattern in wanted)]
         names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
         if names:
             panels.append((panel, names))
     return panels
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a metric is meant: by its name, or by its beginning where the pattern ends in *."""
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
 def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[str, Any]) -> None:

@@ -67,10 +67,8 @@ def checksum(parts: list[Path]) -> str:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    try:
+    with errors.input_errors(f"{folder} is not the folder of a run", OSError, ValueError):
         meta = files.read_json(folder / "meta.json")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is not the folder of a run: {error}") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
     kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
@@ -276,9 +274,8 @@ class Run:
 
         tracking.open_tensorboard(self)
         if self.args.track:
-            tracking.OPEN[self.args.tracker](
-                self, self.meta["args"] | (config or {}) | {"commit": self.meta["commit"]}
-            )
+            config = self.meta["args"] | (config or {}) | {"commit": self.meta["commit"]}
+            tracking.OPEN[self.args.tracker](self, config)
 
     def close_logs(self) -> None:
         for close in self.closers:
@@ -287,14 +284,13 @@ class Run:
     def _cut_logs(self, first_step: int) -> None:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
         metrics_file, samples_file = self.folder / "metrics.csv", self.folder / "samples.jsonl"
-        try:
+        damaged = f"{self.folder}: metrics.csv or samples.jsonl is damaged"
+        with errors.input_errors(damaged, ValueError, TypeError, KeyError, RecursionError):
             header, *rows = read_records(metrics_file) if first_step else [[]]
             samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
             numbers = [dict(zip(header, map(float, row), strict=True)) for row in rows]
             self.rows = [row for row in numbers if row["step"] < first_step]
             samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise InputError(f"{self.folder}: metrics.csv or samples.jsonl is damaged: {error}") from error
         if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
             raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
         kept = io.StringIO(newline="")
@@ -365,7 +361,7 @@ class Run:
         """Answers to held-out queries: evaluation.jsonl of the validation split, else evaluation_<split>.jsonl."""
         if self.is_main:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
-            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (self.folder / name).write_text(files.json_lines(rows))
 
     def is_time_to_trace(self, step: int) -> bool:
         """Whether episodes of a step are kept: at intervals, from the first on, and those of the last."""

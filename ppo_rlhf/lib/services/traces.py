@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ppo_rlhf import train_policy
 
 TRACED = 8  # queries that are answered again each time
+PARTS = ("tokens", "episodes", "epochs", "statistics")  # of a Trace, with tensors by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,7 @@ def kept(run_folder: Path) -> list[tuple[int, bool]]:
 
 def write(run_folder: Path, trace: Trace) -> None:
     """Write to a temporary name, then rename: a reader never sees half a trace."""
-    tensors = {f"tokens.{name}": tensor for name, tensor in trace.tokens.items()}
-    for part in ("episodes", "epochs", "statistics"):
-        tensors |= {f"{part}.{name}": tensor for name, tensor in getattr(trace, part).items()}
+    tensors = {f"{part}.{name}": tensor for part in PARTS for name, tensor in getattr(trace, part).items()}
     texts = {"queries": trace.queries, "responses": trace.responses, "texts": trace.texts}
     path = path_of(run_folder, trace.update, trace.again)
     temporary = path.with_suffix(".tmp")
@@ -93,7 +92,7 @@ def checksum(tensors: dict[str, Tensor], texts: dict[str, Any]) -> str:
 def read(run_folder: Path, update: int, again: bool = False) -> Trace:
     """The trace of an update; an InputError if the file is damaged."""
     path = path_of(run_folder, update, again)
-    parts: dict[str, dict[str, Tensor]] = {part: {} for part in ("tokens", "episodes", "epochs", "statistics")}
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
     try:
         with safe_open(path, "pt") as file:
             texts = json.loads(file.metadata()["texts"])
@@ -264,7 +263,7 @@ class Recorder(Generic[Rollout]):
     def _write(self, update: int, again: bool, numbers: Mapping[str, Any]) -> None:
         if not self.accelerator.is_main_process:
             return
-        parts: dict[str, dict[str, Tensor]] = {part: {} for part in ("tokens", "episodes", "epochs", "statistics")}
+        parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
         for name, value in numbers.items():
             if isinstance(value, dict):
                 parts["episodes"] |= value
