@@ -7,8 +7,8 @@ First, each test file runs once with functions that leave a trace: tests/matrix_
 each test called, and how long it took. Then each mistake is put into one of our functions in a temporary copy of the
 repository, and the tests that call the function run there, the fastest of a file first and up to its first failure.
 Tests of more than a second, with the fixtures that their file has set up so far, run a file at a time, the fastest
-first, and only until two files reject the mistake. Left out are tests that put mistakes into the code themselves,
-tests that fail in the copy without any, and mistakes in check/forms.py: those are for tests/test_check.py.
+first, and only until one rejects a mistake that the others don't. Left out are tests that put mistakes into the code
+themselves, tests that fail in the copy without any, and mistakes in check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was, a test file, the first of its tests that failed (empty: none did),
 and how many of them ran.
@@ -40,7 +40,6 @@ MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edit
 PLACES = sorted({place for _, place in MUTANTS})
 INJECTING = "not (mistake_is_detected or a_mistake_in)"  # what these replace is gone
 FAST = 1.0  # seconds
-ENOUGH = 2  # files that reject a mistake
 
 
 # ---- In the process of the tests -------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ def reject(folder: Path, title: str, place: str, tests: dict[str, float]) -> Non
         slow[file_of(test)][test] = tests[test]
     found, all_found = folder / "found.json", {}
     for chosen in (fast, *sorted(slow.values(), key=lambda some: max(some.values()))):
-        if chosen and sum(bool(by) for by, _ in all_found.values()) < ENOUGH:
+        if chosen and not any(by for by, _ in all_found.values()):
             files = sorted({file_of(test) for test in chosen})
             found.write_text(json.dumps({name: ["no test could run", 0] for name in files}))
             run_tests(folder, files, seconds=chosen, found=str(found))
