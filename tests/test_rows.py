@@ -545,7 +545,7 @@ def test_a_broken_reader_is_caught_by_damaged_files(module: Any, name: str, brok
 
 @pytest.mark.parametrize(("name", "broken"), BROKEN_FOR_VALID.values(), ids=BROKEN_FOR_VALID)
 def test_a_broken_reader_is_caught_by_valid_files(name: str, broken: Any, folder: Path) -> None:
-    @FIND
+    @settings(FIND, max_examples=3_000)
     @given(written=valid_labels())
     def search(written: Written) -> None:
         check_valid(written, folder)
