@@ -25,11 +25,10 @@ def check_arguments(args: rlvr_args.Args) -> None:
     cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
     cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")
     cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")
-    cli.at_least(0, "ppo.", ppo, "beta2", "nll_coef", *(["critic_lam"] if ppo.critic_lam is not None else []))
+    cli.at_least(0, "ppo.", ppo, "beta2", "nll_coef", "critic_lam")
     cli.at_least(0, "lora.", args.lora, "rank")
     cli.above_zero("ppo.", ppo, "lr", "critic_lr", "cliprange_high", "trust_region", "max_grad_norm")
-    may_be_none = ("cliprange_low", "dual_clip", "cliprange_value", "lam_alpha", "critic_explains")
-    cli.above_zero("ppo.", ppo, *(name for name in may_be_none if getattr(ppo, name) is not None))
+    cli.above_zero("ppo.", ppo, "cliprange_low", "dual_clip", "cliprange_value", "lam_alpha", "critic_explains")
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
     for problem in (*impossible(args), *without_effect(args)):

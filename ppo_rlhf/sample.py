@@ -371,8 +371,8 @@ class Comparison:
         generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise, temperature = noise.to(processes.device_of_noise(self.device)), self.temperature or problems.GREEDY
-        columns: dict[str, list[Any]] = {}
-        columns["query"] = texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
+        asked = texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
+        columns: dict[str, list[Any]] = {"query": asked}
         if references is not None:
             as_answers = {"answer": references} if isinstance(references, list) else {}
             columns |= as_answers or {"reference": self.texts.as_texts(references)}

@@ -13,7 +13,6 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import dataclasses
-import json
 import os
 import statistics
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import paths
+from ppo_rlhf.lib.base import files, paths
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import cli, run, sequence
@@ -116,7 +115,7 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, tru
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
     queries, _ = comparison.task_queries(EVALUATION_QUERIES)
     rows = [row for key, chunk in enumerate(queries.split(64)) for row in comparison.rows(chunk, key)]
-    (policy_run / "comparison.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (policy_run / "comparison.jsonl").write_text(files.json_lines(rows))
     sample.print_rows("Held-out queries, continued by the language model and by the trained policy", rows[:4])
     sample.print_changes(rows)
     print(

@@ -67,6 +67,11 @@ def tiny_tools(tmp_path_factory):
     return build_tiny_sums(tmp_path_factory.mktemp("tools"), TINY_TOOLS)
 
 
+@pytest.fixture
+def in_a_fresh_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 VOCAB = 29  # tokens of tiny_tokenizer; its padding id
 
 

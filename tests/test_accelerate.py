@@ -26,7 +26,7 @@ CONFIGS = {  # processes, nodes, sharded, weights given back after the forward p
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_the_launcher_makes_of_it(name, monkeypatch):
-    """On a machine with eight GPUs, with the command that stands in it. All configurations are tested."""
+    """Each file names its command, and the launcher reads it on a machine with eight GPUs. No file is left out."""
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(CONFIGS)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)

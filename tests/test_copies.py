@@ -302,7 +302,7 @@ def test_chapter_2_agrees_with_chapter_1(check):
     check()
 
 
-# Of chapter 2: a function, a part of its text, what stands there instead, and the checks that must then fail.
+# A mistake is a function of chapter 2, a part of its text, the text that replaces it, and the checks that must fail.
 MISTAKES = [
     ("whiten", "mask.sum()", "mask.sum() - 1", [check_whiten, check_update]),
     ("whiten", "(values - mean) * torch", "(values - mean.detach()) * torch", [check_whiten]),

@@ -105,7 +105,7 @@ def arguments(tiny_world: Path, tiny_reward: Path) -> list[str]:
 
 
 def test_sigterm_saves_a_checkpoint_and_ends(arguments, tmp_path):
-    """Until then no other process resumes the run."""
+    """Before it ends, no other process can resume the run."""
     launched = Launched("train_policy.py", *arguments, folder=tmp_path)
     run = wait_for_rows(launched, "runs/*", 2, tmp_path)
     assert "is in use: another process is writing to it" in error_line(resume(run))
@@ -139,7 +139,7 @@ def test_sigterm_to_one_of_two_processes_stops_both(arguments, tmp_path):
 
 
 def test_sigterm_stops_a_joint_run_in_its_first_stage(tiny_world, tmp_path):
-    """Resumed, it comes to its end; and once it has finished, it goes on with more episodes."""
+    """The run can be resumed to its end, and a finished run goes on if it gets more episodes."""
     many_steps = ("--reward.num_train", "64", "--reward.batch_size", "1")
     launched = Launched("train_both.py", *both_arguments(tiny_world), *many_steps, folder=tmp_path)
     run = wait_for_rows(launched, "runs/train_reward__*", 1, tmp_path)
@@ -164,8 +164,8 @@ def test_sigterm_stops_a_joint_run_in_its_first_stage(tiny_world, tmp_path):
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk(cut_off, policy_run):
-    """At first nothing else fits either. Then the folder, or that of the checkpoints, is read-only. Then a file may
-    grow to 150 kB: the tensors of the checkpoint are larger, everything else is smaller.
+    """At first no file may grow beyond 1 kB, then 10 kB. Then the run's or the checkpoints' folder is read-only. Then
+    a file may grow to 150 kB: the tensors of the checkpoint are larger, everything else is smaller.
     """
     resumed, folder = ("train_policy.py", "--resume", str(cut_off)), cut_off.parent.parent
     for size in (1_000, 10_000):

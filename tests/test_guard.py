@@ -20,8 +20,7 @@ BROKEN_UPDATE = 2  # of 0, 1, 2, 3
 
 
 @pytest.fixture(autouse=True)
-def in_a_fresh_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def without_pictures(in_a_fresh_folder, monkeypatch):
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
 
 

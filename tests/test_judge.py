@@ -25,6 +25,7 @@ from scipy.special import expit
 from ppo_rlhf.judge import Args, EndpointArgs, judge, length_controlled_win_rate, parse_verdict, win_rate
 from ppo_rlhf.lib.base.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 KEY = "sk-a-key-that-nobody-may-see"
 ANIMALS = ("otter", "heron", "badger", "magpie", "weasel", "falcon")
 
@@ -156,11 +157,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with serve() as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 # ---- Rows ------------------------------------------------------------------------------------------------------

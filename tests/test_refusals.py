@@ -277,7 +277,10 @@ FUNCTIONS = {
     ),
     "ends the process": bad_function("def scores(queries, responses): exit(0)", "SystemExit"),
     "both: monitor fails": both(
-        "--policy.rewards.monitor mine:tone", "--policy.rewards.monitor mine:tone", damage=write("mine.py", "1 / 0")
+        "--policy.rewards.monitor mine:tone",
+        "--policy.rewards.monitor mine:tone",
+        "ZeroDivisionError",
+        damage=write("mine.py", "def tone(queries, responses): 1 / 0"),
     ),
 }
 

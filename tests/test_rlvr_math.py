@@ -177,7 +177,8 @@ def test_maxrl_is_0_where_the_mean_is_not_above_0_but_for_rounding(scores, dtype
     rewards = torch.tensor(scores, dtype=dtype)[:, None]
     assert (ESTIMATORS["maxrl"](rewards, torch.ones_like(rewards).bool(), torch.zeros(len(scores)))[0] == 0).all()
     totals = rewards[:, 0].tolist()
-    derived = [derivation.group_advantage(total, totals, 1, [1] * len(totals), "maxrl") for total in totals]
+    lengths = [1] * len(totals)
+    derived = [derivation.group_advantage(x, totals, lengths=lengths, estimator="maxrl") for x in totals]
     assert derived == [0] * len(totals)
     rewards[0] += 0.01  # a mean that is small, but above rounding
     expected = (rewards[:, 0] - rewards.mean()) / (rewards.mean() + 1e-6) if rewards.mean() > 0 else 0 * rewards[:, 0]

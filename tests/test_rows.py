@@ -319,7 +319,7 @@ def test_labels_of_another_tokenizer_are_refused(tmp_path, vocab_size, meta):
 
 
 def test_a_large_vocabulary_names_its_padding(tmp_path):
-    """Since 50259 is one of its tokens, and may stand in a text."""
+    """GPT-2's padding id, 50259, is one of its tokens and may be in a text."""
     rows = [{"query": [1, 50259, 60_003], "sample0": [50259, 3], "sample1": [4, 60_003], "best": 0}]
     labels = labels_of(tmp_path, rows, {"vocab_size": 60_003, "padding_id": 60_003}, 60_003)
     assert labels.queries.tolist() == [[1, 50259, 60_003]]

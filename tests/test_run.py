@@ -40,6 +40,7 @@ from ppo_rlhf.lib.services import cli, run as run_module
 from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.services.run import Run
 
+pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 SCRIPTS = [train_policy, train_reward]
 
 
@@ -64,11 +65,6 @@ class FakeArgs:
     dtype: str = "float32"
     keep_checkpoints: int | None = None
     part: PartArgs = field(default_factory=PartArgs)
-
-
-@pytest.fixture(autouse=True)
-def in_a_fresh_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -839,9 +839,9 @@ def test_resuming_what_is_finished_trains_nothing(all_three, tmp_path):
 
 
 def test_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp_path):
-    """The policy by its own script; then all three, as if killed in the second, before the policy's run began.
+    """First the policy's own script resumes its run. Then all three go on as if killed in the second.
 
-    The models that a stage starts from lie beside its run, even if others have their names in the current folder.
+    A stage starts from the models beside its run, even if models in the current folder have the same names.
     """
     there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
     shutil.copytree(there / "models", here / "models")

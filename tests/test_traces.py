@@ -162,7 +162,7 @@ def test_numbers_of_a_trace_follow_from_each_other(traced, monkeypatch):
             tokens, group = range(len(episode["places"])), report.group_of(episode, episodes)
             for lines, missing in derivation.explain(episode, settings, 0, tokens, group):
                 assert episode["again"] or not missing
-                assert max(abs(line.difference) for line in lines) < 1e-9
+                assert max(abs(line.difference) for line in lines) < 1e-12
                 found |= {line.step.recorded for line in lines}
     assert {"kl", "rewards", "advantages"} <= found and ("returns" in found) == (traced.script != "rlvr_policy.py")
 

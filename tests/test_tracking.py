@@ -18,14 +18,10 @@ from ppo_rlhf.lib.base import console
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import run as run_module, tracking
 
+pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 RESULTS = {"test_accuracy": 0.75, "validation/rouge1": 0.25, "test_labels": 40, "ceiling": None}
 SAMPLES = [{"query": "q", "score": 1.5}]
 LENGTHS = [{"text": "query", "mean": 3.5}, {"text": "sample", "mean": 2.0}]
-
-
-@pytest.fixture(autouse=True)
-def in_a_fresh_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 class Hub:

@@ -127,9 +127,13 @@ def place_in_code(error: BaseException) -> str:
     return places[-1] if places else ""
 
 
-def scores_of(*arguments: Any, on_all_processes: bool = False, **options: Any) -> list[float]:
-    """The scores of score_texts; what is wrong is an InputError, with on_all_processes on all of them."""
-    scores, problem = score_texts(*arguments, **options)
+def scores_of(
+    function: Callable, what: str, *texts: Sequence, none: float | None = None, on_all_processes: bool = False
+) -> list[float]:
+    """The scores that score_texts returns. If it says what is wrong, that is an InputError, with on_all_processes on
+    every process, all of which must then call this. texts: queries, responses and references.
+    """
+    scores, problem = score_texts(function, what, *texts, none=none)
     if on_all_processes:
         launch.fail_together(problem)
     elif problem:

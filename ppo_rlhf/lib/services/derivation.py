@@ -64,7 +64,7 @@ def clip(number: float, low: float, high: float) -> float:
     return min(max(number, low), high)
 
 
-def value_errors(new_value: float, value: float, return_: float, cliprange_value: float) -> tuple[float, float]:
+def value_errors(new_value: float, value: float, return_: float, *, cliprange_value: float) -> tuple[float, float]:
     """(V - R)^2 and (clip(V, V_old - range, V_old + range) - R)^2. The token's loss is half of the larger.
 
     If that is the second, the loss does not depend on the model, and the token has no gradient.
@@ -81,7 +81,7 @@ def kl_estimate(d: float, name: str) -> float:
     return {"k1": d, "abs": abs(d), "k2": d * d / 2, "k3": math.expm1(min(-d, 20.0)) + d}[name.removesuffix("+")]
 
 
-def group_advantage(total: float, totals: Row, length: int, lengths: Sequence[int], estimator: str) -> float:
+def group_advantage(total: float, totals: Row, lengths: Sequence[int], estimator: str) -> float:
     """The advantage of a response against its group. totals, lengths: of all responses of the group, this one too.
 
     A group of one, or one whose totals are all equal, teaches nothing: 0.
@@ -341,7 +341,7 @@ def advantages_of(
     totals = [total_of(other) for other in kept] or [NAN]
     lengths = [sum(marks(other["tokens"], len(other["places"]), 3)["valued"]) for other in kept] or [0]
     total = math.fsum(rewards)
-    advantage = group_advantage(total, totals, len(valued), lengths, estimator)
+    advantage = group_advantage(total, totals, lengths=lengths, estimator=estimator)
     mean = math.fsum(totals) / len(totals)
     weighted = math.fsum(t * k for t, k in zip(totals, lengths, strict=True)) / max(sum(lengths), 1)
     of_group = {"total": total, "group_size": len(totals), "group_mean": mean, "group_weighted_mean": weighted}
@@ -360,7 +360,7 @@ def scaled_sources(
         of_group = rest or [own]
         found |= {name: own, f"weight_{name}": weight, f"deviation_{name}": group_deviation(of_group)}
         found[f"mean_{name}"] = math.fsum(of_group) / len(of_group)
-        found[f"scaled_{name}"] = group_advantage(own, of_group, 1, [1] * len(of_group), "grpo")
+        found[f"scaled_{name}"] = group_advantage(own, of_group, lengths=[1] * len(of_group), estimator="grpo")
     return found
 
 
@@ -413,7 +413,7 @@ def losses_of(
         for t in range(n)
     ]
     of_values = zip(new_values, found["values"], found.get("returns", [NAN] * n), strict=True)
-    errors = [value_errors(*x, s["cliprange_value"]) for x in of_values]
+    errors = [value_errors(*x, cliprange_value=s["cliprange_value"]) for x in of_values]
     value_losses = [0.5 * max(pair) for pair in errors]
     value_is_clipped = [clipped > free for free, clipped in errors]
     branches = ("free", "clipped", "dual")
