@@ -6,9 +6,10 @@
 First, each test file runs once with functions that leave a trace: tests/matrix_calls.csv (not committed) keeps what
 each test called, and how long it took. Then each mistake is put into one of our functions in a temporary copy of the
 repository, and the tests that call the function run there, the fastest of a file first and up to its first failure.
-Tests of more than a second, with the fixtures that their file has set up so far, run a file at a time, the fastest
-first, and only until one rejects a mistake that the others don't. Left out are tests that put mistakes into the code
-themselves, tests that fail in the copy without any, and mistakes in check/forms.py, which are for test_check.py.
+Tests of more than a second, with the fixtures that their file has set up so far, run a file at a time and only until
+one rejects a mistake that the others don't: first the files that have rejected others in the same script, then the
+fastest. Left out are tests that put mistakes into the code themselves, tests that fail in the copy without any, and
+mistakes in check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was, a test file, the first of its tests that failed (empty: none did),
 and how many of them ran.
@@ -203,7 +204,9 @@ def reject(folder: Path, title: str, place: str, tests: dict[str, float]) -> Non
     for test in tests.keys() - fast.keys():
         slow[file_of(test)][test] = tests[test]
     found, all_found = folder / "found.json", {}
-    for chosen in (fast, *sorted(slow.values(), key=lambda some: max(some.values()))):
+    good = {test for _, where, test, by, _ in rows_of(MATRIX) if by and where.startswith(f"{file}::")}
+    in_order = sorted(slow, key=lambda test: (test not in good, max(slow[test].values())))
+    for chosen in (fast, *(slow[test] for test in in_order)):
         if chosen and not any(by for by, _ in all_found.values()):
             files = sorted({file_of(test) for test in chosen})
             found.write_text(json.dumps({name: ["no test could run", 0] for name in files}))

@@ -1,68 +1,24 @@
-"""The mathematics of chapter 2 against slow oracles on responses of any length."""
+"""Chapter 2 by enumeration and loops: what the penalty does, rates, batches, pairs. Golden numbers prove the rest."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from golden_models import load_json
-from oracles import (
-    Process,
-    double,
-    masks_of,
-    numbers,
-    on_processes,
-    slow_gae,
-    slow_mask,
-    slow_mean,
-    slow_policy_loss,
-    slow_rewards,
-    slow_value_loss,
-    slow_whiten,
-    spoil,
-    states,
-)
+from oracles import Process, double, numbers, on_processes
 from torch.testing import assert_close
 
 from ppo_rlhf.lib.base.processes import deal, map_rows
 from ppo_rlhf.lib.data.posts import trim_padding
-from ppo_rlhf.lib.nets.lm import draw_minibatches, episode_noise, has_stop, truncate_at
+from ppo_rlhf.lib.nets.lm import draw_minibatches, episode_noise
 from ppo_rlhf.lib.nets.models import scheduled_lr
-from ppo_rlhf.tldr_policy import (
-    PpoArgs,
-    compute_advantages,
-    compute_gae,
-    compute_rewards,
-    masked_mean,
-    policy_loss,
-    posts_of_update,
-    punish_missing_eos,
-    response_masks,
-    value_loss,
-    whiten,
-)
+from ppo_rlhf.tldr_policy import compute_gae, compute_rewards, posts_of_update
 from ppo_rlhf.tldr_reward import pairwise_losses, prefers_chosen
 from ppo_rlhf.tldr_sft import next_token_mask
 
-WIDTH, EOS, PAD = 7, 28, 29
+EOS, PAD = 28, 29
 SEEDS = range(4)
-
-
-def ragged_responses(seed: int, rows: int = 12) -> tuple[list[list[int]], list[int]]:
-    """Truncated responses (rows, WIDTH) and how many tokens each has, the one that ends it included.
-
-    Rows 0 to 3: an end-of-text token at index 0, at the last index, nowhere, and one before the last.
-    """
-    random = np.random.default_rng(seed)
-    lengths = [1, WIDTH, WIDTH, WIDTH - 1, *random.integers(1, WIDTH + 1, rows - 4).tolist()]
-    responses = []
-    for row, length in enumerate(lengths):
-        tokens = random.integers(0, EOS, length).tolist()
-        if row != 2:
-            tokens[-1] = EOS
-        responses.append(tokens + [PAD] * (WIDTH - length))
-    return responses, lengths
 
 
 # ---- What the penalty does to a policy, by going through all 9 sequences of 2 tokens out of 3 ------------------
@@ -124,171 +80,6 @@ def test_only_k1_has_the_gradient_of_the_divergence():
         after, _ = divergence_gradient(logits - 0.1 * gradient, ref_logits)
         assert after < kl if estimator == "k1" else after > kl
     assert_close(penalty_gradient(logits, ref_logits, "k1"), true)
-
-
-# ---- Masks, and the end-of-text trick --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_masks_of_ragged_responses_equal_loops(seed: int):
-    """T40, T41."""
-    responses, lengths = ragged_responses(seed)
-    mask, value_mask = response_masks(torch.tensor(responses), PAD)
-    assert torch.equal(mask, slow_mask(lengths, WIDTH))
-    assert torch.equal(value_mask, slow_mask([states(length, WIDTH) for length in lengths], WIDTH))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("form", "expected"), [("replace", [3.0, -1.5, -1.5]), ("subtract", [3.0, 0.5, -5.5]), ("none", [3.0, 2.0, -4.0])]
-)
-def test_responses_that_do_not_end_are_punished(form: str, expected: list[float], dtype: torch.dtype):
-    """T39."""
-    scores = torch.tensor([3.0, 2.0, -4.0], dtype=dtype)
-    punished = punish_missing_eos(scores, torch.tensor([True, False, False]), form, 1.5)
-    assert_close(punished, torch.tensor(expected, dtype=dtype))
-    assert scores.tolist() == [3.0, 2.0, -4.0]
-
-
-@pytest.mark.parametrize("stop", [EOS, 26])
-def test_a_custom_stop_token_ends_and_saves_a_response(stop: int):
-    """1.3: truncation, masks, the end-of-text trick and the place of the score follow the same token."""
-    sampled = [[1, EOS, 26, 2, 3], [1, 2, 26, 26, EOS], [1, 2, 3, 4, EOS], [1, 2, 3, 4, 26], [EOS, 1, 2, 3, 4]]
-    responses = truncate_at(torch.tensor(sampled), stop, 0, PAD)
-    finished = has_stop(responses, stop, 0)
-    scores = punish_missing_eos(double(5.0, 6, 7, 8, 9), finished, "replace", 1.0)
-    mask, value_mask = response_masks(responses, PAD)
-    zeros = torch.zeros(5, 5, dtype=torch.float64)
-    rewards, _, _ = compute_rewards(scores, zeros, zeros, mask, 0.05, "k1")
-    for i, row in enumerate(sampled):
-        length = row.index(stop) + 1 if stop in row else 5
-        assert responses[i].tolist() == row[:length] + [PAD] * (5 - length)
-        assert (mask[i].sum().item(), value_mask[i].sum().item()) == (length, states(length, 5))
-        score = 5.0 + i if stop in row else -1.0
-        assert rewards[i].tolist() == [score if t == min(length, 4) else 0.0 for t in range(5)]
-
-
-# ---- Masked means, whitening, rewards, advantages, losses: loops over ragged responses -------------------------
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_masked_mean_equals_a_loop(seed: int):
-    _, lengths = ragged_responses(seed)
-    x, mask = numbers(seed, 12, WIDTH), slow_mask(lengths, WIDTH)
-    expected = slow_mean(x, lengths)
-    assert masked_mean(spoil(x, mask), mask, mask.sum()).item() == pytest.approx(expected)
-    assert masked_mean(x, mask, torch.tensor(100)).item() == pytest.approx(expected * sum(lengths) / 100)
-
-
-@pytest.mark.parametrize("keep_mean", [False, True])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_masked_whiten_equals_a_loop(seed: int, keep_mean: bool):
-    """T44: what does not count is 0 afterwards, also where the mean is added back."""
-    _, lengths = ragged_responses(seed)
-    x, mask = 3 * numbers(seed, 12, WIDTH) - 7, slow_mask(lengths, WIDTH)
-    expected = slow_whiten(x, lengths, keep_mean)
-    assert_close(whiten(spoil(x, mask), mask, keep_mean=keep_mean, reduce=torch.clone).numpy(), expected)
-
-
-def test_whitening_one_entry_gives_its_mean():
-    for keep_mean, mean in ((False, 0.0), (True, 3.0)):
-        whitened = whiten(double([3.0, 9.0]), torch.tensor([[True, False]]), keep_mean=keep_mean, reduce=torch.clone)
-        assert whitened.tolist() == [[mean, 0.0]]
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_masked_rewards_equal_loops(seed: int, estimator: str):
-    """T42, T43: log-probs beyond the end, whatever they are, do not count."""
-    _, lengths = ragged_responses(seed)
-    mask, scores = slow_mask(lengths, WIDTH), numbers(seed, 12)
-    logprobs, ref_logprobs = numbers(seed + 10, 12, WIDTH), numbers(seed + 20, 12, WIDTH)
-    expected, expected_kl = slow_rewards(scores, logprobs, ref_logprobs, lengths, 0.3, estimator)
-    rewards, non_score_rewards, kl = compute_rewards(
-        scores, spoil(logprobs, mask, 1), spoil(ref_logprobs, mask, 2), mask, 0.3, estimator
-    )
-    assert_close(rewards.numpy(), expected)
-    assert_close(kl.numpy(), expected_kl)
-    assert_close(non_score_rewards.numpy(), -0.3 * expected_kl)
-
-
-@pytest.mark.parametrize("whiten_rewards", [False, True])
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 0.0), (1.0, 1.0)])
-def test_masked_advantages_equal_loops(gamma: float, lam: float, whiten_rewards: bool):
-    """T44: GAE on the states that count; what the critic says beyond them does not leak in."""
-    for seed in SEEDS:
-        _, lengths = ragged_responses(seed)
-        mask, value_mask = masks_of(lengths, WIDTH)
-        rewards, values = numbers(seed, 12, WIDTH).masked_fill(~value_mask, 0), numbers(seed + 10, 12, WIDTH)
-        ppo = PpoArgs(gamma=gamma, lam=lam, whiten_rewards=whiten_rewards)
-        slow = (
-            slow_whiten(rewards, [states(n, WIDTH) for n in lengths], keep_mean=True) if whiten_rewards else rewards
-        )
-        expected = slow_gae(slow, values, lengths, gamma, lam)
-        masked_values = np.where(value_mask.numpy(), values.numpy(), 0)
-        for given in (values, spoil(values, value_mask, seed)):
-            advantages, returns = compute_advantages(rewards, given, mask, value_mask, ppo, torch.clone)
-            assert_close(returns.numpy(), expected + masked_values)
-            assert_close(advantages.numpy(), slow_whiten(expected, lengths))
-
-
-@pytest.mark.parametrize("whiten_rewards", [False, True])
-def test_processes_whiten_together(whiten_rewards: bool):
-    """T44, defect 11: statistics of the whole minibatch, however its rows are shared and however long they are."""
-    _, lengths = ragged_responses(0)
-    mask, value_mask = masks_of(lengths, WIDTH)
-    rewards, values = numbers(0, 12, WIDTH).masked_fill(~value_mask, 0), numbers(1, 12, WIDTH)
-    ppo = PpoArgs(whiten_rewards=whiten_rewards)
-    slow = slow_whiten(rewards, [states(n, WIDTH) for n in lengths], keep_mean=True) if whiten_rewards else rewards
-    expected = slow_whiten(slow_gae(slow, values, lengths, 1.0, 0.95), lengths)
-
-    def share(process: Process) -> torch.Tensor:
-        rows = slice(process.process_index * 4, process.process_index * 4 + 4)
-        tensors = (tensor[rows] for tensor in (rewards, values, mask, value_mask))
-        return compute_advantages(*tensors, ppo, partial(process.reduce, reduction="sum"))[0]
-
-    assert_close(torch.cat(on_processes(3, share)).numpy(), expected)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_losses_and_gradients_equal_loops_whatever_is_in_masked_places(seed: int):
-    """T42, T45, section 8, defect 3: loss, clipped share and approxkl are means over what counts."""
-    _, lengths = ragged_responses(seed)
-    mask, value_mask = masks_of(lengths, WIDTH)
-    clean = [numbers(10 * seed + i, 12, WIDTH) / (3 - i) for i in range(3)]
-    for loss, counted, slow_lengths, slow in (
-        (policy_loss, mask, lengths, slow_policy_loss),
-        (value_loss, value_mask, [states(length, WIDTH) for length in lengths], slow_value_loss),
-    ):
-        new, *others = (spoil(x, counted, i) for i, x in enumerate(clean))
-        found = loss(new.requires_grad_(), *others, counted, 0.2, counted.sum())
-        found[0].backward()
-        *expected, slow_gradient = slow(*clean, slow_lengths, 0.2)
-        assert [number.item() for number in found] == pytest.approx(expected)
-        assert 0 < found[1] < 1
-        assert_close(new.grad.numpy(), slow_gradient)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2, 5, 12])
-def test_micro_batches_with_the_whole_count_add_up(micro_batch: int):
-    """T45: numbers and gradients; without the count, the mean of parts would be something else."""
-    _, lengths = ragged_responses(1)
-    mask, value_mask = masks_of(lengths, WIDTH)
-    new, old, target = (numbers(i, 12, WIDTH) / (3 - i) for i in range(3))
-    for loss, counted, slow_lengths, slow in (
-        (policy_loss, mask, lengths, slow_policy_loss),
-        (value_loss, value_mask, [states(length, WIDTH) for length in lengths], slow_value_loss),
-    ):
-        leaf, sums, means = new.clone().requires_grad_(), 0.0, []
-        for tensors in zip(*(tensor.split(micro_batch) for tensor in (leaf, old, target, counted)), strict=True):
-            share = torch.stack(loss(*tensors, 0.2, counted.sum()))
-            share[0].backward(retain_graph=True)
-            sums = sums + share.detach()
-            means.append(loss(*tensors, 0.2, tensors[-1].sum())[0].item())
-        *expected, gradient = slow(new, old, target, slow_lengths, 0.2)
-        assert sums.tolist() == pytest.approx(expected)
-        assert_close(leaf.grad.numpy(), gradient)
-        assert (abs(np.mean(means) - expected[0]) < 1e-9) == (micro_batch == 12)
 
 
 # ---- Learning rate, posts, minibatches, shares of processes ----------------------------------------------------
