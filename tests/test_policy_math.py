@@ -138,33 +138,6 @@ def make_rollout(episodes: int, dtype=torch.float64) -> Rollout:
     return Rollout(context_responses=query_responses, **numbers_of)
 
 
-def update_without_learning(policy, rollout, permutations, ppo) -> dict[str, float]:
-    """The metrics; the gradients of the last minibatch stay in the policy."""
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    stats = ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
-    return {name: number.item() for name, number in stats.items()}
-
-
-def test_gradient_equals_finite_differences(tiny_models):
-    """Of the mean over two groups, in micro-batches."""
-    policy, rollout, ppo = (
-        tiny_policy(tiny_models).double(),
-        make_rollout(8),
-        PpoArgs(noptepochs=1, local_micro_batch_size=2),
-    )
-    permutations = draw_permutations(1, 0, 1, range(2), 4)
-    update_without_learning(policy, rollout, permutations, ppo)
-    gradient = gradients(policy)
-    direction, step = numbers(9, len(gradient)), 1e-6
-    parameters = list(policy.parameters())
-    weights = torch.nn.utils.parameters_to_vector(parameters).detach().clone()
-    losses = []
-    for sign in (1, -1):
-        torch.nn.utils.vector_to_parameters(weights + sign * step * direction, parameters)
-        losses.append(update_without_learning(policy, rollout, permutations, ppo)["ppo/loss/total"])
-    assert (gradient @ direction).item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
-
-
 def test_gradients_of_a_step_are_gone_in_the_next_pass(tiny_models):
     policy, gradients_of_steps, held = tiny_policy(tiny_models), [], []
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-3)

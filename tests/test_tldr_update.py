@@ -398,26 +398,6 @@ def test_metrics_are_means_over_minibatches(tiny_models, micro_batch: int):
     assert found["first"] == pytest.approx(rows[0]["square_of_ratio_minus_1"], abs=1e-9)
 
 
-def test_gradient_equals_finite_differences(tiny_models):
-    """T32, T45: the objective is policy loss + vf_coef * value loss, and both networks learn from it."""
-    actor_critic = make_actor_critic(tiny_models)
-    rollout, ppo = make_rollout(actor_critic), PpoArgs(noptepochs=1, local_micro_batch_size=2, vf_coef=0.7)
-    update(actor_critic, rollout, EVERYTHING, ppo)
-    learning = [parameter for parameter in actor_critic.parameters() if parameter.grad is not None]
-    gradient, step = gradients(actor_critic), 1e-6
-    weights = torch.nn.utils.parameters_to_vector(learning).detach().clone()
-    direction, losses = numbers(9, len(weights)), []
-    for sign in (1, -1):
-        torch.nn.utils.vector_to_parameters(weights + sign * step * direction, learning)
-        metrics = slow_minibatch_metrics(actor_critic, rollout, list(range(8)), ppo)
-        losses.append(metrics["pg_loss"] + 0.7 * metrics["vf_loss"])
-    assert (gradient @ direction).item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
-    assert {name.split(".")[0] for name, p in actor_critic.named_parameters() if p.grad is not None} == {
-        "lm_backbone",
-        "critic",
-    }
-
-
 def test_the_ratio_begins_at_one(tiny_models):
     """T34: exactly, where rollout and update read the same rows; then the policy moves away."""
     actor_critic = make_actor_critic(tiny_models).float()
