@@ -6,14 +6,24 @@ import numpy as np
 import pytest
 import torch
 from golden_models import load_json
-from oracles import Process, double, numbers, on_processes
+from oracles import (
+    Process,
+    double,
+    masks_of,
+    numbers,
+    on_processes,
+    slow_policy_loss,
+    slow_value_loss,
+    spoil,
+    states,
+)
 from torch.testing import assert_close
 
 from ppo_rlhf.lib.base.processes import deal, map_rows
 from ppo_rlhf.lib.data.posts import trim_padding
 from ppo_rlhf.lib.nets.lm import draw_minibatches, episode_noise
 from ppo_rlhf.lib.nets.models import scheduled_lr
-from ppo_rlhf.tldr_policy import compute_gae, compute_rewards, posts_of_update
+from ppo_rlhf.tldr_policy import compute_gae, compute_rewards, policy_loss, posts_of_update, value_loss
 from ppo_rlhf.tldr_reward import pairwise_losses, prefers_chosen
 from ppo_rlhf.tldr_sft import next_token_mask
 
@@ -80,6 +90,28 @@ def test_only_k1_has_the_gradient_of_the_divergence():
         after, _ = divergence_gradient(logits - 0.1 * gradient, ref_logits)
         assert after < kl if estimator == "k1" else after > kl
     assert_close(penalty_gradient(logits, ref_logits, "k1"), true)
+
+
+# ---- Losses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_and_gradients_equal_loops_whatever_is_in_masked_places(seed: int):
+    """T42, T45, section 8, defect 3: loss, clipped share and approxkl are means over what counts."""
+    width, lengths = 7, [1, 7, 7, 6, 4, 2, 5, 3]
+    mask, value_mask = masks_of(lengths, width)
+    clean = [numbers(10 * seed + i, len(lengths), width) / (3 - i) for i in range(3)]
+    for loss, counted, slow_lengths, slow in (
+        (policy_loss, mask, lengths, slow_policy_loss),
+        (value_loss, value_mask, [states(length, width) for length in lengths], slow_value_loss),
+    ):
+        new, *others = (spoil(x, counted, i) for i, x in enumerate(clean))
+        found = loss(new.requires_grad_(), *others, counted, 0.2, counted.sum())
+        found[0].backward()
+        *expected, slow_gradient = slow(*clean, slow_lengths, 0.2)
+        assert [number.item() for number in found] == pytest.approx(expected)
+        assert 0 < found[1] < 1
+        assert_close(new.grad.numpy(), slow_gradient)
 
 
 # ---- Learning rate, posts, minibatches, shares of processes ----------------------------------------------------
