@@ -1,15 +1,15 @@
 """Which test files reject which mistakes of the book (ppo_rlhf/check/faults.toml): writes tests/matrix.csv.
 
-    python tests/matrix.py --workers 2                     # all; hours. Started again, it goes on where it was
+    python tests/matrix.py --workers 2                     # all; an hour or two. Started again, it goes on
     python tests/matrix.py "gae: next value 0" "whiten: with n minus 1"
 
 First, each test file runs once with functions that leave a trace: tests/matrix_calls.csv (not committed) keeps what
 each test called, and how long it took. Then each mistake is put into one of our functions in a temporary copy of the
 repository, and the tests that call the function run there, the fastest of a file first and up to its first failure.
-Tests of more than a second, with the fixtures that their file has set up so far, run a file at a time and only until
-one rejects a mistake that the others don't: first the files that have rejected others in the same script, then the
-fastest. Left out are tests that put mistakes into the code themselves, tests that fail in the copy without any, and
-mistakes in check/forms.py, which are for test_check.py.
+Tests of more than a second, with the fixtures that their file has set up so far, run only if no fast one rejects the
+mistake, a file at a time, until one does: first the files that have rejected another mistake in the same script, then
+the fastest. Left out are tests that put mistakes into the code themselves, tests that fail in the copy without any,
+and mistakes in check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was, a test file, the first of its tests that failed (empty: none did),
 and how many of them ran.
@@ -42,7 +42,7 @@ MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edit
 PLACES = sorted({place for _, place in MUTANTS})
 INJECTING = "not (mistake_is_detected or a_mistake_in)"  # what these replace is gone
 FAST = 1.0  # seconds
-# What takes longest to import, and has no mistake in it.
+# These take longest to import, and no mistake is in them.
 HEAVY = "pytest torch transformers accelerate tyro hypothesis pandas scipy.stats matplotlib.figure"
 
 server = multiprocessing.get_context("forkserver")
@@ -204,8 +204,8 @@ def reject(folder: Path, title: str, place: str, tests: dict[str, float]) -> Non
     for test in tests.keys() - fast.keys():
         slow[file_of(test)][test] = tests[test]
     found, all_found = folder / "found.json", {}
-    good = {test for _, where, test, by, _ in rows_of(MATRIX) if by and where.startswith(f"{file}::")}
-    in_order = sorted(slow, key=lambda test: (test not in good, max(slow[test].values())))
+    rejecting = {test for _, where, test, by, _ in rows_of(MATRIX) if by and where.startswith(f"{file}::")}
+    in_order = sorted(slow, key=lambda test: (test not in rejecting, max(slow[test].values())))
     for chosen in (fast, *(slow[test] for test in in_order)):
         if chosen and not any(by for by, _ in all_found.values()):
             files = sorted({file_of(test) for test in chosen})

@@ -841,7 +841,7 @@ def test_resuming_what_is_finished_trains_nothing(all_three, tmp_path):
 def test_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp_path):
     """First the policy's own script resumes its run. Then all three go on as if killed in the second.
 
-    A stage starts from the models beside its run, even if models in the current folder have the same names.
+    A stage starts from the models next to its run, even if the current folder has models of the same names.
     """
     there, here = shutil.copytree(all_three, tmp_path / "there"), tmp_path / "here"
     shutil.copytree(there / "models", here / "models")
