@@ -125,7 +125,7 @@ CUT = ["3/4", "12:30", "2024-05-01", "50%", "2 1/2", "10-15", "1e6", "7 and 8", 
 
 def test_golds_that_are_no_number_are_left_out_and_named(tmp_path):
     """What was cut to its first number before: `#### 3/4` trained on 3."""
-    rows = [{"question": "a", "answer": f"#### {gold}"} for gold in [*CUT, "72", "1,000", "-3"]]
+    rows = [{"question": "a", "answer": f"####{gold}"} for gold in [*CUT, "72", " 1,000", " -3"]]
     found = read(written(tmp_path / "rows.jsonl", rows), test_problems="other.jsonl")
     assert found.answers == ["72", "1000", "-3"] and found.unscorable == len(CUT) and found.refused == CUT
     said, _ = problems.doubts(found, "train", "gsm8k_strict")
@@ -216,6 +216,7 @@ def test_answers_that_only_the_generator_can_judge(gym):
     gold = found.answers[0]
     assert rewards.reasoning_gym(f"({gold})", gold) == 1.0
     assert rewards.reasoning_gym("no expression (", gold) < 1
+    assert rewards.reasoning_gym("<think></think><answer></answer>", gold) == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ TABLES = load_json("verl/scorers")
 # ---- Numbers ---------------------------------------------------------------------------------------------------
 
 
-OTHERWISE = ("#### **72**", "Answer: 72.")  # marks of bold text and a full stop count as part of the answer in verl
+# In verl, marks of bold text and a full stop are part of the answer, and a space must follow the hashes.
+OTHERWISE = ("#### **72**", "####72", "Answer: 72.")
 
 
 @pytest.mark.parametrize("row", TABLES["gsm8k"], ids=lambda row: row["response"][:20])
@@ -52,7 +53,7 @@ def test_all_reference_solutions_of_gsm8k_are_right(split, rows):
         ("#### +5", "5", 1, 1),
         ("#### 072", "72", 1, 1),
         ("#### 0", "-0.0", 1, 1),
-        ("####  72", "72", 0, 1),  # one space, as all published scorers have it
+        ("####  72", "72", 1, 1),  # published scorers want exactly one space
         ("#### 72\n#### none", "72", 1, 1),
         ("#### 72\n#### 73", "72", 0, 0),
         ("#### 72e3", "72", 0, 0),
@@ -156,6 +157,7 @@ def test_a_number_may_have_more_digits_than_python_reads_by_itself():
         (r"\boxedx", None),
         (r"\boxed", None),
         (r"\boxed $", None),
+        (r"\boxed{1} and \fbox{2}", "2"),
     ],
 )
 def test_the_last_box(text, expected):
@@ -173,6 +175,11 @@ def test_the_last_box(text, expected):
 )
 def test_a_great_many_boxes_take_no_time(text, expected):
     assert rewards.last_boxed(text) == expected
+
+
+def test_a_great_many_spaces_take_no_time():
+    assert rewards.plain_mathematics(" ." * 50_000 + "x").endswith("x")
+    assert rewards.plain_mathematics("5" + " 100" * 50_000 + "1").endswith(" 1001")
 
 
 def test_what_takes_too_long_is_wrong_and_the_next_is_read_again(monkeypatch, tmp_path):
@@ -248,6 +255,24 @@ CASES = (Path(__file__).parent / "verifier_cases.jsonl").read_text().splitlines(
 def test_what_users_of_other_verifiers_report(verifier, response, answer, expected):
     """Wrong answers that count as correct, and correct ones that don't: reports about verl, TRL and math-verify."""
     assert rewards.VERIFIERS[verifier](response, answer) == expected
+
+
+@pytest.mark.parametrize(("verifier", "form"), rewards.ANSWER_FORMS.items())
+def test_only_what_follows_the_thoughts_is_an_answer(verifier, form):
+    verify, seven = rewards.VERIFIERS[verifier], form.format("7")
+    none = verify("", "7")
+    assert none <= 0
+    for thought, expected in {
+        f"<think>{seven}": none,
+        f"<think>{form.format('8')}</think>{seven}": 1,
+        f"{form.format('8')}</think>{seven}": 1,
+        f"<think>{seven}</think>": none,
+        f"{seven}</think> It is eight.": none,
+        f"<think>a</think>{seven}<think>b": none,
+        f"<think>{seven}</think><answer></answer>": none,
+        "<think></think><answer></answer>": none,
+    }.items():
+        assert verify(thought, "7") == expected, thought
 
 
 # ---- Formats ---------------------------------------------------------------------------------------------------
@@ -382,6 +407,7 @@ def test_any_box_has_a_value(content, answer):
 @given(text=TEXTS, number=NUMBERS, answer=NUMBERS)
 def test_a_number_at_the_end_counts_whatever_stands_before(text, number, answer):
     expected = float(exactly(number) == exactly(answer))
+    text = text.replace("<think>", "")
     assert rewards.gsm8k_strict(f"{text}\n#### {number}", answer) == expected
     assert rewards.gsm8k_flexible(f"{text}\n{number}", answer) == expected
 
@@ -510,8 +536,12 @@ def test_a_function_is_tried_before_training(monkeypatch):
 
 def test_what_the_prompt_ended_with_belongs_to_the_response():
     response = "a</think><answer>b</answer>"
-    assert load("think_answer")(["p <think>"], [response], ["b"]) == [0.0]
+    assert load("think_answer")(["p", "p <think>", "p <think>\n"], [response] * 3, ["b"] * 3) == [0.0, 1.0, 1.0]
     assert load("think_answer", response_prefix="<think>")(["p <think>"], [response], ["b"]) == [1.0]
+    assert load("exact", response_prefix="It is ")(["<think>It is "] * 2, ["b", "a</think>b"], ["b"] * 2) == [
+        0.0,
+        1.0,
+    ]
     for prefix, said in {"The answer is ": "14", "<answer>": "14</answer>", "": "14"}.items():
         for name in ("exact", "reasoning_gym"):
             assert load(name, response_prefix=prefix)(["p"] * 2, [said, "1"], ["14", "14"]) == [1.0, 0.0]

@@ -11,7 +11,6 @@ import json
 import math
 import re
 import signal
-import string
 import subprocess
 import sys
 import unicodedata
@@ -28,6 +27,13 @@ from ppo_rlhf.lib.scoring import scorers
 
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
+
+
+def conclusion(response: str) -> str:
+    """What follows the last </think>, where the answer is looked for; nothing if a thought hasn't ended."""
+    # [V18] What a model tries out in its thoughts is no answer.
+    said = response.rpartition("</think>")[2]
+    return "" if "<think>" in said else said
 
 
 # ---- GSM8K: the number after four hashes -----------------------------------------------------------------------
@@ -52,6 +58,7 @@ def plain_number(text: str) -> str | None:
 
 def last_number(pattern: str, text: str) -> str | None:
     """The last number that a pattern finds in a text, in plain digits; None if there is none, or it goes on."""
+    text = conclusion(text)
     found = [*re.finditer(pattern, text)]
     if not found or not re.compile(GOES_ON).match(text, found[-1].end(1)):
         return None
@@ -61,14 +68,14 @@ def last_number(pattern: str, text: str) -> str | None:
 
 
 def hashed_number(text: str) -> str | None:
-    """The last number after four hashes and a space, which is how GSM8K's solutions end; None if there is none."""
+    """The last number after four hashes, which is how GSM8K's solutions end; None if there is none."""
     # [V16] The last one counts, because a response may correct itself. It may be bold, or its dollar escaped.
-    return last_number(rf"#### (?:\*\*)?\\?({NUMBER})", text)
+    return last_number(rf"#### *(?:\*\*)?\\?(?:\$ )?({NUMBER})", text)
 
 
 def hashed_answer(solution: str) -> str:
-    """The number after the hashes of a solution; empty if what is there is no number, or more than one."""
-    said = solution.rpartition("#### ")[2].strip() if "#### " in solution else ""
+    """The number after the last hashes of a solution, or all of it; empty if that is no number, or more than one."""
+    said = solution.rpartition("####")[2].strip()
     return (plain_number(said) or "") if re.fullmatch(NUMBER, said) else ""
 
 
@@ -80,7 +87,7 @@ def equal_numbers(number: str | None, answer: str) -> float:
 
 
 def gsm8k_strict(response: str, answer: str) -> float:
-    """1 if the last number after `#### ` is the answer, else 0."""
+    """1 if the last number after `####` is the answer, else 0."""
     return equal_numbers(hashed_number(response), answer)
 
 
@@ -91,7 +98,7 @@ def gsm8k_flexible(response: str, answer: str) -> float:
 
 
 def gsm8k_format(response: str, answer: str) -> float:
-    """1 if there is a number after `#### `, whether or not it is the answer."""
+    """1 if there is a number after `####`, whether or not it is the answer."""
     return float(hashed_number(response) is not None)
 
 
@@ -99,13 +106,13 @@ def gsm8k_format(response: str, answer: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces are balanced; None if there is no box.
+    """The content of the last \\boxed{...} or \\fbox{...} whose braces are balanced; None if there is no box.
 
     Of boxes next to each other, the last one counts too. The command may have two backslashes, as JSON writes them.
     Only where no box has braces, the word after the last \\boxed is its content, without the punctuation at its end.
     """
-    opened, boxes = [], {}
-    for mark in re.finditer(r"(\\+boxed\s*{)|\\.|([{}])", text, re.DOTALL):  # \{ and \} are no braces
+    text, opened, boxes = conclusion(text), [], {}
+    for mark in re.finditer(r"(\\+(?:boxed|fbox)\s*{)|\\.|([{}])", text, re.DOTALL):  # \{ and \} are no braces
         if mark[1] or mark[2] == "{":
             opened.append(mark)
         elif mark[2] and opened and (begin := opened.pop())[1]:
@@ -182,53 +189,38 @@ def same_mathematics(gold: str, content: str) -> bool:
     return False
 
 
-def letters(text: str) -> str:
-    """The letters of a text in lower case, if it consists of letters and spaces only; else nothing."""
-    joined = "".join(text.split())
-    return joined.casefold() if joined.isalpha() else ""
+def words(text: str) -> list[str]:
+    """The words of a list in lower case, without spaces; empty if one isn't a word such as `forty two` or `CO2`."""
+    parts = ["".join(part.split()).casefold() for part in text.split(",")]
+    return sorted(parts) if all(part.isalnum() and not part[0].isdigit() for part in parts) else []
 
 
-FRACTIONS = {
-    chr(code): f"{{{unicodedata.normalize('NFKC', chr(code))}}}"
-    for code in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
+# 2:30, 2024-05-01, 5 7 4, 1.2.0
+TIMES_AND_DATES = r"[0-9]+(?:\s*[:-]\s*[0-9]+|\s+[0-9]+)+|[0-9]+(?:\.[0-9]+){2,}"
+
+REWRITTEN = {  # what math-verify doesn't read, or reads as something else
+    rf"[{DASHES}]": "-",
+    r"\A(?:\\[,;:!])+|(?<![.\s,;:!])(?:\\[,;:!]|[.\s])+\Z": "",  # thin spaces around, and a full stop
+    r"\A\\(?:text|textbf|mathrm|mathbf|mbox)\s*{([^{}]*)}\Z": r"\1",
+    "\xb0": r"^\\circ",  # the sign of degrees
+    r"\b0[xX][0-9a-fA-F]{1,16}\b": lambda found: str(int(found[0], 16)),
+    r"(?<=[0-9])[eE]\+?([0-9]{1,3})\Z": r"\\cdot10^{\1}",
+    r"(?<=[0-9])i\b": " i",
+    "([\u2070\xb9\xb2\xb3\u2074-\u2079]+)": r"^{\1}",  # raised digits
+    "([\xbc-\xbe\u2150-\u215e])": r"{\1}",  # fractions in one character
 }
-POWERS = {raised: f"^{{{digit}}}" for raised, digit in zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)}
 
 
-def tidy(text: str) -> str:
-    """A text of mathematics as keyboards write it: signs for themselves, thin spaces gone, 3e5 as 300000."""
-    text = text.translate(dict.fromkeys(map(ord, DASHES), "-")).translate(str.maketrans(FRACTIONS | POWERS))
-    text = re.sub(r"\\[,;:! ]|\u202f|\u00a0|\$", "", text.replace("\u2044", "/")).strip().rstrip(".")
-    if wrapped := re.fullmatch(r"\\(?:text|textbf|mathrm|mbox)\s*{([^{}]*)}", text):
-        text = wrapped[1].strip()
-    powers = re.fullmatch(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})", text)
-    return f"{Decimal(powers[0]):f}" if powers else text
-
-
-FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "or", "and", "mod"}
-NOT_A_VALUE = (
-    r"[0-9]\s*:\s*[0-9]",  # times and ratios
-    r"[0-9][-/.][0-9]+[-/.][0-9]",  # dates, versions, addresses
-    r"^[0-9]+ ?- ?[0-9]+$",  # scores and ranges
-    r"[0-9]\s+[0-9]",  # rows of numbers
-    r"0[xXbBoO][0-9a-fA-F]",  # numbers in other bases
-    r"[0-9]\s*_",
-    r"(?<![\\A-Za-z])[A-Z][A-Za-z]*[0-9]",  # formulas of chemistry, codes
-    r"[0-9]!|\^\s*{?\s*-\s*[0-9]{2}|0\.0000",  # what math-verify rounds to 0
-)
-
-
-def is_no_value(text: str) -> bool:
-    """Whether math-verify would compute where people only read: times, dates, rows, codes, words."""
-    if any(re.search(pattern, text) for pattern in NOT_A_VALUE):
-        return True
-    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+\s*{[A-Za-z ]*}", "", text))
-    return "\\" not in text and any(word.lower() not in FUNCTIONS for word in words)
-
-
-def names_in(text: str) -> set[str]:
-    """The letters of variables and units."""
-    return set(re.sub(r"\\(?!text|mathrm)[A-Za-z]+|\\(?:text|mathrm)", " ", text)) & set(string.ascii_letters)
+def plain_mathematics(text: str) -> str:
+    """A text of mathematics in the signs that math-verify reads: 300000 for `3e5`, 1234 for `1\\,234`."""
+    for pattern, new in REWRITTEN.items():
+        text = re.sub(pattern, new, text)
+    marks = r"\{,}|,\\!\s*|\\,"
+    if not re.search(r"[(\[]|\\{", text):  # (1,234) is a pair
+        marks += r"|[,\s]"
+    thousands = rf"(?<![0-9.])(?<![0-9][,\s])[1-9][0-9]{{0,2}}(?:(?:{marks})[0-9]{{3}})+(?![0-9])"
+    text = re.sub(thousands, lambda found: re.sub(r"\D", "", found[0]), text)
+    return unicodedata.normalize("NFKC", text).replace("\u2044", "/")
 
 
 def boxed(response: str, answer: str) -> float:
@@ -236,24 +228,19 @@ def boxed(response: str, answer: str) -> float:
 
     answer: mathematics or words, with a box around it or without.
     """
-    content, gold = last_boxed(response), last_boxed(answer)
-    gold = answer if gold is None else gold
-    if content is None:
+    gold = last_boxed(answer)
+    gold = plain_mathematics(answer if gold is None else gold)
+    content = plain_mathematics(last_boxed(response) or "")
+    if not content:
         return 0.0
-    content, gold = tidy(content), tidy(gold)
-    if (
-        content
-        and "".join(content.split()) == "".join(gold.split())
-        and not re.search(r"[0-9]\s+[0-9]", gold + content)
-    ):
+    # Spaces count only between digits.
+    if re.findall(r"[0-9]+|\S", content) == re.findall(r"[0-9]+|\S", gold):
         return 1.0
     # [V19] Words are compared letter by letter. As mathematics they would be products, and `on` would equal `no`.
-    if letters(content) and letters(gold):
-        return float(letters(content) == letters(gold))
-    # [V19] math-verify takes 1:15 for 2:30, 0x18 for 0, and 5 m for 5 s: what isn't a value is compared as text.
-    if is_no_value(gold) or is_no_value(content):
-        return float(bool(content) and content.split() == gold.split())
-    if names_in(gold) and names_in(content) and names_in(gold) != names_in(content):
+    if words(content) and words(gold):
+        return float(words(content) == words(gold))
+    # [V19] 1:15 isn't 2:30, although math-verify divides.
+    if re.fullmatch(TIMES_AND_DATES, content) and re.fullmatch(TIMES_AND_DATES, gold):
         return 0.0
     # [V19] An answer that isn't mathematics, or takes too long, is wrong.   reward_score/math_verify.py#L20-L40
     return float(same_mathematics(gold, content))
@@ -295,7 +282,7 @@ def answer_line(response: str, answer: str) -> float:
     """1 if the x of the last `Answer: x` is the answer, else -1. Both are compared as bare_answer gives them."""
     # [V20] The scale of -1 and 1 is DAPO's. A longer line is never correct there, because DAPO reads only the last
     #       300 characters of a response.   reward_score/math_dapo.py#L220-L272
-    found = re.findall(r"(?i)answer[*_]*\s*:\s*([^\n]+)", response)
+    found = re.findall(r"(?i)answer[*_]*\s*:\s*([^\n]+)", conclusion(response))
     said = plain_line(found[-1]) if found and len(found[-1]) <= LONGEST_LINE else ""
     return 1.0 if said and said == plain_line(answer) else -1.0
 
@@ -310,13 +297,14 @@ def plain_line(text: str) -> str:
 
 
 def answer_text(response: str) -> str:
-    """The answer of a response: its last answer block, or else the whole response, without space around."""
+    """The answer of a response: its last answer block, or else all after its thoughts, without space around."""
+    response = conclusion(response)
     found = re.findall(r"<answer>((?:(?!</?answer>).)*)</answer>", response, re.DOTALL)
     return (found[-1] if found else response).strip()
 
 
 def exact(response: str, answer: str) -> float:
-    """1 if the last <answer>...</answer>, or else the whole response, is the answer letter by letter; else 0."""
+    """1 if the last <answer>...</answer>, or else all after the thoughts, is the answer letter by letter; else 0."""
     return float(answer_text(response) == answer.strip() != "")
 
 
@@ -353,7 +341,7 @@ def reasoning_gym(response: str, answer: str) -> float:
     answer: a Gold. Less than 1 is a share for what is nearly correct, or only has the form. A response that the
     generator cannot read gets 0. A generator that cannot even read its own answer has no problem that can be used.
     """
-    if not isinstance(answer, Gold):
+    if not isinstance(answer, Gold) or not answer_text(response):
         return exact(response, answer)
     try:
         return float(answer.score(answer_text(response)))
@@ -442,14 +430,17 @@ def load_verifier(
     """
     # It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
     what = f"{flag(field)} {name}"
-    if name in WHOLE_TEXTS and "<" not in response_prefix:
-        response_prefix = ""
+    before = "" if name in WHOLE_TEXTS and "<" not in response_prefix else response_prefix
     ours = VERIFIERS.get(name)
     function = None if ours else import_verifier(name, field)
 
+    def start_of(prompt: str) -> str:
+        # [V21] A thought that the prompt's template or its text opened is part of the response.
+        opened = re.search(r"<think>\s*\Z", prompt.removesuffix(response_prefix))
+        return (opened[0] if opened else "") + before
+
     def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
-        # [V21] A tag that the prompt's template opened is part of the response.
-        responses = [response_prefix + response for response in responses]
+        responses = [start_of(prompt) + response for prompt, response in zip(prompts, responses, strict=True)]
         if ours:
             return [ours(response, answer) for response, answer in zip(responses, answers, strict=True)]
         texts = (prompts, responses, answers)

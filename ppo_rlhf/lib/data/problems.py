@@ -273,7 +273,7 @@ def answer_of(solution: str, answer_format: str) -> str:
         case "hashes":
             # [V04] The number after the hashes, without commas.   examples/data_preprocess/gsm8k.py#L30-L35
             #       Where more is there than a number, as in 3/4 or 12:30, nothing of it is the answer.
-            return rewards.hashed_answer(solution if "####" in solution else f"#### {solution}")
+            return rewards.hashed_answer(solution)
         case "boxed":
             content = rewards.last_boxed(solution)
             return solution.strip() if content is None else content
@@ -308,7 +308,7 @@ def read_problems(
         question = problem_rows.question_of(row, task.question_column, what)
         solution = problem_rows.answer_of(row, task.answer_column, what)
         answer = answer_of(solution, task.answer_format)
-        # [V04] [V19] The verifier must accept the answer itself. It never accepts 12:00, for example, in a box.
+        # [V04] [V19] The verifier must accept the answer itself. gsm8k_strict never accepts 12:00, for example.
         if not answer or not rewards.can_be_right(verifier, answer):
             unscorable += 1
             kept["refused"].append(solution.rpartition("####")[2].strip()[-40:])
