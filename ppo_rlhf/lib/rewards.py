@@ -218,7 +218,7 @@ def plain_mathematics(text: str) -> str:
     marks = r"\{,}|,\\!\s*|\\,"
     if not re.search(r"[(\[]|\\{", text):  # (1,234) is a pair
         marks += r"|[,\s]"
-    thousands = rf"(?<![0-9.])(?<![0-9][,\s])[1-9][0-9]{{0,2}}(?:(?:{marks})[0-9]{{3}})+(?![0-9])"
+    thousands = rf"(?<![0-9.])[1-9][0-9]{{0,2}}(?:(?:{marks})[0-9]{{3}})+(?![0-9])"
     text = re.sub(thousands, lambda found: re.sub(r"\D", "", found[0]), text)
     return unicodedata.normalize("NFKC", text).replace("\u2044", "/")
 
