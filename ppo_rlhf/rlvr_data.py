@@ -249,7 +249,8 @@ def scores_differ(rollout: Rollout) -> Tensor:
 
 # ---- A run -----------------------------------------------------------------------------------------------------
 
-Source = tuple[Callable[..., Tensor], float]  # (prompts, texts, answers, queries=, responses=) -> (rows,); its weight
+# (prompts, texts, answers, queries=, responses=, messages=) -> (rows,); and its weight
+Source = tuple[Callable[..., Tensor], float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,8 +335,8 @@ def evaluate(
     args, task, held_out = setup.args, setup.args.task, setup.held_out
     of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if task.answer_format == "hashes" else []
     names, field = list(dict.fromkeys([args.rewards.verifier, *of_hashes])), "rewards.verifier"
-    start = problems.response_start(task, setup.tokenizer)
-    verifiers = [rewards.load_verifier(name, field, start, on_all_processes=True) for name in names]
+    start_of = partial(problems.response_start, task)
+    verifiers = [rewards.load_verifier(name, field, start_of, on_all_processes=True) for name in names]
     settings = {"tokenizer": setup.tokenizer, "ids": setup.ids, "accelerator": setup.accelerator}
     settings |= {"local_batch": setup.sizes.local_rollout_batch}
     solve = partial(problems.solve, held_out, respond, verifiers, **settings)

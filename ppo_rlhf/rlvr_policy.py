@@ -259,10 +259,7 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
     )
 
     # 4. Score.
-    prompts, answers = (
-        [column[i] for i in draw.problems] for column in (setup.problems.texts, setup.problems.answers)
-    )
-    parts, raw_scores = score_responses(setup, prompts, answers, queries=queries, responses=responses)
+    parts, raw_scores = score_responses(setup, draw.problems, queries=queries, responses=responses)
     # What cannot be scored has no token that counts.
     mask = mask & raw_scores.isfinite().unsqueeze(1)
     parts, raw_scores = parts.nan_to_num(0), raw_scores.nan_to_num(0)
@@ -278,7 +275,7 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
     baselines = torch.zeros_like(scores)
     for likeliest, _ in greedy:
         greedy_lengths, greedy_stopped = (likeliest != ids.pad).sum(1), response_mask(likeliest, ids.stops)[1]
-        _, raw = score_responses(setup, prompts[::n], answers[::n], queries=queries[::n], responses=likeliest)
+        _, raw = score_responses(setup, draw.problems[::n], queries=queries[::n], responses=likeliest)
         baselines = punished(raw.nan_to_num(0), greedy_lengths, greedy_stopped).repeat_interleave(n)
         mask = mask & raw.isfinite().repeat_interleave(n).unsqueeze(1)
     cut = shaping.mask_truncated & ~has_ended(lengths, stopped, shaping)
@@ -690,7 +687,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     with cli.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
-        sources = load_sources(args, tokenizer, ids, accelerator)
+        sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages)
     setup = Setup(
         typed_args=typed_args,
         args=args,

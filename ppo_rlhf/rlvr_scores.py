@@ -6,7 +6,9 @@ beside marks are the original's. See docs/reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,31 +20,28 @@ from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import NumericalError
 from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import foreign, models, networks, packing
+from ppo_rlhf.lib.nets import foreign, models, networks, packing, templates
 
 
 def load_sources(
-    args: rlvr_args.Args, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds, accelerator: Accelerator
+    args: rlvr_args.Args,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    accelerator: Accelerator,
+    dialogues: Iterable[templates.Messages] = (),
 ) -> dict[str, rlvr_data.Source]:
-    """What scores, under its name, with its weight; the verifier first."""
-    shaping, prefix = args.rewards, problems.response_start(args.task, tokenizer)
+    """What scores, under its name, with its weight; the verifier first. dialogues: of the problems to train on."""
+    shaping, start_of = args.rewards, partial(problems.response_start, args.task)
 
     def of_texts(name: str, field: str) -> Callable[..., Tensor]:
-        says = rewards.load_verifier(name, field, prefix, on_all_processes=True)
+        says = rewards.load_verifier(name, field, start_of, on_all_processes=True)
         return lambda *columns, **_: torch.tensor(says(*columns), dtype=torch.float64)
 
     sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
     if shaping.format:
         sources["format"] = of_texts(shaping.format, "rewards.format"), shaping.format_weight
     if foreign.is_foreign(shaping.trained_model):
-        score = foreign.load_scorer(
-            args,
-            tokenizer,
-            ids.pad,
-            dtype=models.dtype_of_weights(args, frozen=True),
-            device=accelerator.device,
-            messages_of=problems.reader_of_prompts(args.task, tokenizer),
-        )
+        score = foreign.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, dialogues=dialogues)
     elif shaping.trained_model:
         reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
         packing.enable(reward_model.lm_backbone)
@@ -50,8 +49,8 @@ def load_sources(
         score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
     if shaping.trained_model:
 
-        def of_model(*texts: list[str], queries: Tensor, responses: Tensor) -> Tensor:
-            scores = processes.widened(score(queries, responses))  # (rows,)
+        def of_model(*texts: list[str], **read: Any) -> Tensor:
+            scores = processes.widened(score(**read))  # (rows,)
             # Only functions of texts may say that a response cannot be scored.
             if not scores.isfinite().all():
                 raise NumericalError("the reward model gives scores that are not finite; the run stops")
@@ -62,17 +61,20 @@ def load_sources(
 
 
 def score_responses(
-    setup: rlvr_data.Setup, prompts: list[str], answers: list[str], queries: Tensor, responses: Tensor
+    setup: rlvr_data.Setup, inds: Tensor, queries: Tensor, responses: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say."""
-    texts = problems.to_texts(setup.tokenizer, responses, setup.ids)
+    """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say.
+
+    inds: numbers of the problems (rows,).
+    """
+    source, texts = setup.problems, problems.to_texts(setup.tokenizer, responses, setup.ids)
+    columns = (source.texts, source.answers, source.messages)
+    prompts, answers, messages = ([column[i] for i in inds] for column in columns)
     functions, weights = zip(*setup.sources.values(), strict=True)
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
-    tokens = {"queries": queries, "responses": responses}
-    said = [
-        processes.widened(function(prompts, texts, answers, **tokens), responses.device) for function in functions
-    ]
+    more = {"queries": queries, "responses": responses, "messages": messages}
+    said = [processes.widened(function(prompts, texts, answers, **more), responses.device) for function in functions]
     parts = torch.stack(said, 1)
     return parts, parts @ parts.new_tensor(weights)
 

@@ -26,6 +26,7 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ class Args:
     judge: str = ""
     """another reward model, which judges the texts too; the policy should never have seen it"""
     label: str = ""
-    """of a reward model or judge from elsewhere: the label whose logit is the score; empty: as in training"""
+    """the label whose logit is the score, for a judge from elsewhere; without --judge, for the reward model, which
+    otherwise has the label of its training"""
     query_dataset: str = ""
     """where queries come from; empty: the texts that the task's data set holds out"""
     trust_remote_code: bool = False
@@ -128,6 +130,10 @@ class Continuations:
     def bare(self, queries: torch.Tensor) -> torch.Tensor:
         """Queries as they are shown, without what the task puts around them."""
         return queries
+
+    def dialogues(self, queries: torch.Tensor) -> list[list[dict[str, str]]] | None:
+        """What a reward model from elsewhere reads of queries; None: their text is the user's."""
+        return None
 
     def as_texts(self, shown: torch.Tensor) -> list[str]:
         """The part of responses that is shown, as texts."""
@@ -202,9 +208,11 @@ class Solutions(Continuations):
         self.source = "test_problems" if of_test else "problems"
         self.ids = problems.task_ids(self.task, tokenizer, generation_config)
         self.context_length, self.eval_temperature = self.task.prompt_length, self.task.temperature
+        self.asked: dict[tuple[int, ...], list[dict[str, str]]] = {}  # by the tokens of their prompts
 
     def held_out(self, n: int) -> tuple[torch.Tensor, list[str]]:
         found = problems.read_problems(self.task, self.tokenizer, "test")
+        self.asked |= zip(map(tuple, found.prompts), found.messages, strict=True)
         return found.batch(range(min(n, len(found))), self.ids.pad), found.answers[:n]
 
     def query(self, prompt: str) -> list[int]:
@@ -214,7 +222,11 @@ class Solutions(Continuations):
             raise InputError(
                 f"--prompt: a prompt of {len(tokens)} tokens; the policy's task has at most {self.task.prompt_length}"
             )
+        self.asked[tuple(tokens)] = problems.dialogue(prompt, self.task, rendered)
         return tokens
+
+    def dialogues(self, queries: torch.Tensor) -> list[list[dict[str, str]]]:
+        return [self.asked[tuple(row[row != self.ids.pad].tolist())] for row in queries]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
         return passes.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
@@ -240,8 +252,7 @@ class Solutions(Continuations):
         return problems.to_texts(self.tokenizer, shown, self.ids)
 
     def scorer(self, name: str, field: str) -> scorers.Scorer:
-        start = problems.response_start(self.task, self.tokenizer)
-        verifier = rewards.load_verifier(name, field, start)
+        verifier = rewards.load_verifier(name, field, partial(problems.response_start, self.task))
 
         def is_right(queries: torch.Tensor, shown: torch.Tensor, answers: list[str] | None) -> torch.Tensor | None:
             if answers is None:
@@ -321,12 +332,14 @@ class Comparison:
         # Each gets queries, of the responses what is scored and what is shown, and references or None; and may give
         # None, if it has nothing to say.
         self.scorers: dict[str, Callable[..., torch.Tensor | None]] = {}
+        of_training = info.get("label", "")
+        labels = {"reward_model": of_training if args.judge else args.label or of_training, "judge": args.label}
         for argument, judge in judges.items():
             if not judge:
                 continue
-            name, label = "judge" if argument == "judge" else "score", args.label or info.get("label", "")
+            name = "judge" if argument == "judge" else "score"
             try:
-                self.scorers[name] = self.judge(args, argument, judge, label)
+                self.scorers[name] = self.judge(args, argument, judge, labels[argument])
             except InputError as error:
                 if argument == "judge" or args.reward_model or Path(judge).is_dir():
                     raise
@@ -347,9 +360,9 @@ class Comparison:
         if models.foreign.is_foreign(model):
             kind = {"dtype": torch.float32, "device": self.device, "trust_remote_code": trust, "field": argument}
             classifier = models.foreign.Classifier(model, label, **kind)
-            task, tokenizer = self.task, self.tokenizer
-            read = problems.reader_of_prompts(task, tokenizer) if isinstance(self.texts, Solutions) else None
-            return models.foreign.scorer_of(classifier, tokenizer, self.pad_id, length, read, bare=self.texts.bare)
+            bare = self.texts.bare
+            score = models.foreign.scorer_of(classifier, self.tokenizer, self.pad_id, self.task, bare=bare)
+            return lambda queries, scored, *_: score(queries, scored, messages=self.texts.dialogues(queries))
         scorer = models.load_reward_model(Path(model), torch.float32, trust).to(self.device)
         models.check_vocabulary(model, f"--{argument} {model}", args.policy, trust)
         models.check_size(scorer.lm_backbone, f"--{argument} {model}", length, self.pad_id)

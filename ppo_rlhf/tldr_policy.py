@@ -1063,9 +1063,9 @@ def load_scorers(
         return of_texts(args.rewards.function, "rewards.function"), monitor
     pad_id = models.vocabulary_size(tokenizer)
     if models.foreign.is_foreign(args.rewards.trained_model):
-        dtype = models.dtype_of_weights(args, frozen=True)
-        load = partial(models.foreign.load_scorer, bare=partial(posts.bare, ids=ids))
-        return load(args, tokenizer, pad_id, dtype=dtype, device=accelerator.device), monitor
+        bare = partial(posts.bare, ids=ids)
+        score = models.foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
+        return score, monitor
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
     models.place(reward_model, accelerator)

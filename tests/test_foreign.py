@@ -1,13 +1,18 @@
 """Reward models from elsewhere: the library's classifiers, and what it says of one text alone."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from processes import launch
 from runs import metrics_of, only, policy_arguments, posts_arguments, world_arguments
+from test_problems import TEMPLATE, byte_tokenizer
+from test_templates import IN_LETTERS, queries_of_chapter_2
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -15,25 +20,37 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ppo_rlhf import rlvr_args, rlvr_scores, sample, tldr_policy
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.data import posts, problems
 from ppo_rlhf.lib.nets import foreign
 
 PAD = 29  # of the policy with the tiny tokenizer
+TASK = posts.TaskArgs(query_length=20, response_length=10)
+LEFT_OUT = -1  # of a setting
 CHATTY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
 CHATTY += "{% if add_generation_prompt %}<assistant>{% endif %}"
 QUERIES, RESPONSES = ["the cat sat", "a dog"], [" on the mat.", " ran."]
 
 
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 def classifier(
-    architecture: str, folder: Path, tokenizer, labels: list[str], pad_id: int | None, rows: int = 29
+    architecture: str,
+    folder: Path,
+    tokenizer,
+    labels: list[str],
+    pad_id: int | None,
+    rows: int = 29,
+    **settings: int | None,
 ) -> str:
     """The folder of a sequence classifier with random weights that differ from text to text."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 300}
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
-    config = AutoConfig.for_model(
-        architecture, vocab_size=rows, pad_token_id=pad_id, bos_token_id=None, eos_token_id=28, **sizes, **names
-    )
+    ids = {"pad_token_id": pad_id, "bos_token_id": None, "eos_token_id": 28}
+    settings = SMALL | {"max_position_embeddings": 300} | ids | settings
+    settings = {name: value for name, value in settings.items() if value != LEFT_OUT}
+    config = AutoConfig.for_model(architecture, vocab_size=rows, **settings, **names)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config)
@@ -63,7 +80,8 @@ def wordy(tmp_path) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
 def load(model: str, label: str = "") -> foreign.Classifier:
@@ -91,7 +109,7 @@ def said_alone(folder: str, rows: list[list[int]], label: int = 0) -> list[float
 def test_with_the_policy_s_tokens_it_reads_token_ids(tmp_path, tiny_tokenizer, architecture, pad_id):
     """The score is that of a text alone, whatever the batch, wherever our padding is."""
     folder = classifier(architecture, tmp_path / "reward", tiny_tokenizer, ["LABEL_0"], pad_id)
-    score = foreign.scorer_of(load(folder), tiny_tokenizer, PAD, 30)
+    score = foreign.scorer_of(load(folder), tiny_tokenizer, PAD, TASK)
     rows = [tiny_tokenizer.encode(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
     scores = score(padded(tiny_tokenizer, QUERIES, left=True), padded(tiny_tokenizer, RESPONSES))
     assert scores.tolist() == pytest.approx(said_alone(folder, rows), abs=1e-5)
@@ -103,57 +121,165 @@ def test_another_tokenizer_reads_the_text(tmp_path, letters, wordy):
     folder = classifier("bert", tmp_path / "reward", wordy, ["NEGATIVE", "POSITIVE"], 0, rows=13)
     rows = [[2, 4, 6, 8, 10, 4, 11, 12, 3], [2, 5, 7, 9, 12, 3]]
     for number, label in enumerate(["NEGATIVE", "POSITIVE"]):
-        score = foreign.scorer_of(load(folder, label), letters, PAD, 30)
+        score = foreign.scorer_of(load(folder, label), letters, PAD, TASK)
         responses = padded(letters, RESPONSES)
         responses[1, 5:7] = torch.tensor([28, 3])  # the end of text, and a letter
         scores = score(padded(letters, QUERIES), responses)
         assert scores.tolist() == pytest.approx(said_alone(folder, rows, number), abs=1e-5)
 
 
-def test_a_text_that_is_too_long_is_read_at_its_end(tmp_path, tiny_tokenizer, wordy):
+def test_a_text_that_is_too_long_is_read_at_its_end(tmp_path, letters, wordy):
     folder = classifier("bert", tmp_path / "reward", wordy, ["good"], 0, rows=13)
     judge = load(folder)
     judge.longest = 5
-    assert judge.of_texts(["the cat sat"], [" on the mat."]).tolist() == pytest.approx(
-        said_alone(folder, [[2, 4, 11, 12, 3]]), abs=1e-5
+    score = foreign.scorer_of(judge, letters, PAD, TASK)
+    scores = score(padded(letters, ["the cat sat"]), padded(letters, [" on the mat."]))
+    assert scores.tolist() == pytest.approx(said_alone(folder, [[2, 4, 11, 12, 3]]), abs=1e-5)
+
+
+XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "max_position_embeddings": LEFT_OUT}
+XLNET |= dict.fromkeys(SMALL, LEFT_OUT)
+BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "eos_token_id": 3}
+BART |= {"decoder_attention_heads": 2} | dict.fromkeys(SMALL, LEFT_OUT)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "longest", "settings"),
+    [
+        ("bert", 20, {}),
+        ("roberta-prelayernorm", 18, {"pad_token_id": 1}),  # positions begin after the padding's id
+        ("bart", 20, BART),  # reads a text at its [SEP], and refuses texts with different numbers of them
+        ("xlnet", 99, XLNET),  # reads a text at its last place, also if that is padding, and has no greatest length
+    ],
+)
+def test_long_texts_and_names_of_special_tokens(tmp_path, letters, wordy, architecture, longest, settings):
+    """In one batch, with what the library says of each text alone as the oracle."""
+    settings = {"max_position_embeddings": 20} | settings
+    folder = classifier(architecture, tmp_path / "reward", wordy, ["good"], 0, rows=13, **settings)
+    score = foreign.scorer_of(load(folder), byte_tokenizer(None), 259, TASK)
+    queries, responses = ["the cat", "a dog"], [" sat on the mat." * 5, " ran [SEP]."]
+    scores = score(*(padded(byte_tokenizer(None), texts, 259) for texts in (queries, responses)))
+    long, short = [4, 6, *[8, 10, 4, 11, 12] * 5], [5, 7, 9, 1, 1, 1, 12]
+    rows = [[2, *long[-(longest - 2) :], 3], [2, *short, 3]]
+    assert scores.tolist() == pytest.approx(said_alone(folder, rows), abs=1e-5)
+
+
+def test_what_it_cannot_read_is_found_before_training(tmp_path, letters, wordy):
+    folder = classifier("bert", tmp_path / "small", wordy, ["good"], 0, rows=10)
+    with pytest.raises(InputError, match="small has an embedding of 10 rows, but its tokenizer has a token 12;"):
+        load(folder)
+    judge = load(classifier("bert", tmp_path / "short", wordy, ["good"], 0, rows=13))
+    judge.longest = 301  # as if there were one position more
+    with pytest.raises(InputError, match=r"short cannot read a text of 301 tokens: \w*Error: .*model_max_length"):
+        foreign.scorer_of(judge, letters, PAD, TASK)
+    wordy.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATTY
     )
+    judge = load(classifier("bert", tmp_path / "chat", wordy, ["good"], 0, rows=13))
+    asked, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": ""}
+    dialogues = [[asked, begun], [{"role": "system", "content": "a"}, asked, begun]]
+    foreign.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues[:1])
+    with pytest.raises(InputError, match=r"fails on messages of system, user, assistant: .*no system"):
+        foreign.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_keys_and_values_that_nobody_reads_are_not_kept(tmp_path, tiny_tokenizer, architecture):
+    judge = load(classifier(architecture, tmp_path / "reward", tiny_tokenizer, ["LABEL_0"], 28))
+    said = []
+    judge.model.register_forward_hook(lambda model, inputs, output: said.append(output))
+    judge.of_ids([[1, 2]])
+    assert said[0].past_key_values is None
 
 
 def test_its_own_chat_template_makes_messages_of_query_and_response(tmp_path, letters, wordy):
     wordy.chat_template = CHATTY
     folder = classifier("bert", tmp_path / "reward", wordy, ["good"], 0, rows=13)
-    score = foreign.scorer_of(load(folder), letters, PAD, 30)
+    score = foreign.scorer_of(load(folder), letters, PAD, TASK)
     scores = score(padded(letters, QUERIES), padded(letters, RESPONSES))
     texts = ["<user>the cat sat|<assistant>on the mat.|", "<user>a dog|<assistant>ran.|"]
     rows = [wordy.encode(text, add_special_tokens=False) for text in texts]
     assert scores.tolist() == pytest.approx(said_alone(folder, rows), abs=1e-5)
 
 
-def test_the_policy_s_template_is_read_as_it_is(tmp_path, tiny_tokenizer):
-    """A reward model with the policy's tokenizer, template and all, reads the prompts as the policy does."""
-    theirs = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<eos>")
-    theirs.chat_template = CHATTY
-    folder = classifier("gpt2", tmp_path / "reward", theirs, ["LABEL_0"], 28)
-    assert load(folder).shares_tokens(theirs) and not load(folder).shares_tokens(tiny_tokenizer)
+# ---- What a reward model reads of a row, a template, and the beginning of a response ---------------------------
+
+OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|endoftext|>{% endfor %}\n"
+THINKS = TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+SYSTEM, ASKED = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2<|im_end|>+2?"}
+TURNS = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
 
 
-@pytest.mark.parametrize("examples", [False, True])
-def test_the_question_of_a_rendered_prompt(tmp_path, tiny_tokenizer, examples):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<eos>")
-    tokenizer.chat_template = CHATTY
-    (tmp_path / "few.jsonl").write_text(json.dumps({"question": "b", "answer": "c"}) + "\n")
-    task = problems.TaskArgs(
-        prompt_suffix=" say it.",
-        system_prompt="be kind.",
-        response_prefix="<think>",
-        examples=str(tmp_path / "few.jsonl") if examples else "",
-    )
-    prompt = problems.render_prompt("what is it", task, tokenizer, problems.read_examples(task))
-    assert prompt.endswith("<user>what is it say it.|<assistant><think>") and prompt.startswith("<system>be kind.|")
-    assert problems.reader_of_prompts(task, tokenizer)(prompt) == [
-        {"role": "system", "content": "be kind."},
-        {"role": "user", "content": "what is it say it."},
-    ]
+def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
+    """Messages of user and assistant in turn, after the system's."""
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return [{"role": "system", "content": system}] * bool(system) + messages
+
+
+@pytest.mark.parametrize("theirs", [TEMPLATE, OTHER, None], ids=["the policy's template", "another", "none"])
+@pytest.mark.parametrize(
+    ("question", "changes", "template", "expected"),
+    [
+        ("2+2?", {}, TEMPLATE, turns("2+2?!", "It is<|im_start|>4")),
+        ("2+2?", {"system_prompt": "Add."}, TEMPLATE, turns("2+2?!", "It is<|im_start|>4", system="Add.")),
+        ([SYSTEM, *TURNS, ASKED], {"system_prompt": "Add."}, TEMPLATE,
+         turns("1+1?", "2", "2<|im_end|>+2?!", "It is<|im_start|>4", system="Be brief.")),
+        ("2+2?", {"response_prefix": "So: "}, TEMPLATE, turns("2+2?!", "So:  It is<|im_start|>4")),
+        ("2+2?", {}, THINKS, turns("2+2?!", "<think>\n It is<|im_start|>4")),
+        ("2+2?", {"prompt_format": "plain"}, TEMPLATE, turns("2+2?!", "It is<|im_start|>4")),
+        ([SYSTEM, ASKED], {"prompt_format": "plain", "response_prefix": "So: "}, TEMPLATE,
+         turns("2<|im_end|>+2?!", "So:  It is<|im_start|>4", system="Be brief.")),
+        ("2+2? <think>", {"prompt_format": "plain", "prompt_suffix": ""}, TEMPLATE,
+         turns("2+2? ", "<think> It is<|im_start|>4")),
+        ("2+2?", {"prompt_suffix": "\n<think>", "prompt_format": "plain"}, TEMPLATE,
+         turns("2+2?\n", "<think> It is<|im_start|>4")),
+    ],
+)  # fmt: skip
+def test_a_reward_model_reads_the_messages_of_a_row(tmp_path, theirs, question, changes, template, expected):
+    """In its own template, as the library renders them; names of special tokens in them are letters."""
+    judge, policy = byte_tokenizer(theirs), byte_tokenizer(template)
+    folder = classifier("llama", tmp_path / "reward", judge, ["LABEL_0"], None, rows=259, eos_token_id=258)
+    lines = [json.dumps({"question": one, "answer": "#### 4"}) for one in ("Other?", question)]
+    for split in ("train", "test"):
+        (tmp_path / f"problems_{split}.jsonl").write_text("\n".join(lines))
+    task = {"problems": str(tmp_path), "prompt_suffix": "!", "prompt_length": 200, "response_length": 50}
+    task = problems.TaskArgs(**task | changes)
+    args = rlvr_args.Args(task=task, rewards=rlvr_args.RewardsArgs(trained_model=folder))
+    found, ids = problems.read_problems(task, policy, "train"), problems.task_ids(task, policy)
+    setup = SimpleNamespace(tokenizer=policy, ids=ids, problems=found)
+    setup.sources = rlvr_scores.load_sources(args, policy, ids, Accelerator(cpu=True), found.messages)
+    said = [*policy.encode(" It is<|im_start|>4", split_special_tokens=True), 258]
+    parts, _ = rlvr_scores.score_responses(setup, torch.tensor([1]), found.batch([1], ids.pad), torch.tensor([said]))
+    by_ids = theirs is None and task.prompt_format == "plain"
+    row = [*found.prompts[1], *said] if by_ids else in_template(expected, judge)
+    assert parts[:, 1].tolist() == pytest.approx(said_alone(folder, [row]), abs=1e-5)
+    solutions = sample.Solutions(dataclasses.asdict(task), policy, "", tmp_path, None)
+    assert solutions.dialogues(solutions.held_out(2)[0]) == found.messages
+
+
+def in_template(messages: list[dict[str, str]], tokenizer) -> list[int]:
+    """Token ids of what the library makes of messages; of their own special tokens, the letters."""
+    hidden = json.loads(json.dumps(messages).replace("<|im_", "<|IM_"))
+    text = "\n".join(message["content"] for message in hidden)
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(hidden, tokenize=False)
+    first, *others = [tokenizer.encode(part, add_special_tokens=False) for part in text.split("<|IM_")]
+    return first + [token for part in others for token in [*tokenizer.encode("<|im_"), *part]]
+
+
+@pytest.mark.parametrize("theirs", [TEMPLATE, OTHER])
+def test_a_reward_model_reads_a_post_and_a_summary_in_its_template(tmp_path, theirs):
+    judge, policy = byte_tokenizer(theirs), byte_tokenizer()
+    folder = classifier("llama", tmp_path / "reward", judge, ["LABEL_0"], None, rows=259, eos_token_id=258)
+    chat = {"prompt_format": "chat", "system_prompt": "Sum up."}
+    found, ids = queries_of_chapter_2(tmp_path, policy, **chat)
+    task = posts.TaskArgs(query_length=256, response_length=64, **chat)
+    args = tldr_policy.Args(task=task, rewards=tldr_policy.RewardsArgs(trained_model=folder))
+    score, _ = tldr_policy.load_scorers(args, policy, ids, Accelerator(cpu=True))
+    row = in_template(turns(IN_LETTERS, "It sleeps.", system="Sum up."), judge)
+    scores = score(found.queries, found.references, found.references)
+    assert scores.tolist() == pytest.approx(said_alone(folder, [row]), abs=1e-5)
 
 
 def break_weights(folder: Path) -> None:
@@ -195,7 +321,7 @@ def test_a_language_model_and_one_that_reads_too_little(tmp_path, tiny_tokenizer
         foreign.check_name(str(tmp_path / "lm"))
     folder = classifier("gpt2", tmp_path / "reward", tiny_tokenizer, ["LABEL_0"], 28)
     with pytest.raises(InputError, match=r"reads at most 300 tokens, but query and response are 301; shorten --task"):
-        foreign.scorer_of(load(folder), tiny_tokenizer, PAD, 301)
+        foreign.scorer_of(load(folder), tiny_tokenizer, PAD, dataclasses.replace(TASK, query_length=291))
 
 
 def test_scores_that_are_no_numbers_end_the_run(tmp_path, tiny_tokenizer):
@@ -216,6 +342,7 @@ def words_of(model: str | Path, architecture: str, folder: Path, labels: list[st
 
 def test_a_run_of_chapter_1_and_samples_without_the_reward_model(tmp_path, tiny_world):
     words_of(tiny_world / "model", "gpt2", tmp_path / "theirs", ["NEGATIVE", "POSITIVE"])
+    words_of(tiny_world / "model", "gpt2", tmp_path / "judge", ["BAD", "GOOD"])
     words = [*world_arguments(tiny_world), *policy_arguments(), "--ppo.total_episodes", "16"]
     words += ["--rewards.trained_model", "theirs"]
     result = launch("train_policy.py", *words, folder=tmp_path)
@@ -225,10 +352,12 @@ def test_a_run_of_chapter_1_and_samples_without_the_reward_model(tmp_path, tiny_
     (row,) = metrics_of(only(tmp_path, "runs/*"))
     assert abs(row["objective/raw_score"]) < 2 and row["objective/function_score"] != row["objective/raw_score"]
     policy = str(only(tmp_path, "models/*/policy").relative_to(tmp_path))
-    result = launch("sample.py", "--policy", policy, "--n", "2", "--out", "with.jsonl", folder=tmp_path)
+    # The label that is typed is the judge's; the policy knows that of its reward model.
+    sampled = ["sample.py", "--policy", policy, "--n", "2", "--judge", "judge", "--label", "GOOD", "--out"]
+    result = launch(*sampled, "with.jsonl", folder=tmp_path)
     assert result.status == 0, result.stderr
     shutil.rmtree(tmp_path / "theirs")
-    result = launch("sample.py", "--policy", policy, "--n", "2", "--out", "without.jsonl", folder=tmp_path)
+    result = launch(*sampled, "without.jsonl", folder=tmp_path)
     assert result.status == 0 and "no scores, unless --reward_model says whose: " in result.stdout, result.stderr
     with_scores, without = (
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
@@ -237,7 +366,7 @@ def test_a_run_of_chapter_1_and_samples_without_the_reward_model(tmp_path, tiny_
     assert [{**row, "base score": 0, "policy score": 0} for row in without] == [
         {**row, "base score": 0, "policy score": 0} for row in with_scores
     ]
-    assert "policy score" not in without[0]
+    assert "policy score" not in without[0] and "policy judge" in without[0]
     # Any causal language model continues that policy's queries; here it is the base model, which differs in nothing.
     sampled = ["sample.py", "--policy", str(tiny_world / "model"), "--n", "2", "--out", "any.jsonl"]
     result = launch(*sampled, folder=tmp_path)

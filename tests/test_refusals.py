@@ -201,7 +201,12 @@ def only_a_pickle(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
 
 
+ADAPTER = all_of(make_folder("adapter"), write("adapter/adapter_config.json", {"base_model_name_or_path": "gpt2"}))
+MERGE = "it is an adapter of gpt2; merge it first (peft: merge_and_unload)"
+
 MODELS = {
+    "an adapter": policy("--base_model adapter", MERGE, damage=ADAPTER),
+    "an adapter of a reward model": policy("--rewards.trained_model adapter", MERGE, damage=ADAPTER),
     "no such name": policy("--base_model some-gpt", "--base_model some-gpt", "network", "--preset tales"),
     "empty name": policy("--base_model ''", "--base_model"),
     "the folder of a run": policy(

@@ -124,6 +124,7 @@ def test_a_prompt_is_read_once_for_all_its_responses(tiny_models, architecture):
 
 def problems_of(prompts: list[list[int]], texts: list[str], answers: list[str]) -> problems.Problems:
     columns = {"prompts": prompts, "texts": texts, "answers": answers, "kinds": [""] * len(prompts)}
+    columns["messages"] = [[] for _ in prompts]
     return problems.Problems(**columns, too_long=0, unscorable=0, empty=0)
 
 

@@ -6,6 +6,7 @@ import lzma
 import math
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from ppo_rlhf.lib import math_worker, rewards
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import problems
 
 TABLES = load_json("verl/scorers")
 
@@ -502,17 +504,19 @@ def test_a_function_is_tried_before_training(monkeypatch):
 
 
 def test_what_the_prompt_ended_with_belongs_to_the_response():
+    def with_prefix(name, prefix=""):
+        return load(name, start_of=partial(problems.response_start, problems.TaskArgs(response_prefix=prefix)))
+
     response = "a</think><answer>b</answer>"
-    assert load("think_answer")(["p", "p <think>", "p <think>\n"], [response] * 3, ["b"] * 3) == [0.0, 1.0, 1.0]
-    assert load("think_answer", response_prefix="<think>")(["p <think>"], [response], ["b"]) == [1.0]
-    assert load("exact", response_prefix="It is ")(["<think>It is "] * 2, ["b", "a</think>b"], ["b"] * 2) == [
-        0.0,
-        1.0,
-    ]
+    said = with_prefix("think_answer")(["p", "p <think>", "p <think>\n"], [response] * 3, ["b"] * 3)
+    assert said == [0.0, 1.0, 1.0]
+    assert with_prefix("think_answer", "<think>")(["p <think>"], [response], ["b"]) == [1.0]
+    said = with_prefix("exact", "It is ")(["<think>It is "] * 2, ["b", "a</think>b"], ["b"] * 2)
+    assert said == [0.0, 1.0]
     for prefix, said in {"The answer is ": "14", "<answer>": "14</answer>", "": "14"}.items():
         for name in ("exact", "reasoning_gym"):
-            assert load(name, response_prefix=prefix)(["p"] * 2, [said, "1"], ["14", "14"]) == [1.0, 0.0]
-    assert load("test_verifiers:of_two", response_prefix="<think>")(["p"], [response], ["b"]) == [1.0 - 34]
+            assert with_prefix(name, prefix)(["p"] * 2, [said, "1"], ["14", "14"]) == [1.0, 0.0]
+    assert with_prefix("test_verifiers:of_two", "<think>")(["p"], [response], ["b"]) == [1.0 - 34]
 
 
 # ---- Lengths and counts ----------------------------------------------------------------------------------------

@@ -417,30 +417,26 @@ def audit(verifier: str, answers: Sequence[str]) -> dict[str, list[str]]:
 
 
 def load_verifier(
-    name: str, field: str, response_prefix: str = "", *, on_all_processes: bool = False
+    name: str, field: str, start_of: Callable[[str], str] = lambda prompt: "", *, on_all_processes: bool = False
 ) -> Callable[[list[str], list[str], list[str]], list[float]]:
     """One of VERIFIERS, or the user's function `package.module:name` of texts, applied to whole batches.
 
     It takes prompts, responses and answers, and returns a number for each response, or NaN if a response cannot be
     scored. A user's function returns None or NaN for such a response; any other mistake of it ends in an InputError.
-    response_prefix: the end of the prompts that belongs to the responses, such as <think>. Words without a tag, as in
-    `The answer is`, are no part of an answer that is a whole response.
+    start_of: gives the end of a prompt that belongs to the response, such as <think>. Words without a tag, as in `The
+    answer is`, are no part of an answer that is a whole response.
 
     on_all_processes: all processes call it together, each with its own texts. If it fails on one, it fails on all.
     """
     # It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
     what = f"{flag(field)} {name}"
-    before = "" if name in WHOLE_TEXTS and "<" not in response_prefix else response_prefix
     ours = VERIFIERS.get(name)
     function = None if ours else import_verifier(name, field)
 
-    def start_of(prompt: str) -> str:
-        # [V21] A thought that the prompt's template or its text opened is part of the response.
-        opened = re.search(r"<think>\s*\Z", prompt.removesuffix(response_prefix))
-        return (opened[0] if opened else "") + before
-
     def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
-        responses = [start_of(prompt) + response for prompt, response in zip(prompts, responses, strict=True)]
+        # [V21] A tag that the prompt opened is part of the response.
+        starts = [start if name not in WHOLE_TEXTS or "<" in start else "" for start in map(start_of, prompts)]
+        responses = [start + response for start, response in zip(starts, responses, strict=True)]
         if ours:
             return [ours(response, answer) for response, answer in zip(responses, answers, strict=True)]
         texts = (prompts, responses, answers)

@@ -19,6 +19,7 @@ Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -135,8 +136,24 @@ def read_examples(task: TaskArgs) -> list[tuple[str, str]]:
     return found
 
 
+def messages_of(
+    question: str | templates.Messages, task: TaskArgs, as_data: Callable[[str], str] = str
+) -> templates.Messages:
+    """The messages that ask a question, which is a text or messages of its own; the last is the user's.
+
+    as_data: changes what the row says, but not what the task adds.
+    """
+    turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    turns = [one | {"content": as_data(one["content"])} for one in turns]
+    own = [one for one in turns if one["role"] == "system"]
+    *earlier, last = [one for one in turns if one["role"] != "system"]
+    # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
+    last["content"] += task.prompt_suffix
+    return [*(own or templates.system_of(task)), *earlier, last]
+
+
 def render_prompt(
-    question: str | list[dict[str, str]],
+    question: str | templates.Messages,
     task: TaskArgs,
     tokenizer: PreTrainedTokenizerBase,
     examples: Iterable[tuple[str, str]] = (),
@@ -147,30 +164,23 @@ def render_prompt(
     `encode_prompt`; templates.shown takes the marks out.
     """
     templates.check(task)
-    if task.prompt_format == "chat" and isinstance(question, str):
-        question = templates.as_letters(question, tokenizer)
-    elif task.prompt_format == "chat":
-        question = [one | {"content": templates.as_letters(one["content"], tokenizer)} for one in question]
-    earlier = [] if isinstance(question, str) else question[:-1]
-    # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
-    content = (question if isinstance(question, str) else question[-1]["content"]) + task.prompt_suffix
     # An example looks as a question and a correct response do.
     shown = [(asked + task.prompt_suffix, task.response_prefix + answer) for asked, answer in examples]
     if task.prompt_format == "plain":
-        content = "\n".join([*(message["content"] for message in earlier), content])
+        content = "\n".join(one["content"] for one in messages_of(question, task))
         return "".join(f"{asked}{answer}\n\n" for asked, answer in shown) + content + task.response_prefix
     turns = [text for example in shown for text in example]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate([*turns, content])]
-    own = [message for message in earlier if message["role"] == "system"]
-    messages[-1:-1] = [message for message in earlier if message["role"] != "system"]
-    return templates.render([*(own or templates.system_of(task)), *messages], task, tokenizer) + task.response_prefix
+    solved = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages = messages_of(question, task, partial(templates.as_letters, tokenizer=tokenizer))
+    system = [one for one in messages if one["role"] == "system"]
+    messages = [*system, *solved, *messages[len(system) :]]
+    return templates.render(messages, task, tokenizer) + task.response_prefix
 
 
-def response_start(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The end of every prompt that belongs to its response: a <think> that is open, and the response_prefix."""
-    # [V21] A template may end with the opening tag.
-    before = render_prompt("?", task, tokenizer).removesuffix(task.response_prefix)
-    opened = re.search(r"<think>\s*\Z", before)
+def response_start(task: TaskArgs, prompt: str) -> str:
+    """The end of a prompt that belongs to its response: a <think> that is open, and the response_prefix."""
+    # [V21] A template may end with the opening tag, and so may a question in plain text.
+    opened = re.search(r"<think>\s*\Z", prompt.removesuffix(task.response_prefix))
     if opened and task.response_prefix.startswith("<think>"):
         raise InputError(
             f"{flag('task.response_prefix')} {task.response_prefix!r}: the prompt ends with a <think> already; "
@@ -179,21 +189,15 @@ def response_start(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
     return (opened[0] if opened else "") + task.response_prefix
 
 
-def reader_of_prompts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[dict[str, str]]]:
-    """A function that makes messages of a rendered prompt again, for models with another template than the policy's.
-
-    They are the system message, if the task has one, and what the user asks, without the examples before it.
+def dialogue(question: str | templates.Messages, task: TaskArgs, prompt: str) -> templates.Messages:
+    """What a reward model with a template of its own reads before a response: the messages that ask the question,
+    without the task's examples, and last the beginning of the reply, which is the end of the prompt.
     """
-    mark = "a question of no task"
-    before, _, after = render_prompt(mark, task, tokenizer, read_examples(task)).partition(mark)
-    if task.prompt_format == "plain":
-        before = tokenizer.decode(templates.first_ids(tokenizer)) + before
-
-    def messages_of(prompt: str) -> list[dict[str, str]]:
-        asked = prompt.removeprefix(before).removesuffix(after)
-        return [*templates.system_of(task), {"role": "user", "content": asked + task.prompt_suffix}]
-
-    return messages_of
+    *earlier, last = messages_of(question, task)
+    start = response_start(task, prompt)
+    if task.prompt_format == "plain":  # [V21] Of the question, its end may belong to the response.
+        last["content"] = (last["content"] + task.response_prefix).removesuffix(start)
+    return [*earlier, last, {"role": "assistant", "content": start}]
 
 
 def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -212,6 +216,7 @@ class Problems:
 
     prompts: list[list[int]]  # token ids, of different lengths
     texts: list[str]  # the same as texts, as they were rendered
+    messages: list[templates.Messages]  # the same for reward models with a template of their own: see dialogue
     answers: list[str]  # what verifiers compare responses with
     kinds: list[str]  # the values under task.kind_column
     too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
@@ -301,7 +306,8 @@ def read_problems(
             f"{flag('task.examples')} {task.examples}: a prompt with its {len(examples)} examples has {before} "
             f"tokens before its question; give fewer, or a {flag('task.prompt_length')} above {before}"
         )
-    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "answers", "kinds", "refused")}
+    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "messages", "answers", "kinds")}
+    kept["refused"] = []
     too_long = unscorable = empty = 0
     for where, row in islice(load_rows(source, field, split), limit or None):
         what = f"{flag(f'task.{field}')} {where}"
@@ -324,6 +330,7 @@ def read_problems(
             continue
         kept["prompts"].append(tokens)
         kept["texts"].append(templates.shown(prompt))
+        kept["messages"].append(dialogue(question, task, prompt))
         kept["answers"].append(answer)
         kept["kinds"].append(str(row.get(task.kind_column, "")))
     if not kept["prompts"]:

@@ -73,17 +73,15 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> lm.Re
     return critic
 
 
-def response_scorer(
-    reward_model: lm.RewardModel, pad_id: int, *, rows: int = 0
-) -> Callable[[Tensor, Tensor], Tensor]:
+def response_scorer(reward_model: lm.RewardModel, pad_id: int, *, rows: int = 0) -> Callable[..., Tensor]:
     """A function that scores responses with a reward model.
 
     It takes queries (batch, query_length) and responses (batch, response_length), with our padding, and returns
-    (batch,). rows: how many it reads at a time, at most; 0: as many as are fast.
+    (batch,). It needs no messages. rows: how many it reads at a time, at most; 0: as many as are fast.
     """
 
     @torch.no_grad()
-    def score(queries: Tensor, responses: Tensor) -> Tensor:
+    def score(queries: Tensor, responses: Tensor, messages: Any = None) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)
         return passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
 

@@ -238,6 +238,17 @@ def safetensors_errors(base_model: str, name: str) -> Iterator[None]:
         ) from error
 
 
+def without_config(folder: Path) -> str:
+    """What is wrong with a folder that has no config.json."""
+    if not (folder / "adapter_config.json").is_file():
+        return "it has no config.json"
+    try:
+        base = files.read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        base = "a model"
+    return f"it is an adapter of {base}; merge it first (peft: merge_and_unload)"
+
+
 @contextlib.contextmanager
 def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     """Yields a base model's folder and None, or its name on the hub and the revision, None where none is typed.
@@ -251,7 +262,7 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
         inside = sorted(config.parent for config in path.glob("*/config.json"))
         language_models = [folder for folder in inside if not (folder / "reward_head.safetensors").is_file()]
         offer = f"; give {language_models[0]}" if language_models else ""
-        raise InputError(f"{path} is not the folder of a model: it has no config.json{offer}")
+        raise InputError(f"{path} is not the folder of a model: {without_config(path)}{offer}")
     remedy = "give the folder of a downloaded model, or use --preset tales"
     if not path.is_dir() and not hub.HUB_NAME.fullmatch(base_model):
         raise InputError(f"{flag('base_model')} {base_model}: no such folder; {remedy}")

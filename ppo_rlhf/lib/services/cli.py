@@ -468,7 +468,7 @@ def load_scorer(
 
     if name := args.rewards.function:
         return scorers.text_scorer(name, "rewards.function", tokenizer, pad_id, on_all_processes=True)
-    return foreign.load_scorer(args, tokenizer, pad_id, dtype=dtype_of_weights(args, frozen=True), device=device)
+    return foreign.load_scorer(args, tokenizer, pad_id, device=device)
 
 
 def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, Scorer]:
