@@ -30,6 +30,7 @@ TASK = posts.TaskArgs(query_length=20, response_length=10)
 LEFT_OUT = -1  # of a setting
 CHATTY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
 CHATTY += "{% if add_generation_prompt %}<assistant>{% endif %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATTY
 QUERIES, RESPONSES = ["the cat sat", "a dog"], [" on the mat.", " ran."]
 
 
@@ -172,9 +173,7 @@ def test_what_it_cannot_read_is_found_before_training(tmp_path, letters, wordy):
     judge.longest = 301  # as if there were one position more
     with pytest.raises(InputError, match=r"short cannot read a text of 301 tokens: \w*Error: .*model_max_length"):
         foreign.scorer_of(judge, letters, PAD, TASK)
-    wordy.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATTY
-    )
+    wordy.chat_template = NO_SYSTEM
     judge = load(classifier("bert", tmp_path / "chat", wordy, ["good"], 0, rows=13))
     asked, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": ""}
     dialogues = [[asked, begun], [{"role": "system", "content": "a"}, asked, begun]]
@@ -406,3 +405,15 @@ def test_a_run_of_chapter_3(tmp_path, tiny_sums):
     (row,) = metrics_of(only(tmp_path, "runs/*"))
     parts = row["objective/verifier_reward"] + 3 * row["objective/reward_model_reward"]
     assert row["objective/reward_model_reward"] and row["objective/scores"] == pytest.approx(parts, abs=1e-5)
+    # A template that refuses the messages of one row is found before training.
+    shutil.rmtree(tmp_path / "runs")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    tokenizer.chat_template = NO_SYSTEM
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    rows = [{"prompt": [message] * 2, "answer": "#### 4"} for message in turns("What is 2+2?") * 15]
+    rows[7]["prompt"] = turns("What is 2+2?", system="Be brief.")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words += ["--task.problems", "rows.jsonl", "--task.test_problems", "rows.jsonl"]
+    result = launch("rlvr_policy.py", *words, folder=tmp_path)
+    assert result.status == 2 and "fails on messages of system, user, assistant" in result.stderr, result.stderr
+    assert not (tmp_path / "runs").exists()
