@@ -9,6 +9,7 @@
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -56,10 +57,11 @@ class Labels:
         return (self.queries != pad_id).sum(1) + (self.samples != pad_id).sum(2).amax(1)
 
     def longest(self, args: Any, base_model: PreTrainedModel, pad_id: int) -> int:
-        """The largest of these lengths. Raises an InputError if the base model cannot read as many tokens."""
-        most = getattr(base_model.config, "max_position_embeddings", None)
+        """The largest of these lengths. Raises an InputError for a text that the base model cannot read."""
+        most = getattr(base_model.config, "max_position_embeddings", None) or math.inf
         lengths = self.lengths(pad_id).tolist()
-        if too_long := [row for row, length in enumerate(lengths) if most is not None and length > most]:
+        of_task = args.task.query_length + args.task.response_length  # ids have no more, and the caller checks these
+        if too_long := [row for row, length in enumerate(lengths) if length > max(most, of_task)]:
             raise InputError(
                 f"{flag('label_dataset')} {args.label_dataset}: row {too_long[0]} has {lengths[too_long[0]]} tokens, "
                 f"query and longest sample, but {flag('base_model')} {args.base_model} reads at most {most}; shorten "
