@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 from dataclasses import dataclass, field
@@ -46,10 +45,7 @@ def report(args: Args) -> Path:
     """Write the page and return its path. An InputError if a folder is not that of a run."""
     folder = Path(args.run) if args.run else newest_run(Path("runs"))
     if args.explain:
-        try:
-            print(explained(read_run(folder), args.explain), flush=True)
-        except BrokenPipeError:  # the reader, such as head, has had enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(explained(read_run(folder), args.explain), flush=True)
         return folder
     folders = [folder, *([Path(args.other)] if args.other else [])]
     name = "_with_".join(["report", *(folder.resolve().name for folder in folders[1:])]) + ".html"

@@ -21,7 +21,7 @@ def check_arguments(args: rlvr_args.Args) -> None:
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
     cli.at_least(1, "", args, "trace_episodes")
     cli.at_least(0, "", args, "eval_interval", "eval_problems", "eval_samples")
-    cli.above_zero("", args, "eval_temperature")
+    cli.at_least(problems.GREEDY, "", args, "eval_temperature")
     cli.at_least(0, "rewards.", shaping, "kl_coef", "kl_loss_coef", "missing_stop_penalty", "min_response_length")
     cli.at_least(0, "rewards.", shaping, "overlong_buffer", "overlong_factor")
     cli.at_least(0, "ppo.", ppo, "gamma", "lam", "weight_decay", "entropy_coef", "lr_warmup", "critic_warmup")

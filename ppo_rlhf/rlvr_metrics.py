@@ -218,6 +218,7 @@ def run_metrics(
         "episode": episode,
         "eps": episode / seconds,
         "time": seconds,
+        "time/from_scratch": seconds,
         "time/training": training,
     }
 

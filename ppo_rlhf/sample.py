@@ -383,7 +383,7 @@ class Comparison:
         contexts = self.texts.contexts(queries)  # (n, context_length)
         generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
-        noise, temperature = noise.to(processes.device_of_noise(self.device)), self.temperature or problems.GREEDY
+        noise, temperature = noise.to(processes.device_of_noise(self.device)), max(self.temperature, problems.GREEDY)
         asked = texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
         columns: dict[str, list[Any]] = {"query": asked}
         if references is not None:

@@ -1032,7 +1032,7 @@ def finish_metrics(
     metrics["ppo/val/var_explained"] = 1 - means["ppo/val/error"] / max(means["ppo/returns/var"], 1e-12)
     for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/clipfrac", "val/clipfrac"):
         metrics[f"ppo/{name}_avg"] = means[f"ppo/{name}"]
-    metrics["ppo/lr"] = learning_rate(ppo, update)
+    metrics |= {"ppo/lr": learning_rate(ppo, update), "ppo/global_step": update}
     metrics["ppo/episode"] = metrics["elapsed/episodes"] = (update + 1) * ppo.batch_size
     tokens = ppo.batch_size * args.task.response_length
     metrics |= {"elapsed/steps/serial": (update + 1) * args.task.response_length}

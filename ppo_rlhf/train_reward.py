@@ -159,7 +159,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     stream = QueryStream(args.task, tokenizer)
     reward_model, language_model = load_models(args, ids, labels, accelerator.device)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
-    length = labels.samples.shape[1] * (labels.queries.shape[1] + labels.samples.shape[2])  # tokens of a label
+    length = labels.samples.shape[1] * int(labels.lengths(ids.pad).max())  # tokens of a label
     rows = {"local_batch": sizes.local_batch, "local_rollout_batch": sizes.local_rollout_batch}
     fitting = cli.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
     inputs = cli.weight_files(args) | worlds.data_files(args.task, "query_dataset") | {"label_dataset": [label_file]}
@@ -783,7 +783,7 @@ def load_models(
     """The reward model before it learns, and the pretrained model, which never changes."""
     dtype = cli.dtype_of_weights(args, frozen=False)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    longest = max(ids.context_length + args.task.response_length, labels.queries.shape[1] + labels.samples.shape[2])
+    longest = max(ids.context_length + args.task.response_length, labels.longest(args, language_model, ids.pad))
     cli.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
     run.check_savable(language_model.config, args)
     # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113

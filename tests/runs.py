@@ -58,7 +58,7 @@ TINY_SUMS = sums.SumsArgs(
 
 TINY_TOOLS = sums.ToolsArgs(**dataclasses.asdict(TINY_SUMS) | {"lm_steps": 40, "lm_lr": 1e-2, "calls": 1.0})
 
-TIMES = {"elapsed/fps", "elapsed/time", "eps", "time", "time/training"}
+TIMES = {"elapsed/fps", "elapsed/time", "eps", "time", "time/from_scratch", "time/training"}
 
 
 def build_tiny_world(cache: Path) -> Path:

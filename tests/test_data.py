@@ -625,15 +625,17 @@ def test_a_function_may_empty_its_lists():
 
 
 def not_a_number_for_c(queries, responses):
-    return [float("nan") if "c" in response else 1.0 for response in responses]
+    return [{"c": float("nan"), "d": 1e300}.get(response, 1.0) for response in responses]  # 1e300: inf in float32
 
 
 def test_a_function_whose_score_is_not_finite_is_named_in_the_middle_of_a_run():
     score = scorers.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
     assert score(torch.tensor([[65]]), torch.tensor([[66]])).tolist() == [1.0]
     message = error_line(score, torch.tensor([[65]] * 3), torch.tensor([[66], [67], [68]]))
-    expected = "--rewards.function test_data:not_a_number_for_c returned nan for text 2 of 3; scores must be finite"
-    assert message == expected
+    expected = "returned nan for text 2 of 3; scores must be at most 1e+15 in size"
+    assert message == f"--rewards.function test_data:not_a_number_for_c {expected}"
+    message = error_line(score, torch.tensor([[65]]), torch.tensor([[68]]))
+    assert "not_a_number_for_c returned 1e+300 for text 1 of 1; scores must be at most" in message
 
 
 def letters(queries: list[str], responses: list[str]) -> list[float]:

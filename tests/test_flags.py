@@ -128,7 +128,9 @@ NOT_THERE = [
     (tldr_all, "tldr", {"policy.rewards.monitor": "no:f"}, "--policy.rewards.monitor no:f: ModuleNotFoundError"),
     (rlvr_policy, "", {"rewards.verifier": "no"}, "--rewards.verifier no: unknown; there are gsm8k_strict"),
     (rlvr_policy, "", {"rewards.format": "math:no"}, "--rewards.format math:no: AttributeError"),
-    (rlvr_policy, "", {"rewards.value_model": "no"}, "reward model no: no such folder"),
+    (rlvr_policy, "", {"rewards.value_model": "no"}, "--rewards.value_model no: no such folder"),
+    (rlvr_policy, "", {"task.problems": ""}, "--task.problems is empty"),
+    (train_policy, "", {"rewards.function": "math:sin", "task.query_dataset": ""}, "--task.query_dataset is empty"),
     (rlvr_policy, "", {"task.test_problems": "no.jsonl"}, "--task.test_problems no.jsonl: "),
 ]
 

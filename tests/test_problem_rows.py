@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -35,7 +36,7 @@ def read(path: Path | str, split: str = "train", verifier: str = "gsm8k_strict",
 def written(path: Path, rows: list[dict]) -> Path:
     """The rows in the form that the name asks for."""
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row, default=float) + "\n" for row in rows))  # default: of a Decimal
     elif path.suffix == ".csv":
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0]])
@@ -57,13 +58,23 @@ def written(path: Path, rows: list[dict]) -> Path:
         {"prompt": [{"role": "user", "content": "2+2?"}], "completion": [{"role": "assistant", "content": "#### 4"}]},
         VERL,
         {"question": "2+2?", "reward_model": json.dumps({"ground_truth": ["4"]})},
+        {"question": "2+2?", "answer": Decimal("4.00")},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "text", "text": text} for text in ("2+", "2?")]}],
+            "answer": 4,
+        },
     ],
-    ids=["GSM8K", "integer", "float", "MATH", "TRL", "TRL, messages", "verl", "verl, as JSON"],
+    ids=["GSM8K", "integer", "float", "MATH", "TRL", "TRL, messages", "verl", "verl, as JSON", "decimal", "parts"],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_the_forms_of_a_row(tmp_path, row, suffix):
     found = read(written(tmp_path / f"rows{suffix}", [row]), test_problems="other.jsonl")
     assert (found.texts, found.answers, found.unscorable) == (["2+2?"], ["4"], 0)
+
+
+@pytest.mark.parametrize(("number", "text"), [("1.50", "1.5"), ("1E+2", "100"), ("-0.25", "-0.25"), ("1000", "1000")])
+def test_a_decimal_is_written_as_a_number_is(number, text):
+    assert problem_rows.as_text(Decimal(number), "x") == text
 
 
 def test_csv_holds_texts_and_a_file_holds_rows_out(tmp_path):
@@ -104,6 +115,10 @@ def test_a_conversation_is_rendered_with_its_system_message(tmp_path):
     [
         ({"question": "a"}, r"rows\.jsonl, line 1 has nothing under 'answer'; it has 'question'"),
         ({"prompt": [SYSTEM], "answer": "4"}, "the last message is the system's; it must be the user's"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2?"}]}]},
+            "line 1, 'prompt', a message's content, must be a text or a number; it is .*image",
+        ),
     ],
 )
 def test_what_is_no_problem_ends_in_one_line(tmp_path, row, message):

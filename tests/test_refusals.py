@@ -114,6 +114,10 @@ SIZES = {
 
 NUMBERS = {
     "truncation beyond the response": policy("--task.truncate_after 25", "--task.truncate_after is 25", "24"),
+    "chapter 1 that is all but greedy": policy("--task.temperature 1e-30", "--task.temperature is 1e-30", "0.01"),
+    "chapter 2 that is all but greedy": sft("--task.eval_temperature 1e-30", "--task.eval_temperature is", "1e-06"),
+    "chapter 3 that is all but greedy": rlvr("--task.temperature 1e-30", "--task.temperature is 1e-30", "0.01"),
+    "samples below greedy": rlvr("--eval_temperature 1e-30", "eval_temperature is 1e-30", "1e-06"),
     "prefix too long for the model": policy(
         f"--task.query_prefix '{'Mara ' * 200}'", "160 tokens", "249", "--task.query_length"
     ),
@@ -155,6 +159,15 @@ def every_row(file: str, *keys: str, to: Any = KeyError) -> Damage:
     return all_of(*(edit(file, row, *keys, to=to) for row in range(LABELS_THERE)))
 
 
+def long_texts(*too_long: int) -> Damage:
+    """Labels with a query or a sample of 100 tokens, in turn; in these rows, both have as many."""
+    rows = [{"query": "Mara", "sample0": " Mara", "sample1": " Mara", "best": 0} for _ in range(LABELS_THERE)]
+    for number, row in enumerate(rows):
+        for key in ("query", "sample1") if number in too_long else (("query", "sample1")[number % 2],):
+            row[key] += " Mara" * 99
+    return write("labels.json", rows)
+
+
 LABELS = {
     "without a name": reward("--label_dataset ''", "--label_dataset"),
     "a folder": bad_labels(make_folder("labels.json"), "folder"),
@@ -164,6 +177,15 @@ LABELS = {
     "sidecar is a folder": reward("", "labels.meta.json", "directory", damage=make_folder("labels.meta.json")),
     "both: cut": both("", "--reward.label_dataset", "labels.json", damage=cut("labels.json")),
     "both: too few": both("--reward.num_train 800", "--reward.num_train 800", "24 labels"),
+    "more held out than there are": reward(
+        "",
+        "--num_train 16",
+        "24 labels, and its held_out is 400",
+        damage=edit("labels.meta.json", "held_out", to=400),
+    ),
+    "texts longer than the model": bad_labels(
+        long_texts(5, 7), "row 5 has 200 tokens", "--base_model model reads at most 160", "2 of 24 rows"
+    ),
 }
 
 # ---- Query files -----------------------------------------------------------------------------------------------
@@ -510,6 +532,9 @@ CHAPTER_2 = {
     "reward: no base model": summary_reward("--base_model ''", "--base_model is empty", "models/<run>/sft"),
     "policy: no base model": summary_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
     "neither reward model nor function": summary_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
+    "critic that is a language model": summary_policy(
+        "--rewards.value_model sft", "--rewards.value_model sft is not a reward model", "models/<run>/reward"
+    ),
     "critic of another tokenizer": summary_policy(
         "--rewards.value_model critic",
         "--rewards.value_model critic",
@@ -625,6 +650,7 @@ GOOD = {
     "train_reward": reward(),
     "train_reward with ratings": reward("--label_dataset ratings.json"),
     "train_reward with differences": reward("--label_dataset differences.json"),
+    "train_reward with a long query and a long sample": reward("", damage=long_texts()),
     "train_reward of the tales": tales_reward(),
     "train_both": both(),
     "sample": sample("--out rows.jsonl"),
@@ -803,6 +829,7 @@ def test_bad_input_in_a_process_of_its_own(name: str, good_files) -> None:
 def test_nothing_is_wrong_with_the_undamaged_files(row: Row, good_files) -> None:
     files = good_files(row.chapter)
     try:
+        row.damage(files.folder)
         result = run(row, files.folder)
     finally:
         files.restore()

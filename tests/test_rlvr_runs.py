@@ -373,6 +373,7 @@ def test_every_way_learns_something_through_its_flag(run_once, capsys, way):
     assert rows[0]["val/num_stop_token_ids"] == pytest.approx(16 * rows[0]["val/stop_token_rate"])
     with only(Path.cwd(), "runs/*/metrics.csv").open() as file:
         first, second = csv.DictReader(file)  # with the times
+    assert second["time/from_scratch"] == second["time"]
     assert 0 < float(second["time/training"]) < float(second["time"]) - float(first["time"])
     assert ("value/grad_norm" in rows[0]) == ("--ppo.advantage" not in WAYS[way] or "advantage gae" in WAYS[way])
     # A divergence is logged where something has computed it.

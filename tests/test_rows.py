@@ -202,6 +202,7 @@ HALF = "Wet \udcff"  # half a character
 
 PAIR = [{"text": "a"}, {"text": "b"}]
 IDS = ["123", [1, 2, "3"], [1, 2, None], [1, 2, [3]], [1, 2, True], [1, 2, 3.0], [1, 2, -1], [OPENAI_PAD_ID, 1, 2]]
+IDS += [[1, OPENAI_PAD_ID, 2]]
 BAD = {  # format: places in a row, and what they cannot hold
     "choices": {
         "query": [GONE, [1, 2], [1, 2, 3, 4], *IDS],
@@ -239,6 +240,16 @@ def test_a_bad_row_is_named(tmp_path, kind, path, value):
     row = changed(form.rows[1], *keys, to=value) if keys else value
     line = refused(kind, form.written([form.rows[0], row]), tmp_path)
     assert form.place in line and (not keys or str(keys[-1]) in line or "two summaries" in line)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, kind):
+    """Windows puts one before UTF-8."""
+    form, mark = FORMATS[kind], b"\xef\xbb\xbf"
+    (tmp_path / form.file).write_bytes(mark + form.written(form.rows))
+    if form.sidecar:
+        (tmp_path / form.sidecar).write_bytes(mark + b'{"ceiling": 0.5}')
+    form.check(form.read(tmp_path / form.file))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -295,6 +306,19 @@ def test_a_file_of_texts_is_that_of_their_ids(tmp_path, monkeypatch):
         message = error_line(labels_of, tmp_path, [*texts[:row], texts[row] | {key: value}, *texts[row + 1 :]])
         assert f"row {row} " in message and key in message
     assert "held_out is 0" in error_line(labels_of, tmp_path, texts, {"held_out": 0})
+    unknown = "'heldout' is unknown; there are vocab_size, padding_id, held_out, ceiling"
+    assert unknown in error_line(labels_of, tmp_path, texts, {"heldout": 1})
+
+
+def test_labels_whose_samples_are_all_equal_are_counted(tmp_path, capsys):
+    """A choice of three may have two equal ones, and a rating has one sample."""
+    two_equal = CHOICES[1] | {"sample2": [1, 1]}
+    equal = two_equal | {"sample1": [1, 1]}
+    labels_of(tmp_path, [*CHOICES, equal, two_equal, equal])
+    assert "the samples of 2 of 5 labels are all equal" in capsys.readouterr().out
+    labels_of(tmp_path, [*CHOICES, two_equal])
+    labels_of(tmp_path, RATINGS)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -462,7 +486,7 @@ def valid_labels(draw: st.DrawFn) -> Written:
     must, may = ({}, padding) if vocab_size <= OPENAI_PAD_ID else (padding, {})
     meta = st.fixed_dictionaries(
         {"vocab_size": st.just(vocab_size), **must},
-        optional={"ceiling": st.floats(0.01, 1.0), "note": odd_values, **may},
+        optional={"ceiling": st.floats(0.01, 1.0), "gold_mean": st.floats(-1, 1), **may},
     )
     # Without a sidecar, the ids are GPT-2's if the vocabulary is larger than GPT-2's.
     meta = draw(meta if vocab_size > OPENAI_VOCAB_SIZE else st.none() | meta)

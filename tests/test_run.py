@@ -62,6 +62,7 @@ class FakeArgs:
     wandb_entity: str | None = None
     upload_model: bool = False
     hf_entity: str = ""
+    hf_private: bool = False
     dtype: str = "float32"
     keep_checkpoints: int | None = None
     part: PartArgs = field(default_factory=PartArgs)
@@ -401,7 +402,7 @@ def test_from_dict_refuses_what_it_does_not_know():
     assert "momentum" in error_line(
         from_dict, FakeArgs, dataclasses.asdict(FakeArgs()) | {"part": {"lr": 0.2, "momentum": 0.9}}
     )
-    assert "preset" in error_line(from_dict, FakeArgs, {"part": {"lr": 0.2}})
+    assert "exp_name" in error_line(from_dict, FakeArgs, {"part": {"lr": 0.2}})
 
 
 @pytest.mark.parametrize(
@@ -706,7 +707,8 @@ def test_a_clock_may_stand_still_or_be_set_back(accelerator, monkeypatch):
     task = train_policy.PRESETS["tales"].task
     args = train_policy.Args(task=task, ppo=train_policy.PpoArgs(batch_size=8))
     seconds = run_module.seconds_since(7.0), run.seconds()
-    metrics = train_policy.finish_metrics(defaultdict(lambda: 1.0), 0, args, 0.1, *seconds)
+    metrics = train_policy.finish_metrics(defaultdict(lambda: 1.0), 6, args, 0.1, *seconds)
+    assert (metrics["ppo/global_step"], metrics["ppo/episode"]) == (6, 56)
     assert metrics["elapsed/fps"] == pytest.approx(8 * task.response_length / seconds[0])
     assert metrics["elapsed/fps"] > 1e6 and metrics["elapsed/time"] > 0
     for script in (train_policy, train_reward, tldr_policy, tldr_reward, tldr_sft):

@@ -458,7 +458,7 @@ def test_none_and_nan_mean_that_a_response_cannot_be_scored():
 def test_a_function_that_is_wrong_is_named_in_one_line():
     with pytest.raises(InputError) as caught:
         load("test_verifiers:infinite")(["p"] * 2, ["a", "i"], ["1"] * 2)
-    words = "returned inf for text 2 of 2; scores must be finite, NaN or None"
+    words = "returned inf for text 2 of 2; scores must be at most 1e+15 in size, NaN or None"
     assert str(caught.value) == f"--rewards.verifier test_verifiers:infinite {words}"
 
 

@@ -131,13 +131,15 @@ def check_name(argument: str, value: str, root: Path) -> None:
     path = paths.find_path(value, root)
     if value in (*WORLDS[argument], *OTHER_NAMES.get(argument, ())) or (not value and argument in MAY_BE_EMPTY):
         return
+    if not value and argument in READERS:
+        raise InputError(f"{flag(argument)} is empty; name a file or a folder")
     if argument == "base_model" and (path.is_dir() or not hub.HUB_NAME.fullmatch(value)):
         with pretrained.model_errors(str(path) if value else ""):
             pass
     elif argument == "rewards.trained_model" and reader("nets.foreign").is_foreign(str(path)):
         reader("nets.foreign").check_name(str(path))
     elif argument.startswith("rewards."):
-        pretrained.find_head(path)
+        pretrained.find_head(path, f"{flag(argument)} {value}")
     elif argument in ("task.problems", "task.test_problems") and reader("data.problem_rows").is_elsewhere(value):
         reader("data.problem_rows").check_name(value, argument.removeprefix("task."))
     elif argument in READERS and not path.exists():

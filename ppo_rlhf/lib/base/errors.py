@@ -84,6 +84,11 @@ def run_script(main: Callable[[], Any]) -> None:
             main()
     except (InputError, NumericalError) as error:
         exit_with(str(error))
+    except BrokenPipeError:  # whoever read what this prints, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to print
+        if how_to_go_on:
+            exit_with(with_how_to_go_on("nobody reads what this prints any more"))
+        sys.exit(0)
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS:
             raise

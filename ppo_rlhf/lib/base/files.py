@@ -30,9 +30,9 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError or ValueError."""
+    """The content of a JSON file, with or without a byte order mark. Raises OSError or ValueError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

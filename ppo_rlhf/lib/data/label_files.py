@@ -9,6 +9,7 @@
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import console, errors, files, hub
 from ppo_rlhf.lib.base.errors import InputError, flag
@@ -26,6 +27,7 @@ from ppo_rlhf.lib.nets import pretrained, templates
 OPENAI_PAD_ID = 50259
 OPENAI_VOCAB_SIZE = 50257
 LARGEST_RATING = 1e6
+SIDECAR_KEYS = ("vocab_size", "padding_id", "held_out", "ceiling", "gold_mean", "gold_std")  # tales has the last two
 LabelKind = Literal["best", "score", "difference"]
 
 
@@ -49,6 +51,23 @@ class Labels:
     def known(self) -> dict[str, float | None]:
         """What a model's accuracy is compared with."""
         return {"ceiling": self.ceiling} | ({} if self.kind == "score" else {"chance": 1 / self.samples.shape[1]})
+
+    def lengths(self, pad_id: int) -> torch.Tensor:
+        """Tokens of each label's query and of the longest of its samples, together: (labels,)."""
+        return (self.queries != pad_id).sum(1) + (self.samples != pad_id).sum(2).amax(1)
+
+    def longest(self, args: Any, base_model: PreTrainedModel, pad_id: int) -> int:
+        """The largest of these lengths. Raises an InputError for a text that the base model cannot read."""
+        most = getattr(base_model.config, "max_position_embeddings", None) or math.inf
+        lengths = self.lengths(pad_id).tolist()
+        of_task = args.task.query_length + args.task.response_length  # ids have no more, and the caller checks these
+        if too_long := [row for row, length in enumerate(lengths) if length > max(most, of_task)]:
+            raise InputError(
+                f"{flag('label_dataset')} {args.label_dataset}: row {too_long[0]} has {lengths[too_long[0]]} tokens, "
+                f"query and longest sample, but {flag('base_model')} {args.base_model} reads at most {most}; shorten "
+                f"or leave out {len(too_long)} of {len(lengths)} rows"
+            )
+        return max(lengths)
 
 
 SHOWN = 3  # labels
@@ -99,9 +118,9 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
     Queries of ids hold task.query_length of them and samples task.response_length, padded on the right. A file next
     to it, `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer (one above its largest id), the
     `padding_id`, the `ceiling` of accuracy, and how many labels at the end are `held_out`, by default all after the
-    first num_train. Without a vocab_size, the ids are read as GPT-2's if the tokenizer is larger than GPT-2's. If it
-    is not, all ids must be in its vocabulary. Without a padding_id, 50259 is padding, as in OpenAI's files. If 50259
-    is a token, padding_id must be given, and it must not be a token.
+    first num_train. Other keys are refused. Without a vocab_size, the ids are read as GPT-2's if the tokenizer is
+    larger than GPT-2's. If it is not, all ids must be in its vocabulary. Without a padding_id, 50259 is padding, as
+    in OpenAI's files. If 50259 is a token, padding_id must be given, and it must not be a token.
     """
     # A choice among samples.   label_types.py#L33-L55
     # [D21] A rating, or a difference.   label_types.py#L58-L120
@@ -138,12 +157,13 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         except InputError as error:
             raise InputError(f"{what}: row {number} {error}") from error
 
+    equal = sum(kind != "score" and all(row[key] == row["sample0"] for key in sample_keys) for row in rows)
+    if equal:  # they stay, because OpenAI's num_train counts all labels of a file
+        errors.say_once(f"{what}: the samples of {equal} of {len(rows)} labels are all equal, which teaches nothing")
     # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
-    if (there := len(rows) - meta.get("held_out", 0)) < num_train:
-        besides = f", besides {meta['held_out']} that are held out" if "held_out" in meta else ""
-        raise InputError(
-            f"{flag('num_train')} {num_train}: {flag('label_dataset')} {label_dataset} has {there} labels{besides}"
-        )
+    if len(rows) - meta.get("held_out", 0) < num_train:
+        there = f"{len(rows)} labels" + (f", and its held_out is {meta['held_out']}" if "held_out" in meta else "")
+        raise InputError(f"{flag('num_train')} {num_train}: {flag('label_dataset')} {label_dataset} has {there}")
 
     def tokens(*keys: str) -> torch.Tensor:
         """What all rows hold under these keys: (labels, keys, longest length)."""
@@ -218,6 +238,8 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         meta = files.read_json(path)
     if not isinstance(meta, dict):
         raise InputError(f"{path}: must be a JSON object")
+    if unknown := [name for name in meta if name not in SIDECAR_KEYS]:
+        raise InputError(f"{path}: {unknown[0]!r} is unknown; there are {', '.join(SIDECAR_KEYS[:4])}")
     for name in ("vocab_size", "padding_id", "held_out"):
         if type(meta.get(name, 1)) is not int:
             raise InputError(f"{path}: the {name} is {meta[name]!r}; it must be a whole number")
@@ -279,8 +301,9 @@ def check_ids(row: dict[str, Any], lengths: dict[str, tuple[str, int]], vocab_si
                 f"has id {outside[0]} in {key!r}, outside the tokenizer's {vocab_size}; "
                 f"is it written with another tokenizer?"
             )
-        if ids[0] == padding_id:
-            raise InputError(f"has padding at the beginning of {key!r}")
+        text = ids[: ids.index(padding_id)] if padding_id in ids else ids
+        if not text or set(ids[len(text) :]) - {padding_id}:
+            raise InputError(f"has padding at the beginning or within {key!r}; it must be on the right")
 
 
 def check_texts(row: dict[str, Any], keys: Collection[str]) -> None:

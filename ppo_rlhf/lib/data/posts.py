@@ -115,10 +115,8 @@ class TaskIds(SamplingIds):
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and find its special tokens."""
-    lengths = ("query_length", "response_length", "comparison_length", "article_query_length")
-    for name in (*lengths, "temperature", "eval_temperature"):
-        if not getattr(task, name) > 0:
-            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    templates.check_numbers(task, "query_length", "response_length", "comparison_length", "article_query_length")
+    templates.check_numbers(task, "temperature", "eval_temperature")
     # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.   sft.py#L300-L308
     eos = tokenizer.eos_token_id
     if eos is None:

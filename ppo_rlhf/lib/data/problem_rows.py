@@ -2,8 +2,9 @@
 
 Forms of a row, of which the first columns that are there count:
 
-    question         a text, a number, or messages of a chat, the last of them the user's. Columns: the one that
-                     --task.question_column names, else prompt (TRL 1.16, verl at b178a3c) or problem
+    question         a text, a number, or messages of a chat, the last of them the user's; a content may be a list of
+                     parts that are texts. Columns: the one that --task.question_column names, else prompt (TRL 1.16,
+                     verl at b178a3c) or problem
     answer           a text, a number, a list of one of these, or messages, of which the last counts. Columns: the one
                      that --task.answer_column names, else reward_model.ground_truth (verl at b178a3c), solution or
                      completion (TRL 1.16). A name with dots is that of a column within another
@@ -19,6 +20,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ def as_text(value: Any, what: str) -> str:
     """A text or a number as a text; of a list of one, that one."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
+    if isinstance(value, Decimal) and value.is_finite():  # a number of parquet
+        value = f"{value.normalize():f}"
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         raise InputError(f"{what} must be a text or a number; it is {str(value)[:60]!r}")
     text = value if isinstance(value, str) else str(value).removesuffix(".0")
@@ -65,9 +69,19 @@ def as_messages(value: Any, what: str) -> Messages | None:
     if not (isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value)):
         return None
     return [
-        {name: as_text(one.get(name), f"{what}, a message's {name},") for name in ("role", "content")}
+        {
+            "role": as_text(one.get("role"), f"{what} a message's role,"),
+            "content": as_text(joined(one.get("content")), f"{what} a message's content,"),
+        }
         for one in value
     ]
+
+
+def joined(content: Any) -> Any:
+    """The text of a content that is a list of parts, each with a text, as OpenAI writes them; else the content."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
 
 
 def question_of(row: Mapping[str, Any], column: str, what: str) -> str | Messages:

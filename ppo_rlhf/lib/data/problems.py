@@ -108,9 +108,7 @@ def task_ids(
     task: TaskArgs, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> TaskIds:
     """Check the task's numbers and find its special tokens. generation_config: that of the model."""
-    for name in ("prompt_length", "response_length", "temperature"):
-        if not getattr(task, name) > 0:
-            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be above 0")
+    templates.check_numbers(task, "prompt_length", "response_length", "temperature")
     if not (stops := templates.end_ids(tokenizer, generation_config)):
         raise InputError("neither the tokenizer nor the model names a token that ends a response")
     return TaskIds(pad=models.vocabulary_size(tokenizer), stops=stops)

@@ -391,13 +391,15 @@ def check_reward_model(
     check_size(lm_backbone, what, args.task.query_length + args.task.response_length, vocab_size)
 
 
-def find_head(folder: Path) -> Path:
-    """The file with the head of a reward model or critic."""
-    head_file = folder / "reward_head.safetensors"
+def find_head(folder: Path, what: str = "") -> Path:
+    """The file with the head of a reward model or critic. what: the argument that names it, and its value."""
+    head_file, what = folder / "reward_head.safetensors", what or f"reward model {folder}"
     if not folder.is_dir():
-        raise InputError(f"reward model {folder}: no such folder")
+        raise InputError(f"{what}: no such folder")
     if not head_file.is_file():
-        raise InputError(f"{folder} is not a reward model that was trained here: it has no {head_file.name}")
+        raise InputError(
+            f"{what} is not a reward model of ours: it has no {head_file.name}; give models/<run>/reward"
+        )
     return head_file
 
 

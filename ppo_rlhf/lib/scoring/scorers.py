@@ -27,6 +27,9 @@ from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401 chapter 2 finds it he
 # Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
 Scorer = Callable[..., torch.Tensor]
 
+# Losses add up the squares of scores, in float32.
+LARGEST_SCORE = 1e15
+
 # Older runs name these modules as they were called then.
 MOVED = {"ppo_rlhf.tales": "ppo_rlhf.worlds.tales", "ppo_rlhf.tldr_tales": "ppo_rlhf.worlds.posts"}
 
@@ -172,8 +175,8 @@ def score_texts(
         return [], f"{what} returned {len(scores)} scores for {len(responses)} responses"
     nan_counts_nowhere = none is not None and math.isnan(none)
     for number, score in enumerate(scores):
-        if not math.isfinite(score) and not (math.isnan(score) and nan_counts_nowhere):
-            allowed = "finite, NaN or None" if nan_counts_nowhere else "finite"
+        if not abs(score) <= LARGEST_SCORE and not (math.isnan(score) and nan_counts_nowhere):
+            allowed = f"at most {LARGEST_SCORE:g} in size" + (", NaN or None" if nan_counts_nowhere else "")
             return [], f"{what} returned {score} for text {number + 1} of {len(scores)}; scores must be {allowed}"
     if sys.stdout.closed:
         return [], f"{what} closed sys.stdout, which the run prints to; it must leave that open"

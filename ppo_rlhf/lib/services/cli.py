@@ -108,6 +108,8 @@ class RunArgs:
     """push the trained model to the Hugging Face hub"""
     hf_entity: str = ""
     """user or organisation on the hub; empty: whoever is logged in"""
+    hf_private: bool = False
+    """upload to a private repository; False: to one that is as the hub makes it by default, usually public"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ Args = TypeVar("Args")
 MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "upload_model", "hf_entity", "track", "tracker"}
 MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "max_memory", "gradient_checkpointing", "ppo.share_prefixes"}
 MAY_CHANGE |= {"log_interval", "save_interval", "keep_checkpoints", "trace_interval", "trace_episodes"}
-MAY_CHANGE |= {"workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
+MAY_CHANGE |= {"hf_private", "workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
 MAY_CHANGE |= {group + knob.name for knob in dataclasses.fields(MemoryArgs) for group in ("", "ppo.")}
 
 
@@ -196,6 +198,7 @@ def parse(cls: type[Args], argv: list[str] | None = None, description: str | Non
     except SystemExit as end:
         if end.code == 0 and (commands := COMMAND.findall(description or "")):
             print("".join(commands).rstrip())
+        sys.stdout.flush()  # run_script ends quietly if nobody reads it any more
         raise
 
 
@@ -273,7 +276,7 @@ def above_zero(prefix: str, group: object, *fields: str) -> None:
             raise InputError(f"{typed(prefix + field)} is {value}; it must be above 0")
 
 
-def at_least(least: int, prefix: str, group: object, *fields: str) -> None:
+def at_least(least: float, prefix: str, group: object, *fields: str) -> None:
     """Check that these fields of a dataclass are large enough, or None. prefix: as in above_zero."""
     for field in fields:
         if (value := getattr(group, field)) is not None and value < least:

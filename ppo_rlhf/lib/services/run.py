@@ -512,7 +512,9 @@ class Run:
                 for part in parts:
                     name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
                     folder = self.model_folder / part
-                    address = tracking.upload_model(folder, self.args.hf_entity, name, self.address)
+                    address = tracking.upload_model(
+                        folder, self.args.hf_entity, name, self.address, private=self.args.hf_private
+                    )
                     for write in self.result_writers:
                         write({f"model/{part}": address})
             finally:
