@@ -223,7 +223,7 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     written = torch.tensor([[*in_letters(response), END]])
     respond = lambda contexts, *_, **__: (written.expand(len(contexts), -1), None)  # noqa: E731
     means, _ = rlvr_metrics.evaluate(setup, respond, with_samples=False)
-    assert means["eval/think_answer"] == 1.0
+    assert means["eval/think_answer"] == 1.0 == means["eval/think_answer_tags"]
     assert problems.response_start(of_chapter_3(), TOKENIZER) == ""
     closed = byte_tokenizer(TEMPLATE.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n"))
     assert problems.response_start(of_chapter_3(response_prefix="It is "), closed) == "It is "
