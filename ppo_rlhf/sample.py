@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
@@ -253,6 +253,40 @@ class Solutions(Continuations):
         return is_right
 
 
+def load_judge(
+    argument: str,
+    model: str,
+    label: str,
+    *,
+    texts: Continuations,
+    policy: str,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> Callable[..., torch.Tensor]:
+    """What a reward model says of queries and what is scored of responses.
+
+    argument: what names the model. label: of one from elsewhere. policy: a model with the tokenizer of the texts. On
+    the device `meta` all is checked that can be without the weights, which are not read.
+    """
+    pad_id, length = texts.ids.pad, texts.task.query_length + texts.task.response_length
+    if models.foreign.is_foreign(model):
+        kind = {"dtype": torch.float32, "device": device, "trust_remote_code": trust_remote_code, "field": argument}
+        classifier = models.foreign.Classifier(model, label, **kind)
+        task, tokenizer = texts.task, texts.tokenizer
+        read = problems.reader_of_prompts(task, tokenizer) if isinstance(texts, Solutions) else None
+        return models.foreign.scorer_of(classifier, tokenizer, pad_id, length, read, bare=texts.bare)
+    what, folder = f"--{argument} {model}", Path(model)
+    models.check_kind(folder, what, "reward model")
+    models.find_head(folder)
+    models.check_vocabulary(model, what, policy, trust_remote_code)
+    backbone = models.empty_model(model, trust_remote_code, AutoModel)
+    models.check_size(backbone, what, length, pad_id)
+    scorer = lm.RewardModel(backbone)
+    if device.type != "meta":
+        scorer = models.load_reward_model(folder, torch.float32, trust_remote_code).to(device)
+    return lambda queries, scored, *_: scorer(torch.cat([queries, scored], dim=1), pad_id)
+
+
 class Comparison:
     """A policy, the model that it started from, and what scores them."""
 
@@ -326,7 +360,15 @@ class Comparison:
                 continue
             name, label = "judge" if argument == "judge" else "score", args.label or info.get("label", "")
             try:
-                self.scorers[name] = self.judge(args, argument, judge, label)
+                self.scorers[name] = load_judge(
+                    argument,
+                    judge,
+                    label,
+                    texts=self.texts,
+                    policy=args.policy,
+                    device=self.device,
+                    trust_remote_code=trust,
+                )
             except InputError as error:
                 if argument == "judge" or args.reward_model or Path(judge).is_dir():
                     raise
@@ -340,20 +382,6 @@ class Comparison:
                 self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                     queries, shown, references
                 )
-
-    def judge(self, args: Args, argument: str, model: str, label: str) -> Callable[..., torch.Tensor]:
-        """What a reward model says of queries and what is scored of responses. label: of one from elsewhere."""
-        length, trust = self.task.query_length + self.task.response_length, args.trust_remote_code
-        if models.foreign.is_foreign(model):
-            kind = {"dtype": torch.float32, "device": self.device, "trust_remote_code": trust, "field": argument}
-            classifier = models.foreign.Classifier(model, label, **kind)
-            task, tokenizer = self.task, self.tokenizer
-            read = problems.reader_of_prompts(task, tokenizer) if isinstance(self.texts, Solutions) else None
-            return models.foreign.scorer_of(classifier, tokenizer, self.pad_id, length, read, bare=self.texts.bare)
-        scorer = models.load_reward_model(Path(model), torch.float32, trust).to(self.device)
-        models.check_vocabulary(model, f"--{argument} {model}", args.policy, trust)
-        models.check_size(scorer.lm_backbone, f"--{argument} {model}", length, self.pad_id)
-        return lambda queries, scored, *_: scorer(torch.cat([queries, scored], dim=1), self.pad_id)
 
     @torch.no_grad()
     def rows(

@@ -94,9 +94,8 @@ def test_chapter_2_puts_a_post_into_the_user_s_turn(tmp_path):
 
 def test_functions_of_chapter_2_read_the_post_alone(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(
-        scorers, "import_function", lambda *_: lambda queries, said: read.append((queries, said)) or [0.0] * len(said)
-    )
+    score = lambda queries, responses: read.append((queries, responses)) or [0.0] * len(responses)  # noqa: E731
+    monkeypatch.setattr(scorers, "import_function", lambda *_: score)
     found, ids = queries_of_chapter_2(tmp_path, with_first_token(), prompt_format="chat")
     posts.text_scorer("m:f", "rewards.function", TOKENIZER, ids)(found.queries, found.references, found.references)
     assert read[-1] == ([IN_LETTERS], ["It sleeps."])
@@ -197,7 +196,8 @@ def test_plain_prompts_begin_as_the_tokenizer_s_texts_do(tmp_path, capsys):
 
 def test_a_judge_of_token_ids_reads_the_first_token_once():
     read = []
-    judge = SimpleNamespace(longest=99, shares_tokens=lambda _: True, of_ids=read.append)
+    judge = SimpleNamespace(longest=99, device=torch.device("cpu"), of_ids=read.append)
+    judge.shares_tokens = lambda _: True
     score = foreign.scorer_of(judge, with_first_token(), PAD, 4)
     score(torch.tensor([[PAD, 1], [256, 2]]), torch.tensor([[3, PAD], [4, PAD]]))
     assert read[-1] == [[256, 1, 3], [256, 2, 4]]

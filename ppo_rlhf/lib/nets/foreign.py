@@ -57,21 +57,27 @@ class Classifier:
     def __init__(
         self, model: str, label: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, field: str
     ):
-        """field: the argument that names the model, such as rewards.trained_model; the label is next to it."""
+        """field: the argument that names the model, such as rewards.trained_model; the label is next to it.
+
+        On the device `meta` no weights are read: what the other files say can be checked, but it gives no scores.
+        """
         self.what, self.device = f"{flag(field)} {model}", device
         check_name(model, field)
         with typed_as({"base_model": field}), pretrained.model_errors(model) as (path, revision):
             kind = AutoModelForSequenceClassification
             config = pretrained.read_config(path, revision, trust_remote_code, auto_class=kind)
-            loaded, loading = kind.from_pretrained(
-                path,
-                revision=revision,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                **pretrained.SAFETENSORS_ONLY,
-            )
+            if device.type == "meta":
+                loaded, loading = pretrained.without_weights(kind, config, dtype, trust_remote_code), None
+            else:
+                loaded, loading = kind.from_pretrained(
+                    path,
+                    revision=revision,
+                    config=config,
+                    dtype=dtype,
+                    trust_remote_code=trust_remote_code,
+                    output_loading_info=True,
+                    **pretrained.SAFETENSORS_ONLY,
+                )
             self.model = pretrained.checked_model(loaded, loading, {}).requires_grad_(False).to(device)
             self.tokenizer = pretrained.load_tokenizer(model, trust_remote_code)
         self.tokenizer.truncation_side = "left"
@@ -211,5 +217,6 @@ def scorer_of(
         wholes = [tokenizer.decode([*a, *b]) for a, b in zip(asked, said, strict=True)]
         return judge.of_texts(texts, [w[len(t) :] for w, t in zip(wholes, texts, strict=True)])
 
-    score(torch.tensor([[0]]), torch.tensor([[1]]))  # what it cannot read is found before training
+    if judge.device.type != "meta":
+        score(torch.tensor([[0]]), torch.tensor([[1]]))  # what it cannot read is found before training
     return score
