@@ -76,14 +76,17 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
     if len(set(names)) < 3:
         raise InputError(f"--sft.exp_name, --reward.exp_name and --policy.exp_name are {names}; give three names")
-    # Whatever is wrong with the arguments or data of a later stage is said before the first stage begins. The model
-    # that SFT makes has tokenizer and configuration of the base model.
+    # What is wrong with the arguments or data of a later stage is said before the first begins. Numbers come first,
+    # because data may take minutes to read. Tokenizer and configuration are the same before SFT and after it.
+    processes = accelerator.num_processes
     with sequence.flags_of("sft", sft_args, SHARED):
-        tldr_sft.check(sft_args, accelerator.num_processes, stages.joint)
+        tldr_sft.check_arguments(sft_args, processes)
     with sequence.flags_of("reward", reward_args, SHARED):
-        tldr_reward.check(reward_args, accelerator.num_processes, stages.joint)
+        tldr_reward.check_arguments(reward_args, processes)
     with sequence.flags_of("policy", policy_args, SHARED):
-        tldr_policy.check(policy_args, accelerator.num_processes, stages.joint, unmade=["rewards.trained_model"])
+        tldr_policy.check(policy_args, processes, stages.joint, unmade=["rewards.trained_model"])
+    with sequence.flags_of("reward", reward_args, SHARED):
+        tldr_reward.check(reward_args, processes, stages.joint)
 
     sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
     reward_args = dataclasses.replace(reward_args, base_model=os.path.relpath(sft_folder, stages.root))

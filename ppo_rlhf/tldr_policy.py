@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, processes
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
@@ -979,8 +979,8 @@ def evaluate_policy(
 # ---- Plumbing: networks and scorers to load, checkpoints, the saved models -------------------------------------
 
 
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
+def check_arguments(args: Args, num_processes: int) -> PpoSizes:
+    """Refuse numbers that cannot be meant, before anything is read; return the sizes."""
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
     cli.at_least(1, "", args, "eval_prompts", "trace_episodes")
@@ -991,11 +991,12 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
-        console.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
+        errors.say_once(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
+    return ppo_sizes(args.ppo, num_processes)
 
 
 def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.Reference]:
@@ -1016,8 +1017,7 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
 
     unmade: arguments that name what an earlier stage will make.
     """
-    check_arguments(args)
-    sizes = ppo_sizes(args.ppo, num_processes)
+    sizes = check_arguments(args, num_processes)
     worlds.check_names(args, joint, unused=["task.comparisons", *unmade])
     typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons", *unmade])
     if args.lora.rank and processes.sharding():

@@ -331,8 +331,7 @@ class Checked:
 
 def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
-    check_arguments(args)
-    pair_sizes(args, 1, num_processes)  # a size that does not divide is said before much is read
+    check_arguments(args, num_processes)
     worlds.check_names(args, joint)
     args = worlds.find_paths(args, joint)
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -362,8 +361,8 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     )
 
 
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
+def check_arguments(args: Args, num_processes: int) -> None:
+    """Refuse numbers that cannot be meant, before anything is read."""
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "batch_size", "local_rollout_batch_size")
@@ -373,6 +372,7 @@ def check_arguments(args: Args) -> None:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
+    pair_sizes(args, 1, num_processes)
 
 
 @dataclass(frozen=True, kw_only=True)

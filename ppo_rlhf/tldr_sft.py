@@ -296,8 +296,7 @@ class Checked:
 
 def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
-    check_arguments(args)
-    sft_sizes(args, 1, num_processes)  # a size that does not divide is said before much is read
+    check_arguments(args, num_processes)
     worlds.check_names(args, joint, unused=["task.comparisons"])
     args = worlds.find_paths(args, joint, unused=["task.comparisons"])
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -313,13 +312,14 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     )
 
 
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
+def check_arguments(args: Args, num_processes: int) -> None:
+    """Refuse numbers that cannot be meant, before anything is read."""
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "epochs", "batch_size", "local_rollout_batch_size")
     cli.at_least(0, "", args, "num_train", "weight_decay", "eval_posts", "save_interval")
     cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
+    sft_sizes(args, 1, num_processes)
 
 
 @dataclass(frozen=True, kw_only=True)
