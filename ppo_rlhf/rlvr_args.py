@@ -28,7 +28,7 @@ class RewardsArgs:
     format: str = ""
     """a second verifier, of the form: gsm8k_format, think_answer, think_answer_tags, or a function; empty: none"""
     format_weight: float = 1.0
-    """weight of the second verifier's value in the score"""
+    """weight of the second verifier's value in the score; 0: it is only logged and evaluated"""
     trained_model: str = ""
     """a reward model whose score is added: models/<run>/reward, or any sequence classifier, in a folder or on the
     hub; empty: none"""

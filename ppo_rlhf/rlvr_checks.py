@@ -91,9 +91,16 @@ def impossible(args: rlvr_args.Args) -> Iterator[str]:
             f"{flag('rewards.missing_stop')} or {flag('rewards.mask_truncated')}"
         )
     if ppo.critic_warmup and ppo.advantage != "gae":
+        in_groups = f"{args.preset}-grpo"
         yield (
             f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
             f"{ppo.advantage} has none of; 0 switches it off"
+            + (f", as {flag('preset')} {in_groups} does" if in_groups in rlvr_args.PRESETS else "")
+        )
+    if ppo.loss in ("ipo", "dppo") and ppo.trust_region >= 1:
+        yield (
+            f"{flag('ppo.trust_region')} {ppo.trust_region} leaves out no token, since probabilities never differ by "
+            f"more than 1; it must be below 1"
         )
     if ppo.critic_explains is not None and not (ppo.critic_warmup and ppo.critic_explains < 1):
         yield (

@@ -307,6 +307,8 @@ def whiten(
 
 # ---- Step 7: losses --------------------------------------------------------------------------------------------
 
+NO_ADVANTAGE = 1e-12  # units of score; what float64 rounds of scores up to 1,000 is smaller
+
 
 def token_losses(
     new_logprobs: Tensor,
@@ -334,6 +336,8 @@ def token_losses(
         reinforce   -A log p
     """
     new_logprobs, logprobs, advantages = (x.masked_fill(~mask, 0) for x in (new_logprobs, logprobs, advantages))
+    # What rounding leaves of an advantage, where the responses to a prompt score the same, is none: no bound acts.
+    advantages = advantages.masked_fill(advantages.abs() < NO_ADVANTAGE, 0)
     log_ratio, nothing = new_logprobs - logprobs, torch.zeros_like(mask)
     if loss == "reinforce":
         # [V64] With one step per batch, this has the gradient of ppo.   core_algos.py#L1984-L2060

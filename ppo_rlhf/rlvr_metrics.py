@@ -333,11 +333,12 @@ def evaluate(
     respond: of a sampler. Returns means and rows for evaluation.jsonl. Every process must call this.
     """
     # [V98] All problems of the split in their order, each once; strict and flexible.   metric_utils.py#L420-L640
-    args, task, held_out = setup.args, setup.args.task, setup.held_out
+    args, task, held_out, shaping = setup.args, setup.args.task, setup.held_out, setup.args.rewards
     of_hashes = ["gsm8k_strict", "gsm8k_flexible", "gsm8k_format"] if task.answer_format == "hashes" else []
-    names, field = list(dict.fromkeys([args.rewards.verifier, *of_hashes])), "rewards.verifier"
+    named = dict.fromkeys((shaping.verifier, *of_hashes), "rewards.verifier")
+    named |= {shaping.format: "rewards.format"} if shaping.format else {}
     start_of = partial(problems.response_start, task)
-    verifiers = [rewards.load_verifier(name, field, start_of, on_all_processes=True) for name in names]
+    verifiers = [rewards.load_verifier(*pair, start_of, on_all_processes=True) for pair in named.items()]
     settings = {"tokenizer": setup.tokenizer, "ids": setup.ids, "accelerator": setup.accelerator}
     settings |= {"local_batch": setup.sizes.local_rollout_batch}
     solve = partial(problems.solve, held_out, respond, verifiers, **settings)
@@ -348,7 +349,7 @@ def evaluate(
         generators = [lm.keyed_generator(args.seed, "evaluate", number) for number in range(args.eval_samples)]
         noise = [torch.rand(shape, generator=generator, dtype=torch.float64) for generator in generators]
         samples = solve(temperature=args.eval_temperature, uniforms=torch.cat(noise, 1))
-    return problems.evaluation(held_out, task.kind_column, names=names, greedy=greedy, samples=samples)
+    return problems.evaluation(held_out, task.kind_column, names=[*named], greedy=greedy, samples=samples)
 
 
 def report(

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
@@ -264,6 +264,39 @@ class Solutions(Continuations):
         return is_right
 
 
+def load_judge(
+    argument: str,
+    model: str,
+    label: str,
+    *,
+    texts: Continuations,
+    policy: str,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> Callable[..., torch.Tensor]:
+    """What a reward model says of queries and what is scored of responses.
+
+    argument: what names the model. label: of one from elsewhere. policy: a model with the tokenizer of the texts. On
+    the device `meta` all is checked that can be without the weights, which are not read.
+    """
+    pad_id, length = texts.ids.pad, texts.task.query_length + texts.task.response_length
+    if models.foreign.is_foreign(model):
+        kind = {"dtype": torch.float32, "device": device, "trust_remote_code": trust_remote_code, "field": argument}
+        classifier = models.foreign.Classifier(model, label, **kind)
+        score = models.foreign.scorer_of(classifier, texts.tokenizer, pad_id, texts.task, bare=texts.bare)
+        return lambda queries, scored, *_: score(queries, scored, messages=texts.dialogues(queries))
+    what, folder = f"--{argument} {model}", Path(model)
+    models.check_kind(folder, what, "reward model")
+    models.find_head(folder)
+    models.check_vocabulary(model, what, policy, trust_remote_code)
+    backbone = models.empty_model(model, trust_remote_code, AutoModel)
+    models.check_size(backbone, what, length, pad_id)
+    scorer = lm.RewardModel(backbone)
+    if device.type != "meta":
+        scorer = models.load_reward_model(folder, torch.float32, trust_remote_code).to(device)
+    return lambda queries, scored, *_: scorer(torch.cat([queries, scored], dim=1), pad_id)
+
+
 class Comparison:
     """A policy, the model that it started from, and what scores them."""
 
@@ -339,7 +372,15 @@ class Comparison:
                 continue
             name = "judge" if argument == "judge" else "score"
             try:
-                self.scorers[name] = self.judge(args, argument, judge, labels[argument])
+                self.scorers[name] = load_judge(
+                    argument,
+                    judge,
+                    labels[argument],
+                    texts=self.texts,
+                    policy=args.policy,
+                    device=self.device,
+                    trust_remote_code=trust,
+                )
             except InputError as error:
                 if argument == "judge" or args.reward_model or Path(judge).is_dir():
                     raise
@@ -353,20 +394,6 @@ class Comparison:
                 self.scorers[name] = lambda queries, scored, shown, references, scorer=scorer: scorer(
                     queries, shown, references
                 )
-
-    def judge(self, args: Args, argument: str, model: str, label: str) -> Callable[..., torch.Tensor]:
-        """What a reward model says of queries and what is scored of responses. label: of one from elsewhere."""
-        length, trust = self.task.query_length + self.task.response_length, args.trust_remote_code
-        if models.foreign.is_foreign(model):
-            kind = {"dtype": torch.float32, "device": self.device, "trust_remote_code": trust, "field": argument}
-            classifier = models.foreign.Classifier(model, label, **kind)
-            bare = self.texts.bare
-            score = models.foreign.scorer_of(classifier, self.tokenizer, self.pad_id, self.task, bare=bare)
-            return lambda queries, scored, *_: score(queries, scored, messages=self.texts.dialogues(queries))
-        scorer = models.load_reward_model(Path(model), torch.float32, trust).to(self.device)
-        models.check_vocabulary(model, f"--{argument} {model}", args.policy, trust)
-        models.check_size(scorer.lm_backbone, f"--{argument} {model}", length, self.pad_id)
-        return lambda queries, scored, *_: scorer(torch.cat([queries, scored], dim=1), self.pad_id)
 
     @torch.no_grad()
     def rows(

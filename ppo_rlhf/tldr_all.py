@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge, tldr_policy, tldr_reward, tldr_sft
-from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, paths
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
@@ -74,20 +73,20 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     sft_args, reward_args, policy_args = (
         dataclasses.replace(part, **shared) for part in (args.sft, args.reward, args.policy)
     )
-    # Bad arguments of a later stage are refused before the first stage begins.
-    with sequence.flags_of("sft", sft_args, SHARED):
-        tldr_sft.check_arguments(sft_args)
-        tldr_sft.sft_sizes(sft_args, 1, accelerator.num_processes)
-    with sequence.flags_of("reward", reward_args, SHARED):
-        tldr_reward.check_arguments(reward_args)
-        tldr_reward.pair_sizes(reward_args, 1, accelerator.num_processes)
-    with sequence.flags_of("policy", policy_args, SHARED):
-        tldr_policy.check_arguments(policy_args)
-        tldr_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
-        rewards.import_functions(policy_args.rewards)
     names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
     if len(set(names)) < 3:
         raise InputError(f"--sft.exp_name, --reward.exp_name and --policy.exp_name are {names}; give three names")
+    # What is wrong with the arguments or data of a later stage is said before the first begins. Numbers come first,
+    # because data may take minutes to read. Tokenizer and configuration are the same before SFT and after it.
+    processes = accelerator.num_processes
+    with sequence.flags_of("sft", sft_args, SHARED):
+        tldr_sft.check_arguments(sft_args, processes)
+    with sequence.flags_of("reward", reward_args, SHARED):
+        tldr_reward.check_arguments(reward_args, processes)
+    with sequence.flags_of("policy", policy_args, SHARED):
+        tldr_policy.check(policy_args, processes, stages.joint, unmade=["rewards.trained_model"])
+    with sequence.flags_of("reward", reward_args, SHARED):
+        tldr_reward.check(reward_args, processes, stages.joint)
 
     sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
     reward_args = dataclasses.replace(reward_args, base_model=os.path.relpath(sft_folder, stages.root))

@@ -43,10 +43,10 @@ from typing import Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, processes
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
@@ -65,7 +65,7 @@ class RewardsArgs:
     """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
-    with a third parameter it also gets the reference answers, here the summaries of the data"""
+    with a third parameter, or one named references or answer, it also gets the summaries of the data"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: int = 256
@@ -277,8 +277,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """The parts of a run that no update changes."""
+class Checked:
+    """What the arguments name, apart from models."""
 
     typed_args: Args  # with names such as `posts` that are not yet paths
     args: Args
@@ -287,9 +287,15 @@ class Setup:
     ids: posts.TaskIds
     train_posts: posts.Posts
     held_out: dict[str, posts.Posts]  # of the splits validation and test
+    monitor: dict[str, scorers.Scorer]  # what is only logged, under its name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Checked):
+    """The parts of a run that no update changes."""
+
     score: scorers.Scorer  # (queries, responses, references) -> (rows,), on the scale below
     scale: scorers.Scale  # of the scores of a function
-    monitor: dict[str, scorers.Scorer]  # what is only logged, under its name
     accelerator: Accelerator
 
 
@@ -973,8 +979,8 @@ def evaluate_policy(
 # ---- Plumbing: networks and scorers to load, checkpoints, the saved models -------------------------------------
 
 
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
+def check_arguments(args: Args, num_processes: int) -> PpoSizes:
+    """Refuse numbers that cannot be meant, before anything is read; return the sizes."""
     cli.check_values(args)
     cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
     cli.at_least(1, "", args, "eval_prompts", "trace_episodes")
@@ -985,50 +991,63 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
-        console.say(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
+        errors.say_once(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
+    return ppo_sizes(args.ppo, num_processes)
 
 
 def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.Reference]:
     """Check the arguments, read the posts and load the networks. Nothing is written yet. joint: as of `train`."""
     accelerator = processes.make_accelerator()
-    check_arguments(args)
-    worlds.check_names(args, joint, unused=["task.comparisons"])
-    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons"])
+    found, scale = check(args, accelerator.num_processes, joint), scorers.Scale()
+    actor_critic, reference = load_networks(found.args, found.tokenizer, accelerator)
+    score = load_scorer(found.args, found.tokenizer, found.ids, accelerator)
+    few_rows = partial(passes.few_rows_at_a_time, score, found.sizes.local_rollout_batch)
+    setup = Setup(
+        **vars(found), score=lambda *tokens: scale.apply(few_rows(*tokens)), scale=scale, accelerator=accelerator
+    )
+    return setup, actor_critic, reference
+
+
+def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Collection[str] = ()) -> Checked:
+    """Refuse what can be refused before any weights are loaded; find and read what the arguments name.
+
+    unmade: arguments that name what an earlier stage will make.
+    """
+    sizes = check_arguments(args, num_processes)
+    worlds.check_names(args, joint, unused=["task.comparisons", *unmade])
+    typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons", *unmade])
+    if args.lora.rank and processes.sharding():
+        raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
+    if args.lora.rank:
+        base = models.empty_model(args.base_model, args.trust_remote_code, AutoModelForCausalLM)
+        models.add_adapters(base, args.lora, args.seed)
+    if folder := args.rewards.value_model:
+        critic = models.empty_model(folder, args.trust_remote_code, AutoModel)
+        models.check_reward_model(critic, args, ids.vocab_size, "value_model")
+    of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
-    train_posts = read_posts("train")
-    held_out = {split: read_posts(split, args.eval_posts) for split in ("validation", "test")}
-    actor_critic, reference = load_networks(args, tokenizer, accelerator)
-    score, monitor = load_scorers(args, tokenizer, ids, accelerator)
-    few_rows, scale = partial(passes.few_rows_at_a_time, score, sizes.local_rollout_batch), scorers.Scale()
-    setup = Setup(
+    return Checked(
         typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
         ids=ids,
-        train_posts=train_posts,
-        held_out=held_out,
-        score=lambda *tokens: scale.apply(few_rows(*tokens)),
-        scale=scale,
-        monitor=monitor,
-        accelerator=accelerator,
+        train_posts=read_posts("train"),
+        held_out={split: read_posts(split, args.eval_posts) for split in ("validation", "test")},
+        monitor=scorers.load_monitor(args.rewards.monitor, TAKEN, of_texts),
     )
-    return setup, actor_critic, reference
 
 
 def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, networks.Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
-    if args.lora.rank and processes.sharding():
-        raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
     length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
     lm_backbone, critic = models.load_base_model(args), networks.load_critic(args, vocab_size)
     packing.enable(lm_backbone, critic.lm_backbone)
@@ -1050,28 +1069,22 @@ def load_networks(
 TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
 
 
-def load_scorers(
+def load_scorer(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, accelerator: Accelerator
-) -> tuple[scorers.Scorer, dict[str, scorers.Scorer]]:
-    """The scorer of (queries, truncated responses, reference summaries), and scorers that are only logged, by name.
-
-    A reward model does not look at the reference summaries.
-    """
-    of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
-    monitor = scorers.load_monitor(args.rewards.monitor, TAKEN, of_texts)
+) -> scorers.Scorer:
+    """The scorer of (queries, truncated responses, reference summaries); a reward model reads no references."""
     if args.rewards.function:
-        return of_texts(args.rewards.function, "rewards.function"), monitor
+        return posts.text_scorer(args.rewards.function, "rewards.function", tokenizer, ids)
     pad_id = models.vocabulary_size(tokenizer)
     if models.foreign.is_foreign(args.rewards.trained_model):
         bare = partial(posts.bare, ids=ids)
-        score = models.foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
-        return score, monitor
+        return models.foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
     models.place(reward_model, accelerator)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641
     score = networks.response_scorer(reward_model, pad_id)
-    return lambda queries, responses, references: score(queries, responses), monitor
+    return lambda queries, responses, references: score(queries, responses)
 
 
 def make_optimizer(actor_critic: ActorCritic, ppo: PpoArgs) -> torch.optim.Optimizer:

@@ -30,13 +30,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import classifier, lm, models, packing, passes
+from ppo_rlhf.lib.nets import lm, models, packing, passes
 from ppo_rlhf.lib.services import cli, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -89,29 +89,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
     disk fails.
     """
     accelerator = processes.make_accelerator()
-    check_arguments(args)
-    worlds.check_names(args, joint)
-    typed_args = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
-    args = worlds.find_paths(typed_args, joint)
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = posts.task_ids(args.task, tokenizer)
-    comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
-    held_out = read_held_out(args.task, tokenizer)
-    train_posts = posts.read_posts(args.task, tokenizer, "train", args.normalize_posts)
-    sizes = pair_sizes(args, len(comparisons), accelerator.num_processes)
-    rows_of = {"posts": train_posts, "train": comparisons, **held_out}
-    lengths = {name: int(rows.lengths(ids.pad).max()) for name, rows in rows_of.items()}
-    longest = max(lengths, key=lambda name: lengths[name])
-    # Messages name the arguments that limit the longest rows.
-    names = {"task.query_length": "task.article_query_length"} if longest == "validation_cnndm" else {}
-    names |= {"task.response_length": "task.comparison_length"} if longest != "posts" else {}
-    with cli.typed_as(names):
-        reward_model = load_reward_model(args, lengths[longest], ids.vocab_size, accelerator)
+    typed_args, found = args, check(args, accelerator.num_processes, joint)  # meta.json keeps what was typed
+    args, sizes, tokenizer, ids, comparisons = found.args, found.sizes, found.tokenizer, found.ids, found.comparisons
+    reward_model = load_reward_model(args, found.longest, ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 
     inputs = models.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
-    length = 2 * lengths["train"]  # both texts of a comparison
+    length = 2 * int(comparisons.lengths(ids.pad).max())  # both texts of a comparison
     of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
     this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
     first_step = this_run.resume(reward_model, optimizer)["step"]
@@ -152,7 +137,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     results: dict = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}
     chunk = args.local_rollout_batch_size
     with reward_model.sampling():
-        for name, rows in held_out.items():
+        for name, rows in found.held_out.items():
             accuracy, table = agreement(reward_model, rows, ids.pad, chunk, accelerator)
             sides = ("chosen_reward", "rejected_reward")
             means = {f"{name}/{side}": fmean(row[side] for row in table) for side in sides}
@@ -163,7 +148,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 this_run.log_samples(sizes.steps, sample_rows(rows, table, tokenizer, ids))
 
         # 3. Normalise.
-        normalised = shift_to_references(reward_model, train_posts, ids.pad, chunk, accelerator)
+        normalised = shift_to_references(reward_model, found.train_posts, ids.pad, chunk, accelerator)
         processes.check_finite(normalised, sizes.steps, processes.anew_with_lower("lr"))
         results |= normalised
 
@@ -330,8 +315,54 @@ def shift_to_references(
 # ---- Plumbing: sizes, data, the model to start from ------------------------------------------------------------
 
 
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What the arguments name."""
+
+    args: Args  # with paths in place of names such as `posts`
+    sizes: PairSizes
+    tokenizer: PreTrainedTokenizerBase
+    ids: posts.TaskIds
+    comparisons: posts.Comparisons
+    held_out: dict[str, posts.Comparisons]
+    train_posts: posts.Posts
+    longest: int  # tokens of the longest text
+
+
+def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
+    """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
+    check_arguments(args, num_processes)
+    worlds.check_names(args, joint)
+    args = worlds.find_paths(args, joint)
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = posts.task_ids(args.task, tokenizer)
+    comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
+    held_out = read_held_out(args.task, tokenizer)
+    train_posts = posts.read_posts(args.task, tokenizer, "train", args.normalize_posts)
+    rows_of = {"posts": train_posts, "train": comparisons, **held_out}
+    lengths = {name: int(rows.lengths(ids.pad).max()) for name, rows in rows_of.items()}
+    longest = max(lengths, key=lambda name: lengths[name])
+    # Messages name the arguments that limit the longest rows.
+    names = {"task.query_length": "task.article_query_length"} if longest == "validation_cnndm" else {}
+    names |= {"task.response_length": "task.comparison_length"} if longest != "posts" else {}
+    with cli.typed_as(names):
+        # The library must have a classifier for the model, as which it is saved.
+        classifier = models.empty_model(args.base_model, args.trust_remote_code, AutoModelForSequenceClassification)
+        models.check_size(classifier, f"{cli.flag('base_model')} {args.base_model}", lengths[longest], ids.vocab_size)
+    return Checked(
+        args=args,
+        sizes=pair_sizes(args, len(comparisons), num_processes),
+        tokenizer=tokenizer,
+        ids=ids,
+        comparisons=comparisons,
+        held_out=held_out,
+        train_posts=train_posts,
+        longest=lengths[longest],
+    )
+
+
+def check_arguments(args: Args, num_processes: int) -> None:
+    """Refuse numbers that cannot be meant, before anything is read."""
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "batch_size", "local_rollout_batch_size")
@@ -341,6 +372,7 @@ def check_arguments(args: Args) -> None:
         raise InputError(
             f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
+    pair_sizes(args, 1, num_processes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,13 +423,12 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
 
 
 def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> None:
-    """Refuse a model that does not read tokens as we do, or that the library has no classifier for."""
+    """Refuse a model that does not read tokens as we do."""
     language_model = models.load_base_model(args)
     packing.enable(language_model)
     models.place(language_model, accelerator)
     with processes.gathered(language_model):
         models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
-    classifier.check(language_model.config, args.base_model, args.trust_remote_code)
 
 
 if __name__ == "__main__":

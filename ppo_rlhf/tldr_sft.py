@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -98,16 +99,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     disk fails.
     """
     accelerator = processes.make_accelerator()
-    check_arguments(args)
-    worlds.check_names(args, joint, unused=["task.comparisons"])
-    typed_args = args  # with names such as `posts`, not yet paths; meta.json and the saved models keep these
-    args = worlds.find_paths(typed_args, joint, unused=["task.comparisons"])
-    task, device = args.task, accelerator.device
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = posts.task_ids(task, tokenizer)
-    train_posts = posts.read_posts(task, tokenizer, "train", args.num_train)
-    held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
-    sizes = sft_sizes(args, len(train_posts), accelerator.num_processes)
+    typed_args, found = args, check(args, accelerator.num_processes, joint)  # meta.json keeps what was typed
+    args, sizes, tokenizer, ids = found.args, found.sizes, found.tokenizer, found.ids
+    task, device, train_posts = args.task, accelerator.device, found.train_posts
     # [T17] Without dropout.   sft.py#L153-L157
     lm_backbone = models.load_base_model(args)
     packing.enable(lm_backbone)
@@ -155,7 +149,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     # 2. Summarise held-out posts.
     results = {"too_long": train_posts.too_long}
-    for split, split_posts in held_out.items():
+    for split, split_posts in found.held_out.items():
         scores, rows = summarise_held_out(
             model, split_posts, split, tokenizer=tokenizer, ids=ids, args=args, accelerator=accelerator
         )
@@ -288,13 +282,44 @@ def summarise_held_out(
 # ---- Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass) -----------
 
 
-def check_arguments(args: Args) -> None:
-    """Refuse numbers that cannot be meant."""
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What the arguments name."""
+
+    args: Args  # with paths in place of names such as `posts`
+    sizes: SftSizes
+    tokenizer: PreTrainedTokenizerBase
+    ids: posts.TaskIds
+    train_posts: posts.Posts
+    held_out: dict[str, posts.Posts]  # of the splits validation and test
+
+
+def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
+    """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
+    check_arguments(args, num_processes)
+    worlds.check_names(args, joint, unused=["task.comparisons"])
+    args = worlds.find_paths(args, joint, unused=["task.comparisons"])
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    read_posts = partial(posts.read_posts, args.task, tokenizer)
+    train_posts = read_posts("train", args.num_train)
+    return Checked(
+        args=args,
+        sizes=sft_sizes(args, len(train_posts), num_processes),
+        tokenizer=tokenizer,
+        ids=posts.task_ids(args.task, tokenizer),
+        train_posts=train_posts,
+        held_out={split: read_posts(split, args.eval_posts) for split in ("validation", "test")},
+    )
+
+
+def check_arguments(args: Args, num_processes: int) -> None:
+    """Refuse numbers that cannot be meant, before anything is read."""
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
     cli.at_least(1, "", args, "epochs", "batch_size", "local_rollout_batch_size")
     cli.at_least(0, "", args, "num_train", "weight_decay", "eval_posts", "save_interval")
     cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
+    sft_sizes(args, 1, num_processes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,9 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import files, paths
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import models
@@ -39,7 +40,9 @@ class Args:
     resume: str = ""
     """folder of either of the two runs to resume: runs/<run>; the arguments are those of the newest of them"""
     judge: str = ""
-    """folder of another reward model, which judges the texts at the end and trains nothing"""
+    """another reward model, also one from elsewhere, which judges the texts at the end and trains nothing"""
+    label: str = ""
+    """the label whose logit is the score, for a judge from elsewhere"""
     task: train_policy.TaskArgs = field(default_factory=train_policy.TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)
@@ -74,22 +77,27 @@ def train(args: Args) -> tuple[Path, Path]:
     # Both have one task, and the policy one source of scores.   train_policy.py#L408-L417
     shared = {name: getattr(args, name) for name in SHARED}
     reward_args, policy_args = (dataclasses.replace(part, **shared) for part in (args.reward, args.policy))
+    # Whatever is wrong with the policy's arguments or the judge is said before the reward model is trained. All else
+    # that the policy needs, such as a base model that is long enough, the reward model needs too.
     with sequence.flags_of("reward", reward_args, SHARED):
         cli.reward_sizes(reward_args, accelerator.num_processes)
-    if args.judge:
-        models.check_kind(Path(args.judge), f"--judge {args.judge}", "reward model")
-    with sequence.flags_of("reward", reward_args, SHARED):
-        worlds.check_names(reward_args)
+        worlds.check_names(reward_args, stages.joint)
     with sequence.flags_of("policy", policy_args, SHARED):
         cli.check_ppo_arguments(policy_args)
         cli.ppo_sizes(policy_args.ppo, accelerator.num_processes)
-        rewards.import_functions(policy_args.rewards)
+        worlds.check_names(policy_args, stages.joint, unused=["rewards.trained_model"])
     cli.check_task(args.task)
-    found = worlds.find_paths(args)
+    found = worlds.find_paths(args, stages.joint)
     tokenizer = models.load_tokenizer(found.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):
         cli.load_monitor(policy_args.rewards.monitor, tokenizer, cli.vocabulary_size(tokenizer))
-    train_policy.QueryStream(found.task, tokenizer, split="test")  # the report at the end needs held-out queries
+    texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="", root=stages.root)
+    texts.held_out(1)  # the report at the end needs such queries
+    if args.label and not models.foreign.is_foreign(args.judge):
+        raise InputError(f"--label {args.label}: only a judge from elsewhere has labels")
+    if args.judge:
+        no_weights = {"device": torch.device("meta"), "trust_remote_code": args.trust_remote_code}
+        sample.load_judge("judge", args.judge, args.label, texts=texts, policy=found.base_model, **no_weights)
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
@@ -100,17 +108,24 @@ def train(args: Args) -> tuple[Path, Path]:
     )
     policy_folder = stages.train(train_policy.train, policy_args, "policy", "policy")
     if accelerator.is_main_process:
-        report(stages.runs, reward_folder, policy_folder, args.judge, args.trust_remote_code)
+        report(stages.runs, reward_folder, policy_folder, args)
     accelerator.wait_for_everyone()
     return reward_folder, policy_folder
 
 
-def report(runs: Path, reward_folder: Path, policy_folder: Path, judge: str, trust_remote_code: bool) -> None:
-    """Let both models continue held-out queries, at most EVALUATION_QUERIES; say in plain words what happened."""
+def report(runs: Path, reward_folder: Path, policy_folder: Path, joint: Args) -> None:
+    """Let both models continue held-out queries, at most EVALUATION_QUERIES; say in plain words what happened.
+
+    joint: of this script.
+    """
     reward_run, policy_run = (runs / folder.parent.name for folder in (reward_folder, policy_folder))
     reward_meta, policy_meta = run.read_meta(reward_run), run.read_meta(policy_run)
     args = sample.Args(
-        policy=str(policy_folder), reward_model=str(reward_folder), judge=judge, trust_remote_code=trust_remote_code
+        policy=str(policy_folder),
+        reward_model=str(reward_folder),
+        judge=joint.judge,
+        label=joint.label,
+        trust_remote_code=joint.trust_remote_code,
     )
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
     queries, _ = comparison.task_queries(EVALUATION_QUERIES)

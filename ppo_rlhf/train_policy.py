@@ -112,7 +112,7 @@ class RewardsArgs:
     """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
-    with a third parameter it also gets the reference answers, here None"""
+    parameters named prompts, completions or answer get those, as docs/running.md says; references are None here"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: int = 256

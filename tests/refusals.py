@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from ppo_rlhf import judge, rlvr_async
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.lib.services.run import Run
 from ppo_rlhf.lib.services.sequence import Stages
@@ -369,6 +370,7 @@ def refusal(row: Row, folder: Path, function: str, args: Any, argument: str, val
             ("sft.", "reward.", "policy.")
         ):  # arguments of all stages are checked before the first
             patch.setattr(Stages, "train", accept)
+            patch.setattr(posts, "read_posts", accept)
         patch.setattr(Run, "__init__", accept)
         patch.setattr(rlvr_async, "connected", contextlib.nullcontext)
         patch.setattr(building, "find", accept)

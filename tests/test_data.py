@@ -574,26 +574,65 @@ class Callables:
         return two(queries, responses)
 
 
+def trl(completions, ground_truth, **kwargs):
+    return [2.0 * completion.endswith(answer) for completion, answer in zip(completions, ground_truth, strict=True)]
+
+
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("function", "positional", "by_name"),
     [
-        (two, False),
-        (three, True),
-        (three_with_a_default, True),
-        (option, False),
-        (wrapped(two), False),
-        (functools.wraps(three)(wrapped(three)), True),
-        (functools.partial(three, references=[]), False),
-        (functools.partial(lambda scale, q, r: r, 2.0), False),
-        (Callables().method, True),
-        (Callables(), False),
-        (lambda q, r, /, *rest, **options: r, False),
-        (lambda q, r, references, more=1: r, True),
-        (max, False),  # does not tell
+        (two, "qr", {}),
+        (three, "qra", {}),
+        (three_with_a_default, "qra", {}),
+        (option, "qr", {"references": "a"}),
+        (wrapped(two), "qr", {}),
+        (functools.wraps(three)(wrapped(three)), "qra", {}),
+        (functools.partial(three, references=[]), "qr", {}),
+        (functools.partial(lambda scale, q, r: r, 2.0), "qr", {}),
+        (Callables().method, "qra", {}),
+        (Callables(), "qr", {}),
+        (lambda q, r, /, *rest, **options: r, "qr", {}),
+        (lambda q, r, a, more=1: r, "qra", {}),
+        (max, "qr", {}),  # does not tell
+        # Names count more than places.
+        (lambda completions, **columns: completions, "r", {}),
+        (trl, "ra", {}),
+        (lambda responses, queries: responses, "rq", {}),
+        (lambda solution, prompts, /: prompts, "aq", {}),
+        (lambda completions, prompts, answer: prompts, "rqa", {}),
+        (lambda completions, scale=1.0, answer=None: scale, "r", {"answer": "a"}),
+        (lambda *texts, answers, **columns: answers, "", {"answers": "a"}),
     ],
 )
-def test_a_third_parameter_by_position_asks_for_references(function, expected):
-    assert scorers.takes_references(function) is expected
+def test_a_function_gets_what_its_parameters_are_named_after(function, positional, by_name):
+    """Or, where they have other names, queries and responses and, if there is a third, references."""
+    given = scorers.arguments_of(function, ["q"], ["r"], ["a"])
+    assert list(given.args) == [[text] for text in positional]
+    assert given.kwargs == {name: [text] for name, text in by_name.items()}
+
+
+def test_a_reward_function_of_another_library_sees_its_columns():
+    score = scorers.text_scorer("test_data:trl", "rewards.function", Letters(), PAD, with_references=True)
+    tokens = [torch.tensor([[letter]]) for letter in (65, 66, 66)]
+    assert score(*tokens).tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda data_source, solution_str, ground_truth, extra_info=None: 1.0,
+            "its parameter data_source has neither",
+        ),
+        (lambda completion, answer: 1.0, "its parameter completion has neither"),
+        (lambda texts: texts, "by position with the texts of queries and of responses"),
+        (lambda a, b, c, d: a, "missing a required argument: 'd'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_so_is_told_what_there_is(function, words):
+    scores, said = scorers.score_texts(function, "--rewards.function m:f", ["q"], ["r"], ["a"])
+    assert scores == [] and said.startswith("--rewards.function m:f: ") and words in said
+    assert all(name in said for name in scorers.NAMES) and "\n" not in said
 
 
 def test_references_are_texts_or_none():

@@ -131,7 +131,7 @@ def test_the_summary_of_one_held_out_query(both_run: Path, tiny_world: Path, tmp
     info = json.loads((policy / "ppo_rlhf.json").read_text())
     info["task"]["query_dataset"] = str(tmp_path / "few.txt")
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    train_both.report(tmp_path / "runs", reward, policy, "", False)
+    train_both.report(tmp_path / "runs", reward, policy, train_both.Args())
     (query,) = held_out_queries(only(tmp_path, "runs/train_policy__*"))
     assert query in stories[49]
     said = capsys.readouterr().out
@@ -152,16 +152,23 @@ def test_torchrun_with_two_processes_gives_the_run_of_one(both_run: Path, tiny_w
         assert sample_of_two["response"] == sample_of_one["response"]
 
 
-def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tmp_path: Path) -> None:
+def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tiny_reward: Path, tmp_path: Path) -> None:
+    """And a judge from elsewhere, here what the library sees of a reward model of ours."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
     tiny_models("llama", len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     dtypes = ["--reward.dtype", "bfloat16", "--policy.dtype", "bfloat16"]
+    ours = ("ppo_rlhf.json", "reward_head.safetensors")
+    shutil.copytree(tiny_reward, tmp_path / "judge", ignore=lambda *_: ours)
+    label = next(iter(json.loads((tmp_path / "judge/config.json").read_text())["id2label"].values()))
     arguments = [*both_arguments(tiny_world), "--base_model", str(tmp_path / "base"), *dtypes]
+    arguments += ["--judge", str(tmp_path / "judge"), "--label", label]
     run_script("train_both.py", *arguments, folder=tmp_path)  # both parts sample
     for row in metrics_of(only(tmp_path, "runs/train_policy__*")):
         # The resolution of log-probs between -8 and -4.
         assert row["objective/sampler_gap"] < 2**-5 and row["ppo/val/first_ratio_gap"] < 2**-5
+    judged = [row["policy judge"] for row in rows_of(only(tmp_path, "runs/train_policy__*/comparison.jsonl"))]
+    assert len(set(judged)) > 1
     run_script("sample.py", "--policy", str(only(tmp_path, "models/*/policy")), folder=tmp_path)
 
 

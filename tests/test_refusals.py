@@ -136,6 +136,12 @@ NAMES = {
     "both: one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "two names"),
     "two scorers": policy("--rewards.function rewards:length", "--rewards.trained_model", "--rewards.function"),
     "no scorer": policy("--rewards.trained_model '' --preset cnndm", "models/ has no reward model", "cnndm"),
+    "both: experiment with a very long name": both(
+        f"--policy.exp_name {'x' * 300}", "--policy.exp_name xxx", "too long"
+    ),
+    "both: the policy's reward model has a label": both(
+        "--policy.rewards.label GOOD", "--policy.rewards.label GOOD: only a reward model from elsewhere has labels"
+    ),
     "both: monitor's name is taken": both(
         "--policy.rewards.monitor rewards:scores", "--policy.rewards.monitor", "the name scores is taken"
     ),
@@ -282,6 +288,41 @@ REWARD_MODELS = {
     "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),
     "ppo_rlhf.json with a text for a number": bad_reward_model(
         edit("reward/ppo_rlhf.json", "vocab_size", to="1024"), "ppo_rlhf.json"
+    ),
+}
+
+# ---- Judges of train_both.py: all that is wrong with one is said before the first of two trainings ---------------
+
+
+def copied(model: str, *damages: Damage) -> Damage:
+    """A judge that is like a model, but for this."""
+    return all_of(lambda folder: shutil.copytree(folder / model, folder / "judge"), *damages)
+
+
+def bad_judge(damage: Damage, *words: str, arguments: str = "") -> Row:
+    return both(f"--judge judge {arguments}", "judge", *words, damage=damage)
+
+
+# A classifier from elsewhere is what ours is without what only ours has.
+FROM_ELSEWHERE = (remove("judge/ppo_rlhf.json"), remove("judge/reward_head.safetensors"))
+TWO_LABELS = edit("judge/config.json", "id2label", to={"0": "BAD", "1": "GOOD"})
+JUDGES = {
+    "not there": both("--judge nowhere", "--judge nowhere: no such folder"),
+    "a policy": bad_judge(copied("policy"), "--judge judge is a policy; it must be a reward model"),
+    "a critic": bad_judge(copied("reward", edit("judge/ppo_rlhf.json", "kind", to="critic")), "be a reward model"),
+    "another vocabulary": bad_judge(copied("reward", other_words("judge")), "that of model", "the same kind"),
+    "too short": bad_judge(copied("reward", edit("judge/config.json", "n_positions", to=40)), "40 tokens", "are 48"),
+    "without a head": bad_judge(copied("reward", remove("judge/reward_head.safetensors")), "reward_head.safetensors"),
+    "a label of ours": bad_judge(copied("reward"), "only a judge from elsewhere", arguments="--label GOOD"),
+    "no tokenizer": bad_judge(
+        copied("reward", *(remove(f"judge/{name}") for name in ("tokenizer.json", "tokenizer_config.json"))), "token"
+    ),
+    "from elsewhere: two labels": bad_judge(copied("reward", *FROM_ELSEWHERE, TWO_LABELS), "--label GOOD"),
+    "from elsewhere: another label": bad_judge(
+        copied("reward", *FROM_ELSEWHERE, TWO_LABELS), "the labels BAD, GOOD", arguments="--label FINE"
+    ),
+    "from elsewhere: too short": bad_judge(
+        copied("reward", *FROM_ELSEWHERE, edit("judge/config.json", "n_positions", to=40)), "40 tokens", "are 48"
     ),
 }
 
@@ -512,6 +553,40 @@ CHAPTER_2 = {
     "all: resume of one stage": all_three("--policy.resume x", "--policy.resume", "give --resume"),
     "all: a reward model": all_three("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
     "all: a function": all_three("--policy.rewards.function m:f", "--policy.rewards.function", "tldr_policy.py"),
+    # what only a later stage needs
+    "all: the policy's reward model has a label": all_three(
+        "--policy.rewards.label GOOD", "--policy.rewards.label GOOD: only a reward model from elsewhere has labels"
+    ),
+    "all: experiment with a very long name": all_three(f"--reward.exp_name {'x' * 300}", "--reward.exp_name xxx"),
+    "all: adapters for no layer": all_three(
+        "--policy.lora.rank 2 --policy.lora.target_modules q", "--policy.lora.target_modules 'q': ", "no layer 'q'"
+    ),
+    "all: a critic that is not there": all_three("--policy.rewards.value_model nowhere", "nowhere: no such folder"),
+    "all: critic of another tokenizer": all_three(
+        "--policy.rewards.value_model critic",
+        "--policy.rewards.value_model critic",
+        "the same kind of model",
+        damage=all_of(lambda folder: shutil.copytree(folder / "reward", folder / "critic"), other_words("critic")),
+    ),
+    "all: monitor of a taken name": all_three("--policy.rewards.monitor mine:kl", "--policy.rewards.monitor mine:kl"),
+    "all: monitor fails": all_three(
+        "--policy.rewards.monitor bad:tone",
+        "--policy.rewards.monitor bad:tone",
+        "ZeroDivisionError",
+        damage=write("bad.py", "def tone(queries, responses): 1 / 0"),
+    ),
+    "all: no comparisons": all_three(
+        "", "comparisons_train.jsonl", "No such file", damage=remove("world/comparisons_train.jsonl")
+    ),
+    "all: comparisons longer than the model reads": all_three(
+        "--task.comparison_length 300",
+        "256 tokens",
+        "--task.query_length or --task.comparison_length",
+        damage=long_summary,
+    ),
+    "all: articles longer than the model reads": all_three(
+        "", "256 tokens", "--task.article_query_length or --task.comparison_length", damage=LONG_ARTICLE
+    ),
     # posts and comparisons
     "no test posts": sft("", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")),
     "a damaged ceiling": summary_reward("", "world.json", "1.5", damage=edit("world/world.json", "ceiling", to=1.5)),
@@ -569,6 +644,8 @@ RLVR = {
     f"{GDPO} --ppo.filter_groups": "from which --ppo.advantage gdpo learns; leave one of the two out",
     "--ppo.trust_region 0.1": "--ppo.trust_region 0.1 does nothing without --ppo.loss ipo or dppo",
     "--ppo.loss ipo --ppo.trust_region 0": "ppo.trust_region is 0.0; it must be above 0",
+    "--ppo.loss ipo --ppo.trust_region 5": "--ppo.trust_region 5.0 leaves out no token",
+    "--ppo.loss dppo --ppo.trust_region 1": "--ppo.trust_region 1.0 leaves out no token",
     "--ppo.loss dppo --ppo.cliprange_high 0.3": "--ppo.cliprange_high 0.3 does nothing without --ppo.loss ppo, gspo",
     "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
     "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
@@ -577,6 +654,7 @@ RLVR = {
     f"{FULL} --rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full": "kl_loss_coef that is --rewards.kl_coef",
     "--rewards.min_response_length 3": "--rewards.min_response_length 3 does nothing without --rewards.missing_stop",
     "--ppo.advantage reinforce++": "--ppo.critic_warmup 5 is for a critic",
+    f"{RLOO} --ppo.critic_warmup 5": "0 switches it off, as --preset sums-grpo does",
     "--rewards.adaptive_kl.target 3": "--rewards.adaptive_kl.target moves --rewards.kl_coef, which is 0",
     "--ppo.loss cispo --ppo.dual_clip 3": "--ppo.dual_clip 3.0 is for --ppo.loss ppo",
     "--ppo.dual_clip 1.1": "above 1 + --ppo.cliprange_high",
@@ -628,6 +706,7 @@ KINDS = {
     "texts": TEXTS,
     "models": MODELS,
     "reward models": REWARD_MODELS,
+    "judges": JUDGES,
     "functions": FUNCTIONS,
     "runs": RUNS,
     "environment": ENVIRONMENT,

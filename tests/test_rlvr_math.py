@@ -482,6 +482,17 @@ def test_a_token_has_a_loss_while_its_probability_is_near_the_old_one(loss, boun
     assert len(seen) == (8 if loss == "ipo" else 6)  # with dppo, no token is left out that moves against its push
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "dppo"])
+@pytest.mark.parametrize(("advantage", "acts"), [(1e-17, False), (-1e-17, False), (1e-9, True), (-1e-9, True)])
+def test_no_bound_acts_on_an_advantage_that_is_rounding(loss, advantage, acts):
+    """All responses score the same and the KL penalties differ in the 17th digit, as before the first step."""
+    ratio = math.log(5 if advantage > 0 else 0.1)
+    old, mask = torch.full((1, 2), -1.7, dtype=torch.float64), torch.ones(1, 2).bool()
+    bounds = {"low": 0.2, "high": 0.2, "dual_clip": 3.0, "trust_region": 0.1}
+    _, *flags = token_losses(old + ratio, old, torch.full_like(old, advantage), mask, loss, **bounds)
+    assert [bool(flag.any()) for flag in flags] == [acts, False]
+
+
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "ipo", "dppo"])
 def test_a_loss_of_0_has_a_gradient(loss):
     """A right response and a wrong one, before the first step: advantages cancel in the loss, not in its gradient."""

@@ -94,9 +94,8 @@ def test_chapter_2_puts_a_post_into_the_user_s_turn(tmp_path):
 
 def test_functions_of_chapter_2_read_the_post_alone(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(
-        scorers, "import_function", lambda *_: lambda queries, said: read.append((queries, said)) or [0.0] * len(said)
-    )
+    score = lambda queries, responses: read.append((queries, responses)) or [0.0] * len(responses)  # noqa: E731
+    monkeypatch.setattr(scorers, "import_function", lambda *_: score)
     found, ids = queries_of_chapter_2(tmp_path, with_first_token(), prompt_format="chat")
     posts.text_scorer("m:f", "rewards.function", TOKENIZER, ids)(found.queries, found.references, found.references)
     assert read[-1] == ([IN_LETTERS], ["It sleeps."])
@@ -199,7 +198,7 @@ def test_plain_prompts_begin_as_the_tokenizer_s_texts_do(tmp_path, capsys):
 def test_a_judge_of_token_ids_reads_the_first_token_once():
     read = []
     judge = SimpleNamespace(longest=99, shares_tokens=lambda _: True, of_ids=read.append)
-    judge.tokenizer, judge.try_out = byte_tokenizer(None), lambda *_: None
+    judge.tokenizer, judge.try_out, judge.device = byte_tokenizer(None), lambda *_: None, torch.device("cpu")
     task = posts.TaskArgs(query_length=2, response_length=2)
     score = foreign.scorer_of(judge, with_first_token(), PAD, task)
     score(torch.tensor([[PAD, 1], [256, 2]]), torch.tensor([[3, PAD], [4, PAD]]))
@@ -227,7 +226,7 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     written = torch.tensor([[*in_letters(response), END]])
     respond = lambda contexts, *_, **__: (written.expand(len(contexts), -1), None)  # noqa: E731
     means, _ = rlvr_metrics.evaluate(setup, respond, with_samples=False)
-    assert means["eval/think_answer"] == 1.0
+    assert means["eval/think_answer"] == 1.0 == means["eval/think_answer_tags"]
     with pytest.raises(InputError, match="ends with a <think> already"):
         problems.read_problems(of_chapter_3(response_prefix="<think>"), tokenizer, "train")
 

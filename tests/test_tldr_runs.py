@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ppo_rlhf import sample, tldr_all, tldr_policy
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services.run import checksum
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
@@ -659,9 +660,8 @@ def test_a_monitor_replaces_nothing(policy):
     gold = {"gold_scores", "reference_gold_scores"}
     assert gold <= written and written - gold == set(tldr_policy.TAKEN) - {"function_score"}  # of other runs
     for name in written - gold:
-        args = tldr_policy.Args(rewards=tldr_policy.RewardsArgs(monitor=f"mine:{name}"))
         with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
-            tldr_policy.load_scorers(args, None, None, None)
+            scorers.load_monitor(f"mine:{name}", tldr_policy.TAKEN, None)
         # The other column of a monitor is taken only where its own name is.
         assert not name.startswith("reference_") or name.removeprefix("reference_") in written
 
@@ -677,7 +677,7 @@ def test_a_score_of_an_evaluation_that_is_no_number_stops_the_run(interval, step
     result = launch("tldr_policy.py", *arguments, folder=tmp_path)
     assert result.status == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and "mine:no_references returned nan for text 1 of 8" in line
+    assert line.startswith("error: ") and "mine:no_references returned nan for text 1 of 2" in line
     run = only(tmp_path, "runs/*")
     assert not (tmp_path / "models").exists() and not list(run.glob("evaluation*"))
     assert kept <= {path.name for path in run.iterdir()}

@@ -402,6 +402,14 @@ def of_two(prompts, responses):
     return [len(prompt) - len(response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
+def trl(completions, ground_truth, **kwargs):
+    return [float(completion == answer) for completion, answer in zip(completions, ground_truth, strict=True)]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
 def unsure(prompts, responses, answers):
     return [{"n": None, "x": math.nan}.get(response[:1], 1) for response in responses]
 
@@ -447,6 +455,7 @@ def load(name: str, **options):
 def test_functions_get_prompts_responses_and_answers():
     assert load("test_verifiers:length_of_answers")(["p", "q"], ["r", "s"], ["1", "234"]) == [1.0, 3.0]
     assert load("test_verifiers:of_two")(["abc", "q"], ["r", "stu"], ["1", "2"]) == [2.0, -2.0]
+    assert load("test_verifiers:trl")(["q", "3"], ["1", "3"], ["1", "2"]) == [1.0, 0.0]
 
 
 def test_none_and_nan_mean_that_a_response_cannot_be_scored():
@@ -465,6 +474,7 @@ def test_a_function_that_is_wrong_is_named_in_one_line():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("verl", "its parameter data_source has neither a default nor a known name"),
         ("by_number", "returned a dict; it must return a list, one number per response"),
         ("one_number", "returned a float; it must return a list, one number per response"),
         ("digits", "returned a str; it must return a list, one number per response"),
@@ -475,7 +485,7 @@ def test_a_function_that_never_works_is_refused_before_training(name, words, mon
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with pytest.raises(InputError, match=words) as caught:
         load(f"test_verifiers:{name}")
-    assert str(caught.value).startswith(f"--rewards.verifier test_verifiers:{name} ")
+    assert str(caught.value).startswith(f"--rewards.verifier test_verifiers:{name}")
 
 
 def test_what_a_function_switches_off_is_on_again():

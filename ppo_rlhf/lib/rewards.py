@@ -351,7 +351,10 @@ def reasoning_gym(response: str, answer: str) -> float:
 
 
 WHOLE_TEXTS = ("exact", "reasoning_gym")  # verifiers that take the whole response for the answer
-RIGHT_FROM = {"reasoning_gym": 1.0}  # verifiers whose values between 0 and this are no correct responses
+RIGHT_FROM = {
+    "reasoning_gym": 1.0,
+    "think_answer_tags": 1.0,
+}  # verifiers whose values between 0 and this are no correct responses
 
 
 def is_right(values: torch.Tensor, verifier: str) -> torch.Tensor:

@@ -108,7 +108,8 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
 def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> None:
     """Raise an InputError if a script's arguments name a model, data or a function that is not there.
 
-    It loads, builds and downloads nothing, so that a slip is found at once. The parameters are those of find_paths.
+    It loads, builds and downloads nothing, so that a slip is found at once. The parameters are those of find_paths;
+    unused may have rewards.trained_model, if an earlier stage will make it.
     """
     root, shaping = paths.root_of(args.resume, joint), getattr(args, "rewards", None)
     for argument in WORLDS:
@@ -116,9 +117,10 @@ def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collecti
         value = getattr(getattr(args, part, None) if part else args, field, None)
         if value is not None and argument not in unused:
             check_name(argument, value, root)
-    if hasattr(shaping, "function") and bool(shaping.function) == bool(shaping.trained_model):
+    made_here = "rewards.trained_model" in unused
+    if hasattr(shaping, "function") and not made_here and bool(shaping.function) == bool(shaping.trained_model):
         raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
-    if getattr(shaping, "label", "") and not reader("nets.foreign").is_foreign(shaping.trained_model):
+    if getattr(shaping, "label", "") and (made_here or not reader("nets.foreign").is_foreign(shaping.trained_model)):
         raise InputError(f"{flag('rewards.label')} {shaping.label}: only a reward model from elsewhere has labels")
     if hasattr(shaping, "verifier"):
         reader("rewards").import_functions(shaping)

@@ -157,14 +157,16 @@ def map_rows(
 ) -> tuple[torch.Tensor, ...]:
     """Apply a function to the indices of all rows, shared among the processes, a local batch at a time.
 
-    function: indices (local_batch,) -> tensors (local_batch, ...). lengths: tokens of each row (rows,), so that rows
-    of similar length come together. Returns the tensors of all rows, in order, on every process and on the CPU; every
-    process must call this.
+    function: indices (local_batch,), fewer the last time, -> tensors (local_batch, ...). lengths: tokens of each row
+    (rows,), so that rows of similar length come together. Returns the tensors of all rows, in order, on every process
+    and on the CPU; every process must call this.
     """
-    batch, chunks = local_batch * accelerator.num_processes, []
+    processes, chunks = accelerator.num_processes, []
     order = torch.arange(rows) if lengths is None else lengths.argsort(descending=True, stable=True)
-    for inds in order.split(batch):
-        share, _ = deal(inds, batch, accelerator.process_index, accelerator.num_processes)
+    for inds in order.split(local_batch * processes):
+        # A process repeats a row only where it would have one fewer: calls of a user's function may cost money.
+        batch = math.ceil(len(inds) / processes) * processes
+        share, _ = deal(inds, batch, accelerator.process_index, processes)
         gathered_rows = (accelerator.gather(tensor.contiguous())[: len(inds)].cpu() for tensor in function(share))
         chunks.append(tuple(gathered_rows))
     return tuple(torch.cat(parts)[order.argsort()] for parts in zip(*chunks, strict=True))

@@ -160,9 +160,13 @@ def fit_query(
     line_by_line, in_the_first_line = reversed(newlines), reversed(range(newlines[0] if newlines else len(post)))
     ends = [len(post), *line_by_line, *in_the_first_line]
     # A shorter post has fewer tokens, up to a few at the cut: those with many too many need not be tried one by one.
-    first = bisect.bisect_left(
-        ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + CUT_MARGIN
-    )
+    # Most posts fit as they are.
+    whole = len(encode(format_query(post)))
+    first = 0
+    if whole > query_length:
+        first = bisect.bisect_left(
+            ends, True, key=lambda end: len(encode(format_query(post[:end]))) <= query_length + CUT_MARGIN
+        )
     for end in ends[first:]:
         if len(tokens := encode(text := format_query(post[:end]))) <= query_length:
             # [T03] The summary of an article follows the colon too, with a space and no newline between them.

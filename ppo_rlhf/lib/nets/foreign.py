@@ -55,22 +55,28 @@ class Classifier:
     def __init__(
         self, model: str, label: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, field: str
     ):
-        """field: the argument that names the model, such as rewards.trained_model; the label is next to it."""
+        """field: the argument that names the model, such as rewards.trained_model; the label is next to it.
+
+        On the device `meta` no weights are read: what the other files say can be checked, but it gives no scores.
+        """
         self.what, self.device = f"{flag(field)} {model}", device
         check_name(model, field)
         with typed_as({"base_model": field}), pretrained.model_errors(model) as (path, revision):
             kind = AutoModelForSequenceClassification
             config = pretrained.read_config(path, revision, trust_remote_code, auto_class=kind)
             config.get_text_config(decoder=True).use_cache = False  # nobody reads keys and values again
-            loaded, loading = kind.from_pretrained(
-                path,
-                revision=revision,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                **pretrained.SAFETENSORS_ONLY,
-            )
+            if device.type == "meta":
+                loaded, loading = pretrained.without_weights(kind, config, dtype, trust_remote_code), None
+            else:
+                loaded, loading = kind.from_pretrained(
+                    path,
+                    revision=revision,
+                    config=config,
+                    dtype=dtype,
+                    trust_remote_code=trust_remote_code,
+                    output_loading_info=True,
+                    **pretrained.SAFETENSORS_ONLY,
+                )
             self.model = pretrained.checked_model(loaded, loading, {}).requires_grad_(False).to(device)
             self.tokenizer = pretrained.load_tokenizer(model, trust_remote_code)
         self.tokenizer.truncation_side = "left"
@@ -251,5 +257,6 @@ def scorer_of(
             return [[pad_id - 1 - i % pad_id for i in range(n)]]
         return [judge.encode(one, "a " * n, plain=plain) for one in kinds.values()]
 
-    judge.try_out(rows_of, len(first) + length)
+    if judge.device.type != "meta":
+        judge.try_out(rows_of, len(first) + length)
     return score

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from accelerate import Accelerator, init_empty_weights
+from accelerate import Accelerator
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
@@ -24,7 +24,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.initialization import no_init_weights
 
 from ppo_rlhf.lib.base import errors, files, precision, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
@@ -47,6 +46,7 @@ from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401 scripts find them here
     check_vocabulary,
     checked_model,
     dtype_of_weights,
+    empty_model,
     find_head,
     is_dropout,
     load_head,
@@ -80,7 +80,7 @@ def load_pretrained(
         own_settings = {name: getattr(config, name) for name in ours}
         vars(config).update(ours)
         if processes.sharding():  # `place` reads the weights
-            model, loading = without_weights(auto_class, config, dtype, trust_remote_code), None
+            model, loading = pretrained.without_weights(auto_class, config, dtype, trust_remote_code), None
             model.source = base_model
             read_generation_config(model, path, revision)
         else:
@@ -144,14 +144,6 @@ def place(network: nn.Module, accelerator: Accelerator) -> None:
     for backbone in backbones:
         read_slices(backbone, accelerator.device)
     processes.make_outermost(network)
-
-
-def without_weights(
-    model_class: type, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
-    """A model with weights on the meta device, where they have a shape, but no numbers. Its buffers have theirs."""
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 def read_generation_config(model: PreTrainedModel, path: str, revision: str | None) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 
 from ppo_rlhf.lib.base import files, hub
 from ppo_rlhf.lib.base.errors import InputError, flag
@@ -147,6 +149,21 @@ SAFETENSORS_ONLY = {
     "ignore_mismatched_sizes": True,
     "adapter_kwargs": {"subfolder": "config.json"},
 }
+
+
+def without_weights(
+    model_class: type, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    """A model with weights on the meta device, where they have a shape, but no numbers. Its buffers have theirs."""
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+
+
+def empty_model(base_model: str, trust_remote_code: bool, auto_class: type) -> PreTrainedModel:
+    """A model without weights, as its configuration means it, to check what a later stage will load."""
+    with model_errors(base_model) as (path, revision):
+        config = read_config(path, revision, trust_remote_code, auto_class=auto_class)
+        return without_weights(auto_class, config, torch.float32, trust_remote_code)
 
 
 WIDE = 512  # the least width of a layer that gains by it; those of the small worlds do not

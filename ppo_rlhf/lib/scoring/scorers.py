@@ -47,8 +47,8 @@ def text_scorer(
 
     The function gets nothing of a response from its first end-of-text token on.
 
-    A function with a third parameter (see takes_references) also gets the reference answers, or a list of None if the
-    data has none. with_references: whether the data has reference answers.
+    A function that asks for them (see arguments_of) also gets the reference answers, or a list of None if the data
+    has none. with_references: whether the data has reference answers.
 
     on_all_processes: all processes call the scorer together, each with its own texts. If it fails on one, it fails on
     all.
@@ -155,14 +155,17 @@ def score_texts(
     """Returns a function's scores, one finite number per response, and an empty text; or no scores and a line that
     says what is wrong.
 
-    The function gets copies of the lists: queries, responses and, if it has a third parameter, references. what: the
-    function as the line names it. none: the number that replaces None among the scores; if none is None, the function
-    must not return None. If none is NaN, the function may return NaN too.
+    The function gets copies of the lists that it asks for (see arguments_of). what: the function as the line names
+    it. none: the number that replaces None among the scores; if none is None, the function must not return None. If
+    none is NaN, the function may return NaN too.
     """
     try:
-        texts = [queries, responses, references] if takes_references(function) else [queries, responses]
+        called_with = arguments_of(function, queries, responses, references)
+    except TypeError as error:
+        return [], f"{what}: {error}"
+    try:
         with contained():
-            returned = function(*map(list, texts))
+            returned = function(*called_with.args, **called_with.kwargs)
             # A loop over a text, a dict or a set gives no scores.
             if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
                 kind = type(returned).__name__
@@ -183,17 +186,48 @@ def score_texts(
     return scores, ""
 
 
-def takes_references(function: Callable) -> bool:
-    """Whether a function of texts has a third positional parameter, with or without a default.
+# The names of parameters that say what they get: texts of queries, texts of responses, or reference answers.
+NAMES = {
+    "queries": 0,
+    "prompts": 0,
+    "responses": 1,
+    "completions": 1,
+    "references": 2,
+    "answers": 2,
+    "answer": 2,
+    "ground_truth": 2,
+    "solution": 2,
+}
 
-    *args and keyword-only parameters don't count: wrappers accept any number of arguments, and options are not meant
-    for texts.
+
+def arguments_of(function: Callable, *texts: Sequence) -> inspect.BoundArguments:
+    """What a user's function is called with. texts: of queries, of responses, and references, as copies.
+
+    If any of its parameters has a name from NAMES, each gets what its name says, in whatever order they come. If none
+    has, it gets queries and responses by position and, with a third positional parameter, the references. Raises a
+    TypeError if the function cannot be called like that.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have no signature
-        return False
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 2
+        signature = inspect.signature(lambda *texts: None)
+    own, fixed = [*signature.parameters.values()], getattr(function, "keywords", {})  # fixed by functools.partial
+    own = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in fixed]
+    if named := {p.name: list(texts[NAMES[p.name]]) for p in own if p.name in NAMES}:
+        if unknown := [p.name for p in own if p.name not in NAMES and p.default is p.empty]:
+            raise TypeError(
+                f"its parameter {unknown[0]} has neither a default nor a known name; a function is called with "
+                f"{', '.join(NAMES)}, whichever its parameters are named after"
+            )
+        return inspect.BoundArguments(signature, named)
+    wants_references = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in own) > 2
+    try:
+        return signature.bind(*map(list, texts[: 3 if wants_references else 2]))
+    except TypeError as error:
+        raise TypeError(
+            f"{error}; its parameters have none of the names {', '.join(NAMES)}, so it is called by position with "
+            f"the texts of queries and of responses{', and references' if wants_references else ''}"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ class AdaptiveKLArgs:
 Args = TypeVar("Args")
 
 # Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
-MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "upload_model", "hf_entity", "track", "tracker"}
+MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "label", "upload_model", "hf_entity", "track", "tracker"}
 MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "max_memory", "gradient_checkpointing", "ppo.share_prefixes"}
 MAY_CHANGE |= {"log_interval", "save_interval", "keep_checkpoints", "trace_interval", "trace_episodes"}
 MAY_CHANGE |= {"hf_private", "workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
@@ -306,6 +306,8 @@ def check_values(args: Args) -> None:
         at_least(1, "", args, "keep_checkpoints")
     if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
         raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
+    if "exp_name" in values and len(run.run_name(args, 10**9).encode()) > 255:
+        raise InputError(f"{flag('exp_name')} {args.exp_name[:20]}... is too long for the name of a folder")
     if "task.prompt_format" in values:
         templates.check(args.task)
     if values.get("track") or values.get("upload_model"):
