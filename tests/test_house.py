@@ -363,7 +363,7 @@ def test_what_has_no_name_at_the_call_is_found(source, found):
 # ---- How much there is -----------------------------------------------------------------------------------------
 
 # Lines of Python and of tables. They fall with each step, and rise only in a commit that brings a capability.
-AT_MOST = {"ppo_rlhf": 26_595, "benchmark": 4_615, "tests": 32_810}
+AT_MOST = {"ppo_rlhf": 26_239, "benchmark": 4_615, "tests": 32_295}
 
 
 @pytest.mark.parametrize("folder", AT_MOST)
