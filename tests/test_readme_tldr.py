@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import statistics
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ppo_rlhf.worlds.posts import gold_scores
 
 ROOT = Path(__file__).parent.parent
 CHAPTER2 = (ROOT / "docs/chapter2.md").read_text()
+RUNNING = (ROOT / "docs/running.md").read_text()
 DEMO = ROOT / "static/demo-tldr"
 RUNS = ("sft", "reward", "policy")
 
@@ -62,19 +64,28 @@ def test_rouge_scores():
     assert numbers("ROUGE-1, -2, -L") == pytest.approx(expected, abs=0.00051)
 
 
-def test_win_rates():
-    """Counted here, ties as half. Intervals and rates at equal length are judge.py's, which has its own tests."""
-    after_sft = {row["query"]: row for row in SFT}
+def test_win_rates(tmp_path, monkeypatch, capsys):
+    """Counted here, ties as half. The intervals are judge.py's; docs/running.md has the code for equal length."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("evaluation.jsonl", "sft_evaluation.jsonl"):
+        shutil.copy(DEMO / file, file)
+    (code,) = re.findall(r"## Win rates at equal length\n.*?```python\n(.*?)```", RUNNING, re.DOTALL)
     queries, expected, shown = [row["query"] for row in PPO], [], []
+    after_sft = {row["query"]: row["response"] for row in SFT}
     ours = gold_scores(queries, [row["response"] for row in PPO])
-    references = [(row["reference"], row["reference_tokens"]) for row in PPO]
-    for others in (references, [(after_sft[query]["response"], after_sft[query]["tokens"]) for query in queries]):
-        theirs = gold_scores(queries, [text for text, _ in others])
-        results = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
-        expected += [100 * value for value in judge.win_rate(results)]
-        assert expected[-3] == pytest.approx(100 * statistics.fmean(results))
-        differences = [row["tokens"] - tokens for row, (_, tokens) in zip(PPO, others, strict=True)]
-        rate, low, high = (100 * value for value in judge.length_controlled_win_rate(results, differences))
+    for baseline, summaries in (
+        ("reference", [row["reference"] for row in PPO]),
+        ("sft_evaluation.jsonl", [after_sft[query] for query in queries]),
+    ):
+        theirs = gold_scores(queries, summaries)
+        wins = statistics.fmean((a > b) + (a == b) / 2 for a, b in zip(ours, theirs, strict=True))
+        gold = "ppo_rlhf.worlds.posts:gold_scores"
+        report = judge.judge(judge.Args(candidate="evaluation.jsonl", baseline=baseline, gold=gold), shown=False)
+        assert report["win_rate"] == pytest.approx(wins)
+        expected += [100 * report[name] for name in ("win_rate", "win_rate_low", "win_rate_high")]
+        (results,) = tmp_path.glob(f"evaluation__against_{baseline.removesuffix('.jsonl')}__by_*/judgement.jsonl")
+        exec(code.replace("runs/<run>/evaluation__against_<baseline>__by_<judge>/judgement.jsonl", str(results)), {})
+        rate, low, high = (100 * float(number) for number in re.findall(r"0\.\d+", capsys.readouterr().out))
         shown.append(f"{rate:.1f} % [{low:.1f}, {high:.1f}] against")
     assert numbers("win rate of PPO against it") == pytest.approx(expected, abs=0.051)
     assert f"{shown[0]} the references, {shown[1]} SFT" in " ".join(CHAPTER2.split())

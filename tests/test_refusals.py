@@ -857,7 +857,7 @@ MAY_BE_0 = """
     ppo.prompts_per_round ppo.weight_decay ppo.critic_epochs ppo.critic_minibatches
     ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size
     staleness rejection_low gpus_per_worker
-    n endpoint.max_tokens endpoint.retries
+    n
     asides error_rate wordy hasty
     local_micro_batch_size local_micro_batch_tokens rewards.normalize_samples ppo.vf_coef task.truncate_after
     eval_posts weight_decay

@@ -300,8 +300,8 @@ def check_values(args: Args) -> None:
         at_least(0, "", args, "max_memory")
     if values.get("dtype") == "float64" and default_device().type in WITHOUT_FLOAT64:
         raise InputError(f"{flag('dtype')} float64: {default_device().type}, an Apple GPU, has none; use float32")
-    if args.seed < 0:
-        raise InputError(f"{flag('seed')} is {args.seed}; it must be at least 0")
+    if values.get("seed", 0) < 0:
+        raise InputError(f"{flag('seed')} is {values['seed']}; it must be at least 0")
     if "keep_checkpoints" in values:
         at_least(1, "", args, "keep_checkpoints")
     if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
