@@ -61,9 +61,9 @@ class Change:
     file: str = "ppo"
 
 
-SCORES = "reward_model(truncated), NO_STOP_SCORE)"
-LENGTHS = "((truncated[:, QUERY_LENGTH:] != PAD).sum(1) - 20) / 4, NO_STOP_SCORE)"
-WHITENED = "            advantages = whiten(advantages, keep_mean=False)  # (batch, RESPONSE_LENGTH), like returns\n"
+SCORES = "raw_scores = reward_model(truncated)"
+LENGTHS = "raw_scores = ((truncated[:, QUERY_LENGTH:] != PAD).sum(1) - 20) / 4"
+WHITENED = "            advantages = whiten(advantages, keep_mean=False)\n"
 CHANGES = {
     "ppo": Change(),
     "no-penalty": Change(flags="--kl_coef 0"),
@@ -77,7 +77,9 @@ CHANGES = {
     "scores-plus-10": Change(old=SCORES, new=SCORES.replace("(truncated)", "(truncated) + 10")),
     "off-by-one": Change(old="[:, -RESPONSE_LENGTH - 1 : -1]", new="[:, -RESPONSE_LENGTH:]"),
     "not-whitened": Change(old=WHITENED),
-    "wrong-stop": Change(old='stop, kl_coef = tokenizer.encode(".")', new='stop, kl_coef = tokenizer.encode("!")'),
+    "wrong-stop": Change(
+        old='stop = tokenizer.encode(".")[0]\n    kl_coef', new='stop = tokenizer.encode("!")[0]\n    kl_coef'
+    ),
     "k3-in-the-reward": Change(old="rewards = -kl_coef * kl ", new="rewards = -kl_coef * (torch.exp(-kl) - 1 + kl) "),
     "grpo": Change(file="grpo"),
     "groups-of-2": Change(flags="--group 2 --prompts 128", file="grpo"),
@@ -99,8 +101,7 @@ def source_of(change: Change) -> str:
 def module_of(change: Change) -> ModuleType:
     """The small file with a change. What all runs have in common is made once, and nothing is evaluated in vain."""
     module = ModuleType(change.file)
-    module.__file__ = str(ROOT / f"ppo_rlhf/small/{change.file}.py")  # the file that names its kept reward model
-    exec(compile(source_of(change), module.__file__, "exec"), vars(module))
+    exec(compile(source_of(change), f"{change.file}.py", "exec"), vars(module))
     if change.file == "ppo":
         module.read_queries = functools.partial(once, "queries", few_held_out(module.read_queries))
         module.train_reward_model = functools.partial(once, "reward model", with_seed_1(module.train_reward_model))
