@@ -275,7 +275,7 @@ def test_a_reward_model_reads_a_post_and_a_summary_in_its_template(tmp_path, the
     found, ids = queries_of_chapter_2(tmp_path, policy, **chat)
     task = posts.TaskArgs(query_length=256, response_length=64, **chat)
     args = tldr_policy.Args(task=task, rewards=tldr_policy.RewardsArgs(trained_model=folder))
-    score, _ = tldr_policy.load_scorers(args, policy, ids, Accelerator(cpu=True))
+    score = tldr_policy.load_scorer(args, policy, ids, Accelerator(cpu=True))
     row = in_template(turns(IN_LETTERS, "It sleeps.", system="Sum up."), judge)
     scores = score(found.queries, found.references, found.references)
     assert scores.tolist() == pytest.approx(said_alone(folder, [row]), abs=1e-5)
