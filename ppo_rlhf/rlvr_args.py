@@ -23,6 +23,9 @@ class RewardsArgs:
     verifier: str = "gsm8k_strict"
     """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, answer_line, or package.module:name of a function
     (prompts, responses, answers: texts) -> list of floats. A response that gets None or NaN counts nowhere"""
+    evaluate_text: bool = False
+    """allow tasks of reasoning-gym whose scorers evaluate an answer as Python. The risk: what the policy writes runs
+    with your rights, though only arithmetic, in a process with limits and, where the system offers it, no network"""
     verifier_weight: float = 1.0
     """weight of the verifier's value in the score"""
     format: str = ""

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from ppo_rlhf import rlvr_args, rlvr_math
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.data import problem_rows, problems
 from ppo_rlhf.lib.nets import foreign
 from ppo_rlhf.lib.services import cli
 
@@ -35,9 +35,22 @@ def check_arguments(args: rlvr_args.Args) -> None:
         raise InputError(problem)
 
 
+def evaluated(args: rlvr_args.Args) -> list[str]:
+    """The arguments that name a task whose scorer evaluates an answer as Python, if that scorer is the verifier."""
+    by_scorer = "reasoning_gym" in (args.rewards.verifier, args.rewards.format)
+    names = ("task.problems", "task.test_problems")
+    return [name for name in names if by_scorer and problem_rows.evaluates_text(attrgetter(name)(args))]
+
+
 def impossible(args: rlvr_args.Args) -> Iterator[str]:
     """Arguments that do not go together."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    for name in evaluated(args) if not shaping.evaluate_text else ():
+        yield (
+            f"{flag(name)} {attrgetter(name)(args)}: its scorer evaluates what the policy writes as Python, with "
+            f"your rights, though only arithmetic, in a process with limits and, where the system offers it, no "
+            f"network; if you accept the risk that is left, add {flag('rewards.evaluate_text')}"
+        )
     n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
     of_prompt = flag("ppo.samples_per_prompt")
     # [V35] verl would train on raw rewards.   core_algos.py#L309-L311
@@ -147,6 +160,7 @@ def without_effect(args: rlvr_args.Args) -> Iterator[str]:
         ("ppo.cliprange_low ppo.cliprange_high", ppo.loss in clips, f"{flag('ppo.loss')} ppo, gspo or cispo"),
         ("ppo.trust_region", ppo.loss in ("ipo", "dppo"), f"{flag('ppo.loss')} ipo or dppo"),
         ("ppo.prompts_per_round ppo.max_generation_rounds", ppo.filter_groups, flag("ppo.filter_groups")),
+        ("rewards.evaluate_text", evaluated(args), "a task of reasoning-gym whose scorer evaluates text"),
         ("rewards.format_weight", shaping.format, flag("rewards.format")),
         ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
         ("rewards.overlong_factor", shaping.overlong_buffer, flag("rewards.overlong_buffer")),

@@ -75,7 +75,8 @@ class Args:
     query_dataset: str = ""
     """where queries come from; empty: the texts that the task's data set holds out"""
     trust_remote_code: bool = False
-    """run Python code that comes with the base model"""
+    """run Python code that comes with the base model, functions that the policy names, and answers that are evaluated
+    to score them"""
 
 
 def meant(argument: str, typed: str, saved: str, root: Path) -> str:
@@ -350,6 +351,14 @@ class Comparison:
             task = dataclasses.asdict(cli.FormatArgs()) | info["task"]  # older policies know no format
             self.texts = kind(task, self.tokenizer, source=args.query_dataset, root=root, **more)
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
+        by_scorer = kind is Solutions and info["function"] == "reasoning_gym"
+        asked = (self.task.problems, self.task.test_problems) if by_scorer else ()
+        evaluated = [name for name in asked if problems.problem_rows.evaluates_text(name)]
+        if evaluated and not (args.trust_remote_code or trust_functions):
+            raise InputError(
+                f"{folder} is scored by {evaluated[0]}, which evaluates answers as Python; if you accept the risk, "
+                f"add --trust_remote_code"
+            )
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
         if not self.temperature >= 0:
             raise InputError(f"--temperature {self.temperature}: must be at least 0")

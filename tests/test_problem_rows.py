@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import json
-import sys
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import torch
 from pyarrow import parquet
 from test_problems import TOKENIZER, byte_tokenizer
 
-from ppo_rlhf import worlds
+from ppo_rlhf import rlvr_args, rlvr_checks, worlds
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problem_rows, problems
+from ppo_rlhf.lib.scoring.worker import Worker
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -119,6 +120,11 @@ def test_a_conversation_is_rendered_with_its_system_message(tmp_path):
             {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2?"}]}]},
             "line 1, 'prompt', a message's content, must be a text or a number; it is .*image",
         ),
+        (
+            {"prompt": "a", "reward_model": "{'ground_truth': 5}"},
+            r"rows\.jsonl, line 1, 'reward_model\.ground_truth': \"\{'ground_truth': 5\}\" is not JSON: Expecting",
+        ),
+        ({"prompt": "a", "reward_model": '{"a": ' + "[" * 100_000}, "is not JSON: maximum recursion depth"),
     ],
 )
 def test_what_is_no_problem_ends_in_one_line(tmp_path, row, message):
@@ -180,38 +186,188 @@ def test_functions_and_formats_have_no_audit():
 # ---- reasoning-gym ---------------------------------------------------------------------------------------------
 
 
+# In place of the library: sums of two numbers, whose scorers evaluate an answer. `countdown` is known to do so.
+LIBRARY = """
+import random
+class Sums:
+    def __init__(self, size, seed, most=99, broken_from=10**6):
+        self.seed, self.most, self.broken_from = seed, most, broken_from
+        assert most > 9, "most must be above 9"
+    def __getitem__(self, number):
+        assert number < self.broken_from, "no more"
+        draw = random.Random(self.seed + number)
+        a, b = (draw.randint(0, self.most) for _ in range(2))
+        return {"question": f"{a}+{b}?", "answer": f"{a}+{b}", "metadata": {("sum", 0): a + b}}
+    def score_answer(self, answer, entry):
+        return 1.0 if eval(answer) == entry["metadata"]["sum", 0] else 0.05
+class Unreadable(Sums):
+    def score_answer(self, answer, entry):
+        return {}[answer]
+def create_dataset(name, **config):
+    return {"countdown": Sums, "sums": Sums, "unreadable": Unreadable}[name](**config)
+"""
+
+
+class Counting(Worker):
+    """Notes what it is asked."""
+
+    def __init__(self, computing: float):
+        super().__init__("ppo_rlhf.lib.scoring.gym:call", computing=computing, seconds=600)
+        self.asked = []
+
+    def ask(self, *request):
+        self.asked.append(request[0])
+        return super().ask(*request)
+
+
 @pytest.fixture
-def gym():
+def workers(tmp_path, monkeypatch) -> Iterator[dict[str, Counting]]:
+    """Fresh processes that make and score, and an empty cache."""
+    problem_rows.find_generator.cache_clear()
+    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path / "cache"))
+    found = {name: Counting(computing) for name, computing in (("MAKER", 60), ("SCORER", 2))}
+    for name, worker in found.items():
+        monkeypatch.setattr(problem_rows, name, worker)
+    yield found
+    for worker in found.values():
+        worker.close()
+
+
+@pytest.fixture
+def gym(workers):
     pytest.importorskip("reasoning_gym", reason="it is the extra `gym`")
-    problem_rows.generate.cache_clear()
 
 
-def test_a_generator_that_fails_on_a_response_gives_it_nothing():
-    """But one that fails on its own answer, too, has no problem that can be used."""
-
-    def score(answer: str) -> float:
-        return {"42": 1.0}[answer]
-
-    gold, unreadable = rewards.Gold("42"), rewards.Gold("43")
-    gold.score = unreadable.score = score
-    assert (rewards.reasoning_gym("42", gold), rewards.reasoning_gym("(", gold)) == (1.0, 0.0)
-    assert rewards.can_be_right("reasoning_gym", gold) and not rewards.can_be_right("reasoning_gym", unreadable)
-
-
-SPELL = "reasoning_gym:spell_backward,size=600,max_word_len=3,min_word_len=3"
+@pytest.fixture
+def library(workers, tmp_path, monkeypatch) -> dict[str, Counting]:
+    """A stand-in for reasoning-gym."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym/__init__.py").write_text(LIBRARY)
+    (tmp_path / "reasoning_gym/factory.py").write_text("DATASETS = ['countdown', 'sums', 'unreadable']")
+    (tmp_path / "reasoning_gym-0.1.dist-info").mkdir()
+    (tmp_path / "reasoning_gym-0.1.dist-info/METADATA").write_text("Name: reasoning-gym\nVersion: 0.1\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return workers
 
 
-def test_a_generator_s_held_out_problems_are_not_trained_on(gym):
-    """There are few words of three letters, so both parts would share many."""
-    kinds = {"verifier": "reasoning_gym"}
-    train, held_out = read(SPELL, **kinds), read(SPELL, "test", **kinds)
-    assert 0 < len(train) < 600 and 0 < len(held_out) <= problem_rows.HELD_OUT
-    assert not {*train.texts} & {*held_out.texts}
-    problem_rows.generate.cache_clear()
-    assert read(SPELL, **kinds).texts == train.texts
-    assert read(f"{SPELL},seed=1", **kinds).texts != train.texts
-    word = train.texts[0].rpartition(": ")[2]
-    assert train.answers[0] == word[::-1]
+SUMS = "reasoning_gym:sums,size=30,most=20"
+
+
+def test_a_name_is_checked_with_one_problem(library):
+    for name in ("reasoning_gym:sums", "reasoning_gym:sums,size=10_000_000"):
+        problem_rows.check_name(name, "problems")
+    assert library["MAKER"].asked == ["tasks", "make"] * 2
+
+
+def test_problems_are_made_once_and_those_held_out_are_not_trained_on(library, tmp_path, capsys):
+    train, test = (read(SUMS, split, verifier="reasoning_gym") for split in ("train", "test"))
+    assert capsys.readouterr().out.startswith(f"{SUMS}: making 530 problems, which are kept in {tmp_path}/cache/")
+    assert library["MAKER"].asked == ["tasks", "make"] + ["make"] * 530
+    assert 0 < len(train) < 30 and len(test) == len({*test.texts}) and not {*train.texts} & {*test.texts}
+    assert len(train) + len(test) > 300  # of 441 sums
+    problem_rows.find_generator.cache_clear()
+    assert read(SUMS, verifier="reasoning_gym").texts == train.texts
+    assert library["MAKER"].asked[532:] == ["tasks", "make"] and not library["SCORER"].asked
+    assert capsys.readouterr().out == ""
+    (tmp_path / "reasoning_gym-0.1.dist-info/METADATA").write_text("Name: reasoning-gym\nVersion: 0.2\n")
+    library["MAKER"].close()
+    problem_rows.find_generator.cache_clear()
+    for name in (f"{SUMS},seed=1", SUMS):
+        read(name, verifier="exact")
+    assert capsys.readouterr().out.count("making 530") == 2
+
+
+def test_another_process_waits_for_the_first(library, monkeypatch):
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        with monkeypatch.context() as first:
+            first.setenv("RANK", "0")
+            assert len(read(SUMS, verifier="exact"))
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(problem_rows.time, "sleep", wait)
+    assert len(read(SUMS, verifier="exact")) and waits == [1]
+
+
+def test_what_fails_while_it_is_made_leaves_nothing(library, tmp_path):
+    with pytest.raises(InputError, match="refuses these settings: AssertionError: no more; write"):
+        read("reasoning_gym:sums,broken_from=20")
+    assert not [*(tmp_path / "cache").iterdir()]
+
+
+def test_a_response_that_attacks_its_scorer_gets_nothing(library, tmp_path):
+    """And the run goes on."""
+    for task in ("sums", "countdown"):
+        gold = read(f"reasoning_gym:{task},size=5", verifier="reasoning_gym").answers[0]
+        attacks = (
+            f"__import__('os').mkdir('{tmp_path}/{task}')",
+            "__import__('sys').exit(0)",
+            "__import__('os')._exit(0)",
+            "(",
+            "2**(2**40)",
+        )
+        assert rewards.reasoning_gym(f"({gold})", gold) == rewards.reasoning_gym(gold, gold) == 1.0
+        for attack in attacks:
+            assert rewards.reasoning_gym(attack, gold) in (0.0, 0.05)
+        assert rewards.reasoning_gym("1+1.0", gold) == 0.05
+    assert (tmp_path / "sums").exists(), "the attack would work where nothing is known of a scorer"
+    assert not (tmp_path / "countdown").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("6*(98 - 54) - 34 - 66", True),
+        ("-5*X**9 - 2*X**6/3 + C", True),
+        ("exp(x)*asin(x)/sqrt(2.5) - log(x)", True),
+        ("_ Q _\nQ _ _", True),
+        ("[[1, 0], [0, 1]]", True),
+        ("", True),
+        ("x.y", False),
+        ("(1). real", False),
+        ("x.\ny", False),
+        ("__import__", False),
+        ("open(1)", False),
+        ("eval(x)", False),
+        ("S('x')", False),
+        ('S("x")', False),
+        ("f`x`", False),
+        ("x if y else z", False),
+        ("[x for x in y]", False),
+        ("x := 1", False),
+        ("\N{FULLWIDTH LATIN SMALL LETTER X}", False),
+        ("\N{MATHEMATICAL ITALIC SMALL X}", False),
+        ("\\", False),
+        ("sinx(1)", False),
+    ],
+)
+def test_what_is_arithmetic(text, expected):
+    assert bool(problem_rows.ARITHMETIC.fullmatch(text)) is expected
+
+
+@pytest.mark.parametrize("name", ["task.problems", "task.test_problems"])
+@pytest.mark.parametrize("judge", ["verifier", "format"])
+def test_a_task_that_evaluates_text_needs_a_flag(name, judge):
+    task = dataclasses.replace(problems.TaskArgs(), **{name.split(".")[1]: "reasoning_gym:countdown,size=9"})
+
+    def check(**changes) -> None:
+        shaping = dataclasses.replace(rlvr_args.RewardsArgs(), **changes)
+        rlvr_checks.check_arguments(dataclasses.replace(rlvr_args.PRESETS["gsm8k"], task=task, rewards=shaping))
+
+    with pytest.raises(InputError, match=rf"^--{name} reasoning_gym:countdown,size=9: .* risk .*evaluate_text$"):
+        check(**{judge: "reasoning_gym"})
+    check(**{judge: "reasoning_gym"}, evaluate_text=True)
+    check(verifier="exact")
+    with pytest.raises(InputError, match="evaluate_text True does nothing without a task"):
+        check(verifier="exact", evaluate_text=True)
+
+
+def test_a_generator_that_cannot_read_its_own_answers_has_no_problem(library):
+    with pytest.raises(InputError, match=r"5 give no answer .* --rewards\.verifier reasoning_gym can accept"):
+        read("reasoning_gym:unreadable,size=5", verifier="reasoning_gym")
+    assert len(read("reasoning_gym:unreadable,size=5", verifier="exact")) == 5
 
 
 def test_the_generator_s_own_scores(gym):
@@ -237,21 +393,23 @@ def test_answers_that_only_the_generator_can_judge(gym):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("reasoning_gym:spell_backwards", "reasoning-gym has no spell_backwards; it has spell_backward"),
-        ("reasoning_gym:spell_backward,size=0", "makes no problem that is not held out"),
-        ("reasoning_gym:spell_backward,length=3", "refuses these settings: .*length"),
-        ("reasoning_gym:spell_backward,size", "write <setting>=<value>"),
+        ("reasoning_gym:sum", "reasoning-gym has no sum; it has sums"),
+        ("reasoning_gym:sums,size=0", "makes no problem that is not held out"),
+        ("reasoning_gym:sums,length=3", "refuses these settings: .*length"),
+        ("reasoning_gym:sums,most=1", "refuses these settings: AssertionError: most must be above 9; write"),
+        ("reasoning_gym:sums,size", "write <setting>=<value>"),
+        ("reasoning_gym:sums,seed='a'", "write <setting>=<value>"),
+        ("reasoning_gym:sums,most={1}", "write <setting>=<value>"),
     ],
 )
-def test_a_generator_that_is_not_there(gym, tmp_path, name, message):
+def test_a_generator_that_is_not_there(library, tmp_path, name, message):
     with pytest.raises(InputError, match=message) as raised:
         worlds.check_name("task.problems", name, tmp_path)
     assert "\n" not in str(raised.value)
 
 
-def test_without_the_package_a_line_names_the_extra(monkeypatch):
-    problem_rows.generate.cache_clear()
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+def test_without_the_package_a_line_names_the_extra(library, tmp_path):
+    (tmp_path / "reasoning_gym/__init__.py").write_text("raise ImportError('No module named reasoning_gym')")
     with pytest.raises(InputError, match=r"needs the extra `gym`: pip install -e '\.\[gym\]'"):
         problem_rows.check_name("reasoning_gym:countdown", "problems")
 

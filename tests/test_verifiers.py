@@ -14,9 +14,10 @@ import torch
 from golden_models import golden, load_json
 from hypothesis import given, settings, strategies as st
 
-from ppo_rlhf.lib import math_worker, rewards
+from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.scoring.worker import SLOW, Worker
 
 TABLES = load_json("verl/scorers")
 
@@ -151,30 +152,26 @@ def test_a_great_many_spaces_take_no_time():
     assert rewards.plain_mathematics(" ." * 50_000 + "x").endswith("x")
 
 
-def test_what_takes_too_long_is_wrong_and_the_next_is_read_again(monkeypatch, tmp_path):
-    """In a copy of the program that has less patience."""
-    text = Path(math_worker.__file__).read_text()
-    hasty = text.replace("SECONDS = 5.0", "SECONDS = 0.5")
-    assert hasty != text
-    (tmp_path / "math_worker.py").write_text(hasty)
-    monkeypatch.setattr(rewards, "__file__", str(tmp_path / "rewards.py"))
-    library = rewards.MathVerify()
-    assert library.ask("5", "2+3") is True
+EQUAL = "ppo_rlhf.lib.scoring.mathematics:equal"
+
+
+def test_what_takes_too_long_is_wrong_and_the_next_is_read_again():
+    library = Worker(EQUAL, computing=2, seconds=600)
+    assert library.ask("5", "2+3") == (True, "")
     process = library.process
-    assert library.ask("5", "9^{9^{9^{9}}}") is False
-    assert process.poll() is not None
-    assert library.ask("5", "2+3") is True and library.ask("5", "6") is False
-    library.process.communicate()
+    assert library.ask("5", "9^{9^{9^{9}}}") == (None, SLOW)
+    assert process.returncode is not None
+    assert library.ask("5", "2+3") == (True, "") and library.ask("5", "6") == (False, "")
+    library.close()
 
 
 @pytest.fixture
 def library(monkeypatch):
     """A process of math-verify that no verdict has been asked from."""
     rewards.verdict.cache_clear()
-    monkeypatch.setattr(rewards, "MATH_VERIFY", rewards.MathVerify())
-    yield rewards.MATH_VERIFY
-    if rewards.MATH_VERIFY.process:
-        rewards.MATH_VERIFY.process.communicate()
+    monkeypatch.setattr(rewards, "MATHEMATICS", Worker(EQUAL, computing=5, seconds=600))
+    yield rewards.MATHEMATICS
+    rewards.MATHEMATICS.close()
 
 
 def test_when_the_process_is_killed_another_one_is_asked(library):
@@ -188,10 +185,9 @@ def test_without_a_verdict_an_answer_is_wrong_but_only_this_time(library, monkey
     """The machine kills one process after the other, and then has memory again."""
 
     def killed():
-        process = rewards.MathVerify.start(library)
-        process.kill()
-        process.wait()
-        return process
+        Worker.start(library)
+        library.process.kill()
+        library.process.wait()
 
     with monkeypatch.context() as patched:
         patched.setattr(library, "start", killed)
@@ -209,7 +205,7 @@ def test_what_is_mathematics(content, expected):
 def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('No module named math_verify')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(rewards, "MATH_VERIFY", rewards.MathVerify())
+    monkeypatch.setattr(rewards, "MATHEMATICS", Worker(EQUAL, computing=5, seconds=600))
     with pytest.raises(InputError) as caught:
         rewards.boxed(r"\boxed{3}", "3+0+0+0+0")
     assert str(caught.value) == (

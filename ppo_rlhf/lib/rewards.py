@@ -7,16 +7,11 @@ Files and lines next to marks of chapter 3 (V01 to V114) are those of verl-proje
 
 import contextlib
 import functools
-import json
 import math
 import re
-import signal
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +19,7 @@ import torch
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.scoring.worker import Worker
 
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
@@ -123,70 +119,22 @@ def last_boxed(text: str) -> str | None:
     return words[-1].rstrip(".,;:!?") if words else None
 
 
-class Killed(Exception):
-    """The process of math-verify was killed from outside, as the kernel does when the machine runs out of memory."""
-
-
-class MathVerify:
-    """The library math-verify in a process of its own, which ends when an expression takes too long."""
-
-    process: subprocess.Popen[str] | None = None
-
-    def ask(self, gold: str, content: str) -> bool:
-        """Whether both contents of boxes are mathematics, and equal. Raises Killed if that can't be known."""
-        if self.process is None:
-            self.process = self.start()
-        reply = ""
-        with contextlib.suppress(OSError):
-            self.process.stdin.write(json.dumps([gold, content]) + "\n")
-            self.process.stdin.flush()
-            reply = self.process.stdout.readline()
-        if not reply:
-            process, self.process = self.process, None
-            stderr_of(process)
-        return reply == "True\n"
-
-    def start(self) -> subprocess.Popen[str]:
-        program = Path(__file__).with_name("math_worker.py")
-        process = subprocess.Popen(
-            [sys.executable, "-P", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that a Ctrl-C reaches the script alone
-        )
-        if process.stdout.readline() != "ready\n":
-            reason = (stderr_of(process) or "it has ended").splitlines()[-1]
-            raise InputError(f"boxed answers need math-verify ({reason}): pip install -e '.[math]'")
-        return process
-
-
-def stderr_of(process: subprocess.Popen[str]) -> str:
-    """The stderr of a process that has ended. Raises Killed if it was ended from outside.
-
-    If an expression takes too much time or memory, the process ends with another status.
-    """
-    words = process.communicate()[1].strip()
-    if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
-        raise Killed
-    return words
-
-
-MATH_VERIFY = MathVerify()
+MATHEMATICS = Worker("ppo_rlhf.lib.scoring.mathematics:equal", computing=5, seconds=60)
 
 
 @functools.lru_cache(maxsize=2**16)
 def verdict(gold: str, content: str) -> bool:
-    return MATH_VERIFY.ask(gold, content)  # the cache keeps no verdict of a process that was killed
+    return MATHEMATICS.ask(gold, content)[0] is True  # the cache keeps no verdict of a process that was killed
 
 
 def same_mathematics(gold: str, content: str) -> bool:
-    """Whether math-verify finds the contents of two boxes equal. If its process is killed, another one is asked."""
-    for _ in range(2):
-        with contextlib.suppress(Killed):
-            return verdict(gold, content)
-    return False
+    """Whether math-verify finds the contents of two boxes equal. What takes it too long isn't."""
+    try:
+        return verdict(gold, content)
+    except ImportError as error:
+        raise InputError(f"boxed answers need math-verify ({error}): pip install -e '.[math]'") from error
+    except ChildProcessError:
+        return False
 
 
 def words(text: str) -> list[str]:
@@ -330,9 +278,10 @@ def think_answer_tags(response: str, answer: str) -> float:
 
 
 class Gold(str):
-    """The answer of a problem of reasoning-gym, and how that scores another: a function from a text to 0 to 1."""
+    """The answer of a problem of reasoning-gym, and how the problem's own scorer judges another."""
 
-    score: Callable[[str], float]
+    score: Callable[[str], float]  # from a text to 0 to 1
+    own_score: float  # what it gives this answer
 
 
 def reasoning_gym(response: str, answer: str) -> float:
@@ -343,11 +292,7 @@ def reasoning_gym(response: str, answer: str) -> float:
     """
     if not isinstance(answer, Gold) or not answer_text(response):
         return exact(response, answer)
-    try:
-        return float(answer.score(answer_text(response)))
-    except Exception:
-        # A model's text may make a foreign parser fail in any way. One that always fails is found by can_be_right.
-        return 0.0
+    return answer.score(answer_text(response))
 
 
 WHOLE_TEXTS = ("exact", "reasoning_gym")  # verifiers that take the whole response for the answer
@@ -390,6 +335,8 @@ ANSWER_FORMS = {
 
 def can_be_right(verifier: str, answer: str) -> bool:
     """Whether any response can be correct: one that gives only the answer must score 1."""
+    if verifier == "reasoning_gym" and isinstance(answer, Gold):
+        return answer.own_score == 1
     form = ANSWER_FORMS.get(verifier)
     return form is None or VERIFIERS[verifier](form.format(answer), answer) == 1
 

@@ -9,7 +9,6 @@ the package, in the folder trained/, and only a world with other settings trains
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors, files
+from ppo_rlhf.lib.base import errors, files, paths
 from ppo_rlhf.lib.base.errors import InputError
 
 TRAINED = Path(__file__).with_name("trained")
@@ -48,7 +47,7 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
     It is in $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf. With several processes the first one builds and the others
     wait.
     """
-    cache = find_cache()
+    cache = paths.find_cache()
     trained = find_trained(name, made_of)
     weights = [hashlib.sha256((trained / WEIGHTS).read_bytes()).hexdigest()] if trained else []
     folder = cache / name_with_hash(name, [*made_of, *weights])
@@ -58,16 +57,6 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
         time.sleep(1)
     check_files(folder)
     return folder
-
-
-def find_cache() -> Path:
-    """The folder that holds worlds."""
-    try:
-        return Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
-    except RuntimeError as error:
-        raise InputError(
-            "there is no home folder for the cache of worlds; name a folder with the variable PPO_RLHF_CACHE"
-        ) from error
 
 
 SIZES = "sizes.json"  # a file of a world: the bytes of its files, by their paths

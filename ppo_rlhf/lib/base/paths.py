@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ppo_rlhf.lib.base.errors import InputError
+
 
 def absolute(path: str) -> Path:
     """An absolute path. A link at its end is followed; one on the way, such as runs/ on another disk, is not."""
@@ -36,3 +38,13 @@ def beside(runs: Path) -> Path:
 def find_path(path: str, root: Path) -> Path:
     """The place of a path that a run was given: next to the run, in its root, or else in the current folder."""
     return root / path if root != Path.cwd() and os.path.exists(root / path) else Path(path)
+
+
+def find_cache() -> Path:
+    """The folder that holds worlds and made problems."""
+    try:
+        return Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
+    except RuntimeError as error:
+        raise InputError(
+            "there is no home folder for the cache of worlds; name a folder with the variable PPO_RLHF_CACHE"
+        ) from error

@@ -10,24 +10,29 @@ Forms of a row, of which the first columns that are there count:
                      completion (TRL 1.16). A name with dots is that of a column within another
 
 reasoning_gym:<task>,<setting>=<number>,... makes problems: size of them to train on, 10,000 if it isn't given, by the
-given seed, and HELD_OUT others. A problem that is held out is not trained on.
+given seed, and HELD_OUT others. A problem that is held out is not trained on. The library makes and scores them in
+processes of its own, since it isn't ours and its scorers read what a model writes.
 """
 
 import ast
 import csv
 import difflib
 import functools
+import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import files, hub_files
+from ppo_rlhf.lib.base import errors, files, hub_files, paths
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import posts
+from ppo_rlhf.lib.scoring.worker import Worker
 
 FILES = (".jsonl", ".parquet", ".csv")
 GENERATOR = "reasoning_gym:"
@@ -44,7 +49,10 @@ def find(row: Mapping[str, Any], column: str, others: Iterable[str], what: str) 
         value: Any = row
         for part in [name] if name in row else name.split("."):
             if isinstance(value, str) and value.lstrip().startswith("{"):  # a column of parquet may hold JSON
-                value = json.loads(value)
+                try:
+                    value = json.loads(value)
+                except (ValueError, RecursionError) as error:
+                    raise InputError(f"{what}, {name!r}: {value[:60]!r} is not JSON: {error}") from error
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
             return name, value
@@ -133,16 +141,15 @@ def is_elsewhere(source: str) -> bool:
 
 
 def check_name(source: str, field: str) -> None:
-    """Raise if a generator is not there. Nothing is downloaded."""
+    """Raise if a generator is not there. It makes one problem, and nothing is downloaded."""
     if source.startswith(GENERATOR):
-        generate(source, field)
+        find_generator(source, field)
 
 
 def load(source: str, field: str, split: str) -> Iterable[posts.Row]:
     """Rows of a generator or a data set on the hub. split: train or test."""
     if source.startswith(GENERATOR):
-        train, held_out = generate(source, field)
-        return posts.hub_rows(source, split, train if split == "train" else held_out)
+        return generate(source, field, split)
     name, _, configuration = source.partition(":")
     remedy = "give a file or a folder with problems_<split>.jsonl, or use --preset sums"
     what = f"{flag(f'task.{field}')} {source}"
@@ -158,39 +165,144 @@ def load(source: str, field: str, split: str) -> Iterable[posts.Row]:
 
 # ---- reasoning-gym ---------------------------------------------------------------------------------------------
 
+# Making a problem may take minutes. Scoring an answer takes a moment, unless the answer is meant to hold it up.
+MAKER = Worker("ppo_rlhf.lib.scoring.gym:call", computing=600, seconds=3_600)
+SCORER = Worker("ppo_rlhf.lib.scoring.gym:call", computing=5, seconds=60)
+# Tasks whose scorers evaluate an answer as Python, in reasoning-gym 0.1.25.
+EVALUATED = (
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+)
+# What they are given: numbers, operators, variables of one letter and some functions, but no attributes and no texts.
+FUNCTIONS = "a?sin|a?cos|a?tan|sinh|cosh|tanh|exp|log|sqrt"
+ARITHMETIC = re.compile(rf"(?:[0-9+\-*/^%(),\[\]\s]|\.(?!\s*[A-Za-z_])|(?<!\w)(?:[A-Za-z_]|{FUNCTIONS})(?!\w))*")
 
-@functools.lru_cache(maxsize=2)
-def generate(source: str, field: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of a generator to train on, and those that are held out."""
-    what = f"{flag(f'task.{field}')} {source}"
+
+class Generator(NamedTuple):
+    """A task of reasoning-gym and its settings."""
+
+    what: str  # for messages
+    task: str
+    settings: dict[str, Any]
+    version: str  # of the library
+
+    @property
+    def held_out(self) -> dict[str, Any]:
+        """The settings that make the problems that are held out."""
+        return self.settings | {"seed": self.settings["seed"] + OTHER_SEED, "size": HELD_OUT}
+
+    def make(self, settings: dict[str, Any], number: int) -> dict[str, Any]:
+        """A problem: a question, an answer, an entry for the scorer, and the score that it gives the answer."""
+        return ask_maker(self.what, "make", self.task, json.dumps(settings), number)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All problems, those that are held out first. None of them is also among the others."""
+        questions = set()
+        for number in range(HELD_OUT):
+            row = self.make(self.held_out, number)
+            if row["question"] not in questions:
+                questions.add(row["question"])
+                yield row | {"split": "test"}
+        for number in range(self.settings["size"]):
+            row = self.make(self.settings, number)
+            if row["question"] not in questions:
+                yield row | {"split": "train"}
+
+
+def evaluates_text(source: str) -> bool:
+    """Whether a generator makes these problems whose scorer evaluates an answer as Python."""
+    return source.startswith(GENERATOR) and source.removeprefix(GENERATOR).split(",")[0] in EVALUATED
+
+
+def ask(worker: Worker, what: str, *request: Any) -> tuple[Any, str]:
+    """As Worker.ask. A process that was killed has no result, and an InputError says if the library isn't there."""
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        return worker.ask(*request)
     except ImportError as error:
         raise InputError(f"{what} needs the extra `gym`: pip install -e '.[gym]' ({error})") from error
-    name, *settings = source.removeprefix(GENERATOR).split(",")
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, 3, 0.5) or sorted(DATASETS)[:5]
-        raise InputError(f"{what}: reasoning-gym has no {name}; it has {', '.join(near)} and others")
-    config: dict[str, Any] = {"size": 10_000, "seed": 0}
+    except ChildProcessError as error:
+        return None, str(error)
+
+
+def ask_maker(what: str, *request: Any) -> Any:
+    found, problem = ask(MAKER, what, *request)
+    if problem:
+        raise refused(what, problem)
+    return found
+
+
+def refused(what: str, why: str) -> InputError:
+    reason = " ".join(why.split())
+    return InputError(f"{what}: reasoning-gym refuses these settings: {reason}; write <setting>=<value>")
+
+
+@functools.lru_cache(maxsize=2)
+def find_generator(source: str, field: str) -> Generator:
+    """The generator of this name. One problem has been made, to try its settings."""
+    what = f"{flag(f'task.{field}')} {source}"
+    task, *words = source.removeprefix(GENERATOR).split(",")
+    version, tasks = ask_maker(what, "tasks")
+    if task not in tasks:
+        near = difflib.get_close_matches(task, tasks, 3, 0.5) or tasks[:5]
+        raise InputError(f"{what}: reasoning-gym has no {task}; it has {', '.join(near)} and others")
+    settings: dict[str, Any] = {"size": 10_000, "seed": 0}
     try:
-        config |= {key: ast.literal_eval(value) for key, value in (setting.split("=") for setting in settings)}
-        made = reasoning_gym.create_dataset(name, **config)
-        others = {"seed": config["seed"] + OTHER_SEED, "size": HELD_OUT}
-        held_out = reasoning_gym.create_dataset(name, **config | others)
-    except (AssertionError, SyntaxError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{what}: reasoning-gym refuses these settings: {reason}; write <setting>=<value>"
-        ) from error
-    test = {entry["question"]: row_of(held_out, entry) for entry in held_out}
-    train = [row_of(made, entry) for entry in made if entry["question"] not in test]
-    if not train:
+        settings |= {key: ast.literal_eval(value) for key, value in (word.split("=") for word in words)}
+        found = Generator(what=what, task=task, settings=settings, version=version)
+        enough = settings["size"] > 0
+        json.dumps(found.held_out)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise refused(what, str(error)) from error
+    if not enough:
         raise InputError(f"{what} makes no problem that is not held out; choose settings with more problems")
-    return train, [*test.values()]
+    found.make(found.held_out, 0)
+    return found
 
 
-def row_of(dataset: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    gold = rewards.Gold("" if entry["answer"] is None else entry["answer"])
-    gold.score = functools.partial(dataset.score_answer, entry=entry)
-    return {"question": entry["question"], "answer": gold}
+def generate(source: str, field: str, split: str) -> Iterator[posts.Row]:
+    """The rows of a generator: train, or those that are held out.
+
+    The first process makes them, once, and keeps them in the cache. The others wait for it.
+    """
+    found = find_generator(source, field)
+    made_of = json.dumps([*found[1:], OTHER_SEED, HELD_OUT])
+    name = f"reasoning_gym-{found.task}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}.jsonl"
+    path = paths.find_cache() / name
+    if not path.exists() and errors.is_first_process():
+        number = found.settings["size"] + HELD_OUT
+        print(f"{source}: making {number:,} problems, which are kept in {path}", flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in found.rows())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    while not path.exists():
+        time.sleep(1)
+    MAKER.close()
+    rows = [(where, row) for where, row in posts.read_jsonl(path, field) if row["split"] == split]
+    if not rows:
+        raise InputError(f"{found.what} makes no problem that is not held out; choose settings with more problems")
+    settings = json.dumps(found.settings)
+    for where, row in rows:
+        gold = rewards.Gold(row["answer"])
+        gold.own_score = row["own_score"]
+        gold.score = functools.partial(score, found.what, found.task, settings, row["entry"], row["answer"])
+        yield where, {"question": row["question"], "answer": gold}
+
+
+def score(what: str, task: str, settings: str, entry: str, gold: str, answer: str) -> float:
+    """What the task's own scorer gives an answer, 0 to 1; 0 if it fails, ends or takes too long."""
+    if task in EVALUATED and answer != gold and not ARITHMETIC.fullmatch(answer):
+        return 0.0
+    found, _ = ask(SCORER, what, "score", task, settings, entry, answer)
+    return found if isinstance(found, float) and 0 <= found <= 1 else 0.0

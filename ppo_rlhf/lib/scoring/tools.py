@@ -2,26 +2,19 @@
 
 Whatever goes wrong becomes a short error text, which the policy reads like any other result: a call that cannot be
 understood, a tool that raises an exception, never returns, ends its process, or answers at great length. The
-calculator is safe by itself. A user's function runs in a process of its own, tool_worker.py, which the kernel ends
+calculator is safe by itself. A user's function runs in a process of its own, see worker.py, which the kernel ends
 when a call takes too long; the next call starts another. The first exception that it raises is shown to the user, who
 may have made a mistake in the function. So is the end of its process, if that comes first.
 """
 
 import ast
-import contextlib
-import json
 import operator
-import os
 import re
-import select
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 
 from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.scoring import worker
 
 # [V104] These are the answers to calls that fail. No call raises an exception.
 SYNTAX, FAILED, TOO_SLOW, TOO_LONG = (f"error: {why}" for why in ("syntax", "failed", "too slow", "too long"))
@@ -62,6 +55,7 @@ def compute(node: ast.expr) -> Fraction:
 # ---- The user's ------------------------------------------------------------------------------------------------
 
 LONGEST_LIMIT = 86_400.0  # seconds that a call may be given; the kernel's timers take no number however large
+LONGEST_ANSWER = 4_096  # characters
 
 
 class OwnTool:
@@ -69,59 +63,37 @@ class OwnTool:
 
     def __init__(self, name: str, field: str, seconds: float):
         """field: the argument that names it, for messages. seconds: that a call may take."""
-        self.name, self.seconds, self.process, self.failure_shown = name, seconds, None, False
-        problem = self.start()
-        if problem:
-            raise InputError(f"{flag(field)} {name}: {problem}; write package.module:name of a function of a text")
-
-    def start(self) -> str:
-        """Start the process. Returns what is wrong with the function, or nothing."""
-        ours, theirs = os.pipe()
-        program = Path(__file__).with_name("tool_worker.py")
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", program, self.name, str(self.seconds), str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[theirs],
-            start_new_session=True,  # so that a Ctrl-C reaches the script alone
-        )
-        os.close(theirs)
-        self.answers = os.fdopen(ours, "rb")
-        return json.loads(self.answers.readline() or '"its process ends while it is imported"')
+        self.name, self.failure_shown = name, False
+        self.worker = worker.Worker(name, computing=0, seconds=seconds, confined=False)
+        self.close = self.worker.close
+        try:
+            self.worker.start()
+        except ImportError as error:
+            raise InputError(
+                f"{flag(field)} {name}: {error}; write package.module:name of a function of a text"
+            ) from error
 
     def __call__(self, call: str) -> str:
-        reply, asked = b"", time.monotonic()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(call).encode() + b"\n")
-            self.process.stdin.flush()
-            # The kernel ends the process after so many seconds, unless the function has changed its alarm.
-            if select.select([self.answers], [], [], self.seconds + 1)[0]:
-                reply = self.answers.readline()
-        if reply.endswith(b"\n"):
-            text, problem = json.loads(reply)
+        try:
+            text, problem = self.worker.ask(call)
+        except (ImportError, ChildProcessError) as error:
+            text, problem = None, str(error)
+        if problem == worker.SLOW:
+            return TOO_SLOW
+        if problem == worker.LONG:
+            return TOO_LONG
+        if not problem and not isinstance(text, str):
+            problem = f"TypeError: it returns {type(text).__name__}, not str"
+        if problem:
             self.tell(call, problem)
-            return text
-        slow = time.monotonic() - asked >= self.seconds
-        if not slow:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)  # it has closed its end, but may not have ended yet
-            self.tell(call, f"its process ended with status {self.process.returncode}")
-        self.close()
-        self.start()
-        return TOO_SLOW if slow else FAILED
+            return FAILED
+        return text if len(text) <= LONGEST_ANSWER else TOO_LONG
 
     def tell(self, call: str, problem: str) -> None:
-        """Show the first problem, if there is one."""
-        if problem and not self.failure_shown:
+        """Show the first problem."""
+        if not self.failure_shown:
             self.failure_shown = True
             print(f"{self.name} failed on {call[:LONGEST_CALL]!r}: {problem!r}. Later failures are not shown.")
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.communicate()
-        self.answers.close()
 
 
 def load_tool(name: str, field: str, seconds: float) -> Tool:

@@ -1,0 +1,150 @@
+"""A process for functions that aren't ours and read what a model writes: math-verify, reasoning-gym, a user's tool.
+
+`Worker` starts this file as a program, with which it exchanges lines of JSON over a socket. A function may compute
+forever where no handler of Python's is called, so the kernel ends the process when a request takes too long; the next
+request starts another. A confined process can't write into files, start processes (unless it is root's) or, where the
+system lets it give that up, use the network. A tool is the user's own code, so it is not confined.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+
+MEMORY = {"confined": 4 * 2**30, "free": 16 * 2**30}  # bytes of address space
+LONGEST = 2**20  # bytes of an answer
+SLOW, LONG, NONSENSE = "it takes too long", "its result is too long", "its answer makes no sense"
+
+
+class Worker:
+    """Calls a function in a process of its own, which begins with the first request and again after it has ended."""
+
+    def __init__(self, name: str, *, computing: float, seconds: float, confined: bool = True):
+        """name: package.module:name, in the current folder too unless confined. computing: seconds of processor time
+        that a request may take, 0 for any; seconds: that it may take in all.
+        """
+        kind = "confined" if confined else "free"
+        self.program = [sys.executable, "-P", __file__, name, kind, str(computing), str(seconds)]
+        self.seconds, self.process = seconds, None
+
+    def start(self) -> None:
+        """Raises an ImportError that says why the function can't be called."""
+        self.channel, theirs = socket.socketpair()
+        with theirs:  # in a session of its own, where no Ctrl-C reaches it
+            self.process = subprocess.Popen(self.program, stdin=theirs, start_new_session=True)
+        self.end = weakref.finalize(self, end, self.process, self.channel)  # at the latest when the script ends
+        if problem := json.loads(self.read(None) or '"its process ends while it is imported"'):
+            self.close()
+            raise ImportError(problem)
+
+    def ask(self, *request: object) -> tuple[object, str]:
+        """Returns the result and an empty text, or None and why there is none. Raises an ImportError as `start` does.
+
+        If the process is killed from outside, as the kernel does when memory runs out, another one is asked; if that
+        one is killed too, a ChildProcessError is raised.
+        """
+        line = json.dumps(request).encode() + b"\n"
+        for _ in range(2):
+            if self.process is None:
+                self.start()
+            try:
+                self.channel.settimeout(self.seconds + 1)
+                self.channel.sendall(line)
+                result, problem = json.loads(self.read(time.monotonic() + self.seconds + 1))
+                return result, str(problem)
+            except TimeoutError:  # the process has changed its own timers
+                status = -signal.SIGALRM
+            except (OSError, ValueError, TypeError, RecursionError):  # it has ended, or its answer makes no sense
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(1)  # it has closed its end, but may not have ended yet
+                status = self.process.returncode
+            except BaseException:
+                self.close()  # otherwise the next request would get this one's answer
+                raise
+            self.close()
+            if status in (-signal.SIGALRM, -signal.SIGPROF):
+                return None, SLOW
+            if status not in (-signal.SIGKILL, -signal.SIGTERM):
+                return None, f"its process ended with status {status}" if status is not None else NONSENSE
+        raise ChildProcessError(f"its process ended with status {status}")
+
+    def read(self, deadline: float | None) -> bytes:
+        """A line; only its beginning if the process ends in it or it is too long."""
+        line = b""
+        while not line.endswith(b"\n") and len(line) <= LONGEST:
+            self.channel.settimeout(deadline and max(deadline - time.monotonic(), 0.001))
+            if not (piece := self.channel.recv(2**16)):
+                break
+            line += piece
+        return line
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process:
+            self.end()
+            self.process = None
+
+
+def end(process: subprocess.Popen, channel: socket.socket) -> None:
+    channel.close()
+    with contextlib.suppress(OSError):  # it has ended
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+    process.wait()
+
+
+def limit(kind: str) -> None:
+    import resource  # not on every system
+
+    limits = {resource.RLIMIT_AS: MEMORY[kind]}
+    if kind == "confined":
+        with contextlib.suppress(AttributeError):  # only Linux has it
+            ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER, which allows the other: CLONE_NEWNET
+        os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a thread counts as a process
+        limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0}
+    for name, most in limits.items():
+        with contextlib.suppress(ValueError):  # where there is no such limit
+            resource.setrlimit(name, (most, most))
+
+
+def main() -> None:
+    name, kind, *seconds = sys.argv[1:]
+    channel = socket.socket(fileno=os.dup(0)).makefile("rw")
+    for stream in range(3):  # what is printed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+    try:
+        limit(kind)
+        sys.path += [os.path.abspath(f"{__file__}/../../../..")] + [""] * (kind == "free")
+        module, _, path = name.partition(":")
+        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        if not callable(function):
+            raise TypeError("that is no function")
+    except BaseException as error:  # a module may raise anything
+        print(json.dumps(f"{type(error).__name__}: {error}"), file=channel, flush=True)
+        return
+    print('""', file=channel, flush=True)
+    timers = {signal.SIGPROF: signal.ITIMER_PROF, signal.SIGALRM: signal.ITIMER_REAL}
+    for line in channel:
+        for number, most in zip(timers, seconds, strict=True):
+            signal.signal(number, signal.SIG_DFL)  # it ends the process
+            signal.setitimer(timers[number], float(most))
+        try:
+            said = json.dumps([function(*json.loads(line)), ""])
+            said = said if len(said) < LONGEST else json.dumps([None, LONG])
+        except Exception as error:  # of any kind: the function is another's
+            said = json.dumps([None, traceback.format_exception_only(error)[-1].strip()[:4_096]])
+        for timer in timers.values():
+            signal.setitimer(timer, 0)
+        print(said, file=channel, flush=True)
+
+
+if __name__ == "__main__":
+    main()

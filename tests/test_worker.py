@@ -1,0 +1,128 @@
+"""lib/scoring/worker.py: functions that read what a model writes run in a process of their own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ppo_rlhf.lib.scoring.worker import LONG, NONSENSE, SLOW, Worker
+
+SCORER = """
+import ctypes, os, signal, socket, sys, time
+def score(text): return eval(text)
+"""
+
+
+@pytest.fixture
+def scorer(tmp_path, monkeypatch) -> Iterator[Worker]:
+    """A confined worker that evaluates what it is asked."""
+    (tmp_path / "careless.py").write_text(SCORER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = Worker("careless:score", computing=2, seconds=600)
+    yield worker
+    worker.close()
+
+
+# What a response may try, and what comes of it.
+ATTACKS = {
+    "2**(2**40)": SLOW,
+    "[0 for _ in iter(int, 1)]": SLOW,
+    "sys.exit()": "its process ended with status 0",
+    "os._exit(3)": "its process ended with status 3",
+    "ctypes.string_at(0)": "its process ended with status -11",
+    "print('[1.0, \"\"]') or sys.stdout.flush() or 0 / 0": "ZeroDivisionError: division by zero",
+    "len(bytearray(5 * 2**30))": "MemoryError",
+    "'7' * 2**20": LONG,
+    "(": "SyntaxError: '(' was never closed",
+    "open(os.environ['PYTHONPATH'] + '/made', 'w', buffering=1).write('a\\n')": "OSError: [Errno 27] File too large",
+    "{1}": "TypeError: Object of type set is not JSON serializable",
+}
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_an_attack_gives_nothing_and_the_next_request_is_answered(scorer, text):
+    assert scorer.ask(text) == (None, ATTACKS[text])
+    assert scorer.ask("1 + 1") == (2, "")
+
+
+def test_what_waits_is_ended_too(scorer, tmp_path):
+    """Even if it has changed its timers; and so are the processes that it has started."""
+    hasty = Worker("careless:score", computing=2, seconds=1)
+    assert hasty.ask("time.sleep(1_000)") == (None, SLOW)
+    assert hasty.ask("[signal.alarm(0), time.sleep(1_000)]") == (None, SLOW)
+    assert hasty.ask("os.kill(os.getpid(), signal.SIGSTOP)") == (None, SLOW)
+
+
+ENDLESS = "iter(int, 1)"
+
+
+@pytest.mark.parametrize(
+    ("said", "times"),
+    [
+        (r"nothing\n", "[0]"),
+        (r"[1.0]\n", "[0]"),
+        (r"1.0\n", "[0]"),
+        ("[" * 50_000 + r"\n", "[0]"),
+        ("7" * 999, ENDLESS),
+    ],
+    ids=["no JSON", "one value", "no list", "too deep", "without an end"],
+)
+def test_an_answer_that_makes_no_sense_is_none(scorer, said, times):
+    """A response finds the socket, and answers in the scorer's place."""
+    channel = "next(n for n in range(3, 64) if 'socket' in os.readlink(f'/dev/fd/{n}'))"
+    assert scorer.ask(f"[os.write(n, b'{said}') for n in [{channel}] for _ in {times}]") == (None, NONSENSE)
+    assert scorer.ask("1 + 1") == (2, "")
+
+
+def test_there_is_no_network(scorer):
+    try_it = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x50000000))"
+    if subprocess.run([sys.executable, "-c", try_it], stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip("this system does not let a process give up its network")
+    _, problem = scorer.ask("socket.create_connection(('127.0.0.1', 9))")
+    assert problem == "OSError: [Errno 101] Network is unreachable"
+    free = Worker("os:readlink", computing=0, seconds=600, confined=False)
+    assert free.ask("/proc/self/ns/net") == (os.readlink("/proc/self/ns/net"), "")
+    free.close()
+
+
+def test_a_process_that_is_killed_twice_is_an_error(scorer):
+    with pytest.raises(ChildProcessError, match="its process ended with status -9"):
+        scorer.ask("os.kill(os.getpid(), signal.SIGKILL)")
+    assert scorer.ask("1 + 1") == (2, "")
+
+
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(scorer, monkeypatch):
+    def interrupted(deadline):
+        raise KeyboardInterrupt
+
+    assert scorer.ask("1 + 1") == (2, "")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(scorer, "read", interrupted)
+        scorer.ask("1 + 2")
+    assert scorer.ask("1 + 3") == (4, "")
+
+
+@pytest.mark.parametrize(("name", "why"), [("os:name", "that is no function"), ("none:f", "No module named 'none'")])
+def test_what_cannot_be_called_is_said_at_the_start(name, why):
+    with pytest.raises(ImportError, match=why):
+        Worker(name, computing=1, seconds=600).start()
+
+
+def test_no_process_outlives_its_script(tmp_path):
+    script = """
+        from ppo_rlhf.lib.scoring.worker import Worker
+        worker = Worker("time:sleep", computing=0, seconds=600, confined=False)
+        worker.ask(0)
+        worker.channel.sendall(b"[600]\\n")
+        print(worker.process.pid)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert not Path(f"/proc/{ended.stdout.strip()}").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ended.stdout), 0)
