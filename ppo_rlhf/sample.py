@@ -288,7 +288,7 @@ def load_judge(
         return lambda queries, scored, *_: score(queries, scored, messages=texts.dialogues(queries))
     what, folder = f"--{argument} {model}", Path(model)
     models.check_kind(folder, what, "reward model")
-    models.find_head(folder)
+    models.find_head(folder, what)
     models.check_vocabulary(model, what, policy, trust_remote_code)
     backbone = models.empty_model(model, trust_remote_code, AutoModel)
     models.check_size(backbone, what, length, pad_id)

@@ -27,6 +27,7 @@ from ppo_rlhf import (
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.base.files import flatten
 from ppo_rlhf.lib.base.processes import anew_with_lower, check_finite
+from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.sources import load_texts
 from ppo_rlhf.lib.data.texts import task_ids
 from ppo_rlhf.lib.nets import models
@@ -51,8 +52,10 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
 
     monkeypatch.setattr(sequence.Stages, "train", stop)
     monkeypatch.setattr(models, "load_tokenizer", lambda *_: tiny_tokenizer)
-    monkeypatch.setattr(worlds, "find_paths", lambda args: args)  # no world is built
-    monkeypatch.setattr(train_both.train_policy, "QueryStream", lambda *_, **__: None)
+    monkeypatch.setattr(worlds, "find_paths", lambda args, *_, **__: args)  # no world is built
+    monkeypatch.setattr(sample, "Continuations", lambda *_, **__: SimpleNamespace(held_out=stop))
+    for module, name in ((posts, "read_posts"), (models, "empty_model")):
+        monkeypatch.setattr(module, name, stop)
     monkeypatch.chdir(tmp_path)
 
 
