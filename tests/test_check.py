@@ -422,7 +422,12 @@ def test_an_interpreter_that_does_not_serve_is_named(tmp_path):
     (tmp_path / "adapter.py").write_text("def whiten(values): return values")
     (tmp_path / "bare").write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     (tmp_path / "bare").chmod(0o755)
-    for python, message in (("/nope", "cannot be run: No such file"), ("./bare", "lacks what the check needs: Mod")):
+    lacks = "lacks what the check needs:"
+    for python, message in (
+        ("/nope", "cannot be run: No such file"),
+        ("./bare", f"{lacks} Mod"),
+        ("/bin/true", f"{lacks} it does not run Python code"),
+    ):
         done = run("adapter.py", "--python", python, folder=tmp_path)
         assert done.status == 2 and f"--python {python} {message}" in done.stderr and done.stderr.count("\n") == 1
 
@@ -436,7 +441,10 @@ def test_the_numbers_of_one_case_are_printed(tmp_path):
     assert done.status == 1
     shown = ("\nvalues = tensor", "\nexpected result = tensor", "\nyour result = ")
     assert all(words in done.stdout for words in shown)
-    assert run("adapter.py", "--case", "whiten:1000", folder=tmp_path).status == 2
+    for number in ("03", "\N{ARABIC-INDIC DIGIT THREE}"):
+        assert "\nyour result = " in run("adapter.py", "--case", f"whiten:{number}", folder=tmp_path).stdout
+    for number in ("1000", "\N{SUPERSCRIPT THREE}"):
+        assert run("adapter.py", "--case", f"whiten:{number}", folder=tmp_path).status == 2
 
 
 def test_an_error_s_line_is_that_of_the_code_which_is_called(tmp_path):
@@ -492,7 +500,7 @@ def test_numbers_that_differ_are_told_apart():
     case = cases.all_cases()["whiten"][0]
     right = case.expected["result"].double()
     for wrong, seen in ((right + 4e-5, True), (right + 1e-7, False), (right * torch.nan, True)):
-        assert (diagnosis.distance(wrong, case.expected["result"], None) > case.tolerance) == seen
+        assert (diagnosis.distance(wrong, case.expected["result"], None) > cases.TOLERANCE) == seen
     assert diagnosis.distance(right + 1, right, torch.zeros_like(right).bool()) == 0
     assert calls.same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
 
