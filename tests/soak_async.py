@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 SETTINGS = (
     "--preset sums --staleness 2 --ppo.batch_size 16 --ppo.nminibatches 2 --ppo.local_rollout_batch_size 4 "
     "--ppo.lr 0.003 --save_interval 2 --log_interval 0 --trace_interval 0 --eval_interval 0 --eval_samples 0 "
-    "--eval_problems 4 --task.response_length 40 --time_out 20"
+    "--eval_problems 4 --task.response_length 40 --time_out 60"
 )
 
 

@@ -61,14 +61,21 @@ def test_deepspeed_is_refused(tiny_world, tmp_path):
 
 
 LATE = """
-import datetime, sys, time
+import datetime, os, pathlib, sys, time
 from ppo_rlhf.lib.base import launch
 
-launch.PATIENCE.timeout = datetime.timedelta(seconds=int(sys.argv[1]))
-accelerator = launch.make_accelerator()
-if accelerator.is_main_process:
-    time.sleep(3)
-accelerator.wait_for_everyone()
+gone, seconds = pathlib.Path("gone"), int(sys.argv[1])
+launch.PATIENCE.timeout = datetime.timedelta(seconds=seconds)
+try:
+    accelerator = launch.make_accelerator()
+    if accelerator.is_main_process:
+        time.sleep(3)
+        while seconds < 60 and not gone.exists():  # an impatient process is kept waiting until it has gone
+            time.sleep(0.05)
+    accelerator.wait_for_everyone()
+finally:
+    if os.environ["RANK"] == "1":
+        gone.touch()
 """
 
 
@@ -77,5 +84,6 @@ def test_the_others_wait_while_the_first_process_uploads(tmp_path):
     assert datetime.timedelta(hours=1) <= cli.PATIENCE.timeout <= datetime.timedelta(hours=12)
     (tmp_path / "late.py").write_text(LATE)
     assert [result.status for result in launch_together(2, tmp_path / "late.py", "60", folder=tmp_path)] == [0, 0]
+    (tmp_path / "gone").unlink()
     _, impatient = launch_together(2, tmp_path / "late.py", "1", folder=tmp_path)
     assert impatient.status == 1 and "imed out" in impatient.stderr

@@ -22,6 +22,7 @@ from ppo_rlhf.check.diagnosis import Report
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/check.md").read_text()
+PATIENT = ("--timeout", "600")
 
 
 def report_of(name: str, function: Callable) -> Report:
@@ -44,7 +45,7 @@ def forked(monkeypatch):
 
 def run(*arguments: str | Path, folder: Path) -> Result:
     """Run the command. Both it and the process of the adapter have imported PyTorch already."""
-    return launch(ROOT / "ppo_rlhf/check/__main__.py", *map(str, arguments), folder=folder)
+    return launch(ROOT / "ppo_rlhf/check/__main__.py", *PATIENT, *map(str, arguments), folder=folder)
 
 
 # ---- What matches ----------------------------------------------------------------------------------------------
@@ -341,12 +342,11 @@ def test_results_of_a_dict_are_found_by_name():
 # ---- The command -----------------------------------------------------------------------------------------------
 
 CRASHES = """
-import os, sys, time
+import os, sys
 import torch
 
 def whiten(values, mask, keep_mean): raise RuntimeError("no")
 def gae(rewards, values, mask, gamma, lam): return rewards[:, :1], values[:, :1]
-def reward_to_go(rewards, mask): time.sleep(60)
 def truncate(responses, stop_id, pad_id, after): responses[:] = 0; return responses
 def response_mask(responses, stop_id): sys.exit(0)
 def has_stop(responses, stop_id): os._exit(5)
@@ -359,18 +359,17 @@ def helper(): pass
 """
 
 
-def test_what_raises_hangs_or_ends_is_a_row(tmp_path):
+def test_what_raises_or_ends_is_a_row(tmp_path):
     (tmp_path / "adapter.py").write_text(CRASHES)
-    done = run("adapter.py", "--json", "--timeout", "1", folder=tmp_path)
+    done = run("adapter.py", "--json", folder=tmp_path)
     found = json.loads(done.stdout)
     said = {row["function"]: row["failed"][0]["wrong"] if row["failed"] else "" for row in found["functions"]}
     assert done.status == 1 and not found["ok"] and found["not_checked"] == ["helper"]
     assert said == {
         "whiten": "raises RuntimeError: no (adapter.py, line 5)",
         "gae": "shape (1, 1) where (1, 5) is expected",
-        "reward_to_go": "took longer than 1 seconds; --timeout allows more",
         "truncate": "it changed its argument responses",
-        "response_mask": "raises SystemExit: 0 (adapter.py, line 9)",
+        "response_mask": "raises SystemExit: 0 (adapter.py, line 8)",
         "has_stop": "ended its process with status 5",
         "entropy": "it returned str, which holds no numbers",
         "token_logprobs": "it takes x, y; the arguments of token_logprobs are logits, tokens, temperature",
@@ -379,12 +378,18 @@ def test_what_raises_hangs_or_ends_is_a_row(tmp_path):
     }
 
 
+def test_what_hangs_is_a_row(tmp_path):
+    (tmp_path / "adapter.py").write_text("def whiten(values): __import__('time').sleep(1_000)")
+    done = run("adapter.py", "--timeout", "1", folder=tmp_path)
+    assert done.status == 1 and "took longer than 1 seconds; --timeout allows more" in done.stdout
+
+
 def test_the_tutorial_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):
     blocks = [re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "text")]
     assert [len(found) for found in blocks] == [3, 2]
     monkeypatch.chdir(tmp_path)
     Path("docs").symlink_to(ROOT / "docs")  # where it is, paths are short
-    monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
+    monkeypatch.setattr(sys, "argv", ["check", *PATIENT, "adapter.py"])
     for adapter, printed, status in zip(blocks[0][:2], blocks[1], (1, 0), strict=True):
         Path("adapter.py").write_text(adapter)
         assert command.main() == status
@@ -412,7 +417,7 @@ def test_bad_input_ends_in_one_line_and_status_2(text, message, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     if text is not None:
         Path("adapter.py").write_text(text)
-    monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
+    monkeypatch.setattr(sys, "argv", ["check", *PATIENT, "adapter.py"])
     assert command.main() == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
@@ -422,7 +427,12 @@ def test_an_interpreter_that_does_not_serve_is_named(tmp_path):
     (tmp_path / "adapter.py").write_text("def whiten(values): return values")
     (tmp_path / "bare").write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     (tmp_path / "bare").chmod(0o755)
-    for python, message in (("/nope", "cannot be run: No such file"), ("./bare", "lacks what the check needs: Mod")):
+    lacks = "lacks what the check needs:"
+    for python, message in (
+        ("/nope", "cannot be run: No such file"),
+        ("./bare", f"{lacks} Mod"),
+        ("/bin/true", f"{lacks} it does not run Python code"),
+    ):
         done = run("adapter.py", "--python", python, folder=tmp_path)
         assert done.status == 2 and f"--python {python} {message}" in done.stderr and done.stderr.count("\n") == 1
 
@@ -436,7 +446,10 @@ def test_the_numbers_of_one_case_are_printed(tmp_path):
     assert done.status == 1
     shown = ("\nvalues = tensor", "\nexpected result = tensor", "\nyour result = ")
     assert all(words in done.stdout for words in shown)
-    assert run("adapter.py", "--case", "whiten:1000", folder=tmp_path).status == 2
+    for number in ("03", "\N{ARABIC-INDIC DIGIT THREE}"):
+        assert "\nyour result = " in run("adapter.py", "--case", f"whiten:{number}", folder=tmp_path).stdout
+    for number in ("1000", "\N{SUPERSCRIPT THREE}"):
+        assert run("adapter.py", "--case", f"whiten:{number}", folder=tmp_path).status == 2
 
 
 def test_an_error_s_line_is_that_of_the_code_which_is_called(tmp_path):
@@ -492,7 +505,7 @@ def test_numbers_that_differ_are_told_apart():
     case = cases.all_cases()["whiten"][0]
     right = case.expected["result"].double()
     for wrong, seen in ((right + 4e-5, True), (right + 1e-7, False), (right * torch.nan, True)):
-        assert (diagnosis.distance(wrong, case.expected["result"], None) > case.tolerance) == seen
+        assert (diagnosis.distance(wrong, case.expected["result"], None) > cases.TOLERANCE) == seen
     assert diagnosis.distance(right + 1, right, torch.zeros_like(right).bool()) == 0
     assert calls.same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
 

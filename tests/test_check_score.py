@@ -38,7 +38,7 @@ def fails(function: Callable, case: cases.Case) -> bool:
     if isinstance(answer, str) or not answer.keys() >= case.expected.keys() - {"returns"}:
         return True
     errors = [diagnosis.distance(x, case.expected[name], case.mask) for name, x in answer.items()]
-    return not max(errors) <= case.tolerance
+    return not max(errors) <= cases.TOLERANCE
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -433,7 +433,7 @@ def check_form(function: str) -> None:
         assert "outputs" in message, message
         answer = command.numbers(message["outputs"])
         errors = [diagnosis.distance(x, case.expected[name], case.mask) for name, x in answer.items()]
-        assert max(errors) <= case.tolerance, case.name
+        assert max(errors) <= cases.TOLERANCE, case.name
 
 
 GAE, WHITEN, GROUPS, KL, PPO, GSPO, CISPO, VALUES, AGGREGATE, WEIGHTS = (

@@ -41,7 +41,8 @@ if behaviour == "meets":  # two that wait for each other
     while len(list(home.glob("here*"))) < 2:
         time.sleep(0.01)
 if behaviour in ("stops when told", "stops at nothing"):
-    signal.signal(signal.SIGTERM, (lambda *_: sys.exit(0)) if "told" in behaviour else (lambda *_: print("no")))
+    stubborn = "nothing" in behaviour
+    signal.signal(signal.SIGTERM, lambda *_: (home / "no").touch() if stubborn else sys.exit(0))
     (home / "started").touch()
     while "--resume" not in sys.argv:
         time.sleep(0.01)
@@ -146,12 +147,13 @@ def test_a_signal_that_comes_while_a_seed_is_started(home):
     (home / "behaviour").write_text("stops when told")
     slow = home / "bin/git"  # which the launcher asks for its commit before it starts a seed
     slow.parent.mkdir()
-    slow.write_text(f"#!/bin/bash\ntouch {home}/asked\nsleep 2\n")
+    slow.write_text(f"#!/bin/bash\ntouch {home}/asked\nwhile [ ! -e {home}/told ]; do sleep 0.05; done\n")
     slow.chmod(0o755)
     path = {"PATH": f"{slow.parent}{os.pathsep}{os.environ['PATH']}"}
     launched = Launched(LAUNCHER, *arguments(home, "--workers", "2"), folder=home, **path)
     wait_for(home / "asked")
     os.kill(launched.process.pid, signal.SIGTERM)
+    (home / "told").touch()
     result = launched.wait(60)
     assert result.status == 1 and "cut off" in result.stdout and result.stdout.count("waiting") >= 2
     assert not record(home, 1)["finished"] and not (home / "bench/test/seed2").exists()
@@ -159,11 +161,11 @@ def test_a_signal_that_comes_while_a_seed_is_started(home):
 
 def test_an_error_of_the_launcher_stops_the_commands(home):
     """A seed that removes its own folder: one line, and no command goes on."""
-    command = f"bash -c 'if [ {{seed}} = 1 ]; then sleep 1; rm -rf {home}/bench/test/seed1; else exec sleep 77; fi'"
+    command = f"bash -c 'if [ {{seed}} = 1 ]; then sleep 1; rm -rf {home}/bench/test/seed1; else exec sleep 7777; fi'"
     result = start(home, "--command", command, "--workers", "2", seeds=2)
     assert result.status == 2 and result.stderr.count("\n") == 1 and "seed1" in result.stderr, result
-    time.sleep(0.2)
-    assert not processes_with("sleep 77")
+    psutil.wait_procs(processes_with("sleep 7777"), timeout=60)
+    assert not processes_with("sleep 7777")
 
 
 def test_a_run_that_never_began_is_begun_anew(home):
@@ -198,11 +200,12 @@ def test_a_second_sigterm_kills(home):
     (home / "behaviour").write_text("stops at nothing")
     launched = Launched(LAUNCHER, *arguments(home, seeds=1), folder=home)
     wait_for(home / "started")
-    for _ in range(2):
-        os.kill(launched.process.pid, signal.SIGTERM)
-        time.sleep(0.5)
+    os.kill(launched.process.pid, signal.SIGTERM)
+    wait_for(home / "no")
+    os.kill(launched.process.pid, signal.SIGTERM)
     result = launched.wait(60)
     assert result.status == 1 and record(home, 1)["status"] is None and "cut off" in result.stdout
+    psutil.wait_procs(processes_with(f"{home}/job.py"), timeout=60)
     assert not processes_with(f"{home}/job.py")
 
 
@@ -216,9 +219,10 @@ def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(hom
     assert "running" in shown.stdout
     second = start(home, seeds=1)
     assert second.status == 1 and "elsewhere" in second.stdout and len(calls(home)) == 1
-    processes_with(f"{home}/job.py")[0].kill()
+    (left,) = processes_with(f"{home}/job.py")
+    left.kill()
+    psutil.wait_procs([left], timeout=60)
     (home / "behaviour").write_text("")
-    time.sleep(0.2)
     assert start(home, seeds=1).status == 0 and "--resume" in calls(home)[-1]["argv"]
 
 
@@ -318,7 +322,7 @@ def test_a_real_run_that_is_killed_goes_on_and_gives_the_same_numbers(tiny_world
     launched.process.kill()
     for child in children:
         child.kill()
-    time.sleep(0.2)
+    psutil.wait_procs(children, timeout=60)
     assert launch(LAUNCHER, *cut, folder=tmp_path).status == 0
     for kind in ("train_reward", "train_policy"):
         expected, given = (metrics_of(only(tmp_path / f"bench/{name}/seed1/runs", f"{kind}*")) for name in "wc")

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -516,7 +517,9 @@ def test_an_error_of_the_user_is_one_line_and_status_2(capsys, error):
 
 @pytest.mark.parametrize("first_process", ["ended", "goes on"])
 def test_another_process_says_its_error_only_if_the_first_goes_on(capsys, monkeypatch, first_process):
-    monkeypatch.setattr(errors, "PATIENCE", 0.5)
+    clock = SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr(errors, "time", clock)
+    monkeypatch.setattr(errors, "PATIENCE", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
         for name, value in place.items():
@@ -554,13 +557,13 @@ from ppo_rlhf.lib.base import errors
 def main():
     print("begun", flush=True)
     try:
-        time.sleep(60)
+        time.sleep(1_000)
     finally:
         print("tidying up", flush=True)
         try:
-            time.sleep(30)
+            time.sleep(1_000)
         except BaseException:  # as in a destructor, where every exception is ignored
-            time.sleep(30)
+            time.sleep(1_000)
 
 errors.how_to_go_on = "resume with --resume runs/x"
 errors.run_script(main)
@@ -578,7 +581,7 @@ def test_a_second_signal_does_not_wait_for_what_is_tidied_up(tmp_path, number, s
         while words not in launched.stdout() and launched.process.is_alive():
             time.sleep(0.02)
         os.kill(launched.process.pid, number)
-    result = launched.wait(20)
+    result = launched.wait(60)
     assert (result.status, result.stderr) == (status, f"{line}; resume with --resume runs/x\n")
 
 
@@ -617,18 +620,18 @@ def test_a_fork_ends_when_it_is_told_to(request):
     told, (reading, writing) = [], os.pipe()
     of_script, of_loop = (partial(errors.handler_of, signal.SIGTERM, lambda *_, n=n: told.append(n)) for n in (1, 2))
     with of_script(), of_loop():
-        fork = multiprocessing.get_context("fork").Process(target=lambda: (os.write(writing, b"1"), time.sleep(60)))
+        fork = multiprocessing.get_context("fork").Process(target=lambda: (os.write(writing, b"1"), time.sleep(999)))
         fork.start()
         os.read(reading, 1)  # before it runs, a signal would be lost
         fork.terminate()
-        fork.join(20)
+        fork.join(60)
         assert fork.exitcode == -signal.SIGTERM and not told
         os.kill(os.getpid(), signal.SIGTERM)
     assert told == [2]
 
 
 ONE_FAILS = """
-import os
+import itertools, os, types
 import torch
 from ppo_rlhf.lib.base import errors, processes
 
@@ -639,7 +642,8 @@ def main():
         raise errors.InputError("it is only here")
     accelerator.reduce(torch.ones(1), "sum")
 
-errors.PATIENCE = 0.5
+errors.PATIENCE = 60.0  # by a clock that runs ahead
+errors.time = types.SimpleNamespace(monotonic=itertools.count(0, 20).__next__, sleep=lambda seconds: None)
 errors.how_to_go_on = "resume with --resume runs/x"
 errors.run_script(main)
 """

@@ -63,7 +63,7 @@ def records(folder: Path) -> list[wandb_internal_pb2.Record]:
     Its service may write the last of them a little after the run has ended.
     """
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    for _ in range(300):
+    for _ in range(600):
         data, place, found, parts = path.read_bytes(), 7, [], b""
         while place < len(data):
             if (left := 32_768 - place % 32_768) < 7:  # no record begins in what is left of a block

@@ -51,12 +51,13 @@ def environment() -> dict[str, str]:
 def require(python: str) -> None:
     """Raise an InputError if an interpreter cannot run the child."""
     try:
-        command = [python, "-c", "import ppo_rlhf.check.child"]
+        command = [python, "-c", "import ppo_rlhf.check.child; print('ready')"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment())
     except OSError as error:
         raise InputError(f"--python {python} cannot be run: {error.strerror}") from error
-    if done.returncode:
-        raise InputError(f"--python {python} lacks what the check needs: {(done.stderr.splitlines() or ['?'])[-1]}")
+    if not done.stdout.endswith("ready\n"):
+        said = done.stderr.splitlines() or ["it does not run Python code"]
+        raise InputError(f"--python {python} lacks what the check needs: {said[-1]}")
 
 
 def messages(adapter: Path, names: list[str], timeout: float, python: str) -> Iterator[dict[str, Any]]:
@@ -146,9 +147,10 @@ def print_case(adapter: Path, which: str, timeout: float, python: str) -> bool:
     """Print the arguments of a case, what is expected, and what the adapter gave. Returns whether they agree."""
     name, _, number = which.partition(":")
     known = cases.all_cases().get(name, [])
-    if not number.isdigit() or int(number) >= len(known):
+    if not number.isdecimal() or int(number) >= len(known):
         raise InputError(f"--case {which}: name a function and a number of a case, such as gae:18")
-    case, answer = known[int(number)], None
+    index, answer = int(number), None
+    case, which = known[index], f"{name}:{index}"
     for message in messages(adapter, [which], timeout, python):
         if "failed" in message:
             raise InputError(f"{adapter} {message['failed']}")
@@ -167,7 +169,7 @@ def print_case(adapter: Path, which: str, timeout: float, python: str) -> bool:
         return False
     for key, x in answer.items():
         print(f"your {key} = {x}")
-    return diagnosis.judge(name, {int(number): answer}, {}).ok
+    return diagnosis.judge(name, {index: answer}, {}).ok
 
 
 def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:

@@ -4,7 +4,9 @@ The golden numbers were computed by openai/lm-human-preferences at cbfd210, vwxy
 at ee77a9a and verl at b178a3c. A property repeats a case in another way that must not change its result, or compares
 with forms.py, which the tests hold against the golden numbers.
 
-Inputs are float32, as in most code. So numbers agree if they differ by less than 1e-5 of the largest expected one.
+Inputs are float32, as in most code, so each operation may round by 6e-8 of its result. Numbers agree if they differ
+by less than 1e-5 of the largest expected one. That leaves room for any order of operations, because no case amplifies
+rounding more than a hundredfold.
 """
 
 import inspect
@@ -45,7 +47,6 @@ class Case:
     """calls the function, once or several times, and returns what is compared, in the order of `expected`"""
     mask: Tensor | None = None
     """entries that are compared; None: all"""
-    tolerance: float = TOLERANCE
     gradient_of: str = ""
     """argument for which the gradient of the result is compared too, if the function gives one"""
 
@@ -211,7 +212,6 @@ def golden(
     run: Callable[[Callable, Arguments], Any] = once,
     source: str = "golden",
     /,
-    tolerance: float = TOLERANCE,
     gradient_of: str = "",
     **arguments: Any,
 ) -> Case:
@@ -224,7 +224,6 @@ def golden(
         expected={"result": expected} if isinstance(expected, Tensor) else expected,
         run=run,
         mask=arguments.get("mask") if function in PER_TOKEN else None,
-        tolerance=tolerance,
         gradient_of=gradient_of,
     )
 
@@ -232,14 +231,15 @@ def golden(
 def chapter_1() -> Iterator[Case]:
     """Numbers of openai/lm-human-preferences."""
     for name in sorted({key.partition("/")[0] for key in arrays("case1_whiten")}):
-        if name == "near_constant_8x8":  # depends on the order of summation
+        # A variance may be a mean of squares less the square of the mean, whose rounding is amplified by
+        # (mean / deviation)^2. That is a million or more in these two, so float32 leaves nothing to compare.
+        if name in ("near_constant_8x8", "large_mean_16x4"):
             continue
         x = under("case1_whiten", f"{name}/")
         for keep_mean in (False, True):
             expected = x["shift_mean_false" if keep_mean else "shift_mean_true"]
             inputs = {"values": x["input"], "mask": full(x["input"]), "keep_mean": keep_mean}
-            tolerance = 1e-3 if name == "large_mean_16x4" else TOLERANCE
-            yield golden("whiten", name, expected, **inputs, tolerance=tolerance)
+            yield golden("whiten", name, expected, **inputs)
     for name in ("default", "gamma_lam", "no_whiten", "no_noise_first_epoch", "constant_rewards", "rlen1"):
         x, settings = arrays(f"case2_loss_{name}"), table("case2_loss_meta")[name]
         mask = full(x["values"])
@@ -259,9 +259,11 @@ def chapter_1() -> Iterator[Case]:
         x = arrays(f"case3_forward_{name}")
         weights, tokens = openai_weights("weights_test_policy"), x["full_tokens"].long()
         context, temperature = x["queries"].shape[1], round(x["temperature"].item(), 6)
-        inputs = {"tokens": tokens, "attention_mask": full(tokens), "context_length": context}
+        rows = (tokens != 0).all(1)  # code may take any 0 for padding
+        inputs = {"tokens": tokens[rows], "attention_mask": full(tokens[rows]), "context_length": context}
         inputs |= {"weights": weights, "heads": table("models")["test"]["hparams"]["n_head"]}
-        yield golden("response_logprobs", name, x["logprobs"], read_by_model, **inputs, temperature=temperature)
+        expected = x["logprobs"][rows]
+        yield golden("response_logprobs", name, expected, read_by_model, **inputs, temperature=temperature)
         logits, responses = x["full_logits"][:, context - 1 : -1], x["responses"].long()
         inputs = {"logits": logits, "temperature": temperature}
         yield golden("token_logprobs", name, x["logprobs"], **inputs, tokens=responses)
@@ -350,11 +352,13 @@ def chapter_2() -> Iterator[Case]:
     x = arrays("tldr/forward_gpt2_leftpad")
     tokens = torch.cat([x["in/queries"], x["in/responses"]], 1).long()
     mask = tokens != 40
-    inputs = {"tokens": tokens.masked_fill(~mask, 0), "attention_mask": mask, "temperature": 0.7}
+    weights = {key.removeprefix("policy/transformer."): w for key, w in x.items() if "policy/trans" in key}
+    renamed = torch.arange(40)  # 0 and 4, which no row has: then 0 is nothing but padding
+    renamed[[0, 4]] = renamed[[4, 0]]
+    tokens = renamed[tokens.masked_fill(~mask, 4)]
+    weights["wte.weight"] = weights["wte.weight"][renamed]
+    inputs = {"tokens": tokens, "attention_mask": mask, "temperature": 0.7, "weights": weights}
     inputs |= {"context_length": x["in/queries"].shape[1], "heads": 2}
-    inputs |= {
-        "weights": {key.removeprefix("policy/transformer."): w for key, w in x.items() if "policy/trans" in key}
-    }
     counts = mask[:, inputs["context_length"] :]
     case = golden("response_logprobs", "padded on the left", x["out/unpadded_logprobs"], read_by_model, **inputs)
     case = replace(case, mask=counts)
@@ -490,6 +494,8 @@ def enumeration() -> Iterator[Case]:
     yield golden("kl_loss", "the policy samples", expected, expected_gradient, "enumeration", **on_policy)
     ended = torch.stack([torch.ones(9, dtype=torch.bool), SEQUENCES[:, 0] != 0], 1)  # the token 0 stops a response
     yield like_the_form("kl_loss", "padding", tables | {"mask": ended}, run=expected_gradient)
+    apart = {name: 4 * x for name, x in tables.items()}
+    yield like_the_form("kl_loss", "far apart", apart, run=expected_gradient)
 
 
 # ---- Properties ------------------------------------------------------------------------------------------------
@@ -509,7 +515,7 @@ SETTINGS: dict[str, list[Arguments]] = {  # of each function for its properties
     "whiten": [{}, {"keep_mean": True}],
     "gae": [{"gamma": 0.9, "lam": 0.8}, {}],
     "reward_to_go": [{"gamma": 0.9}, {}],
-    "token_rewards": [{"kl_coef": 0.3}],
+    "token_rewards": [{"kl_coef": 3.0}],
     "kl_estimate": [{"name": name} for name in ("k1", "abs", "k2", "k3", "k1+", "k2+", "k3+")],
     "policy_loss": [{}, {"cliprange": 0.1}, {"cliprange": 0.2, "cliprange_high": 0.3}, {"dual_clip": 1.5}],
     "gspo_loss": [{"cliprange": 0.05}, {"cliprange": 0.05, "cliprange_high": 0.08}],
@@ -592,7 +598,7 @@ def with_masked(case: Case, name: str, value: float) -> Case:
 
 def other_properties() -> Iterator[Case]:
     generator = torch.Generator().manual_seed(5)
-    scores = torch.randint(0, 3, (12,), generator=generator).float()
+    scores = torch.randint(0, 3, (12,), generator=generator).float() * 2 - 1
     consecutive, mixed = torch.arange(12) // 4, torch.tensor([2, 0, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1])
     pairs = torch.arange(12) // 2
     equal, sizes = torch.ones(12), torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 4])
@@ -631,6 +637,8 @@ def other_properties() -> Iterator[Case]:
             yield like_the_form("aggregate", "another length", inputs | {"length": 9})
     x = random_arguments("token_rewards", empty.shape, generator)
     yield like_the_form("token_rewards", "an empty row", x | {"mask": empty, "kl_coef": 0.3})
+    x = random_arguments("gspo_loss", empty.shape, generator)
+    yield like_the_form("gspo_loss", "an empty row", x | {"mask": empty})
     losses = torch.randn(RAGGED.shape, generator=generator)
     for name, sizes in (("one part", [5]), ("a part for each row", [1] * 5), ("parts of 3 and 2 rows", [3, 2])):
         inputs = {"losses": list(losses.split(sizes)), "masks": list(RAGGED.split(sizes)), "generation_tokens": 40}
@@ -663,9 +671,10 @@ def other_properties() -> Iterator[Case]:
     for name, shape in SHAPES.items():
         logits, tokens = torch.randn(*shape, 4, generator=generator), torch.randint(0, 4, shape, generator=generator)
         inputs = {"logits": logits, "temperature": 0.7}
+        yield like_the_form("entropy", name, inputs)
+        yield like_the_form("entropy", name, {"logits": 4 * logits})
         for more in (inputs, {"logits": 9 * logits}):  # also tokens that are very unlikely
             yield like_the_form("token_logprobs", name, more | {"tokens": tokens})
-            yield like_the_form("entropy", name, more)
         best = torch.randint(0, shape[1], shape[:1], generator=generator)
         yield like_the_form("best_of_n_loss", name, {"scores": logits[..., 0], "best": best})
 

@@ -75,7 +75,7 @@ def agree(answer: dict[str, Tensor], other: Answer, case: Case) -> bool:
     """Whether two functions gave the same numbers, as far as both gave some."""
     if isinstance(other, str):
         return False
-    enough = 5 * case.tolerance  # float32 in one of them, float64 in the other
+    enough = 5 * cases.TOLERANCE  # float32 in one of them, float64 in the other
     for name in answer.keys() & other.keys():
         actual, expected = answer[name], other[name]
         if case.mask is not None and case.mask.shape == actual.shape:
@@ -125,7 +125,7 @@ def judge(function: str, answers: dict[int, Answer], left_out: dict[str, int]) -
             report.gradients &= slope is None or "gradient" in answer or not slope.any()
             report.missing = next((n for n in case.expected if n not in {*answer, "gradient"}), report.missing)
         report.error = max(report.error, error)
-        if error <= case.tolerance:
+        if error <= cases.TOLERANCE:
             report.matches += 1
         else:
             wrong.append(index)

@@ -50,7 +50,8 @@ def response_logprobs(
 ) -> Tensor:
     """Log-probs of the response, tokens[:, context_length:], under a causal language model of Hugging Face.
 
-    tokens, attention_mask: (batch, context_length + response_length). Contexts are padded on the left with the id 0.
+    tokens, attention_mask: (batch, context_length + response_length). Contexts are padded on the left with the id 0,
+    which is no other token.
     """
     position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=tokens, attention_mask=attention_mask.long(), position_ids=position_ids).logits
@@ -98,9 +99,12 @@ def token_rewards(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """The penalty of a response near the greatest length, at most 0: (batch,). Linear over `buffer` tokens."""
+    """What a response near the greatest length loses, as a number <= 0: (batch,).
+
+    It rises linearly over the last `buffer` tokens, and no response loses more than `factor`.
+    """
     over = lengths - (max_length - buffer)
-    return -factor * (over / buffer).clamp(min=0)
+    return -factor * (over / buffer).clamp(0, 1)
 
 
 def kl_controller(kl_coef: float, kl: float, target: float, episodes: int, horizon: int) -> float:
