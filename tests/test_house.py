@@ -149,7 +149,7 @@ def test_no_type_of_ours_is_any(name):
 # The folder of a run, the command line, small worlds by name, published data.
 SERVICES = {"lib.services.run", "lib.services.cli", "lib.data.sources", "worlds"}
 CHAPTER_1 = {"train_policy": 1_150, "train_reward": 800}  # lines that each may have
-MOST_LINES, MOST_OF_TRAIN = 3_000, 80  # of all that is imported with a script; of its train()
+MOST_LINES, MOST_OF_TRAIN = 3_160, 80  # of all that is imported with a script; of its train()
 
 
 def at_the_top(source: str) -> str:
@@ -363,7 +363,7 @@ def test_what_has_no_name_at_the_call_is_found(source, found):
 # ---- How much there is -----------------------------------------------------------------------------------------
 
 # Lines of Python and of tables. They fall with each step, and rise only in a commit that brings a capability.
-AT_MOST = {"ppo_rlhf": 26_670, "benchmark": 4_615, "tests": 32_985}
+AT_MOST = {"ppo_rlhf": 27_030, "benchmark": 4_616, "tests": 33_220}
 
 
 @pytest.mark.parametrize("folder", AT_MOST)
