@@ -297,7 +297,7 @@ function makeWhatIf(pane, settings, coefficient) {
   const slider = (name, title, value, max) => control(name, title,
     Object.assign(make("input", {type: "range", min: 0, max, step: "any"}), {value}), () => shown(value));
   box.replaceChildren();
-  slider("kl_coef", "β", coefficient, Math.max(1, 2 * coefficient));
+  if (settings.reference) slider("kl_coef", "β", coefficient, Math.max(1, 2 * coefficient));
   slider("gamma", "γ", settings.gamma, 1);
   if (settings.lam_alpha === null || settings.critic_lam === null) slider("lam", "λ", settings.lam, 1);  // else unused
   if (settings.lam_alpha !== null) slider("lam_alpha", "α of λ", settings.lam_alpha, Math.max(1, 2 * settings.lam_alpha));
@@ -305,7 +305,7 @@ function makeWhatIf(pane, settings, coefficient) {
   slider("cliprange", "ε", settings.high, Math.max(1, 2 * settings.high));
   control("whiten_advantages", "whiten advantages", make("input", {type: "checkbox", checked: settings.whiten_advantages}));
   if (settings.chapter < 3) control("whiten_rewards", "whiten rewards", make("input", {type: "checkbox", checked: settings.whiten_rewards}));
-  else for (const [name, title] of [["estimator", "estimator"], ["loss", "loss"], ["kl_estimator", "KL in the reward"]])
+  else for (const [name, title] of [["estimator", "estimator"], ["loss", "loss"], ...settings.reference ? [["kl_estimator", "KL in the reward"]] : []])
     control(name, title, make("select", {}, ...FORMS[name].map(value => make("option", {value, textContent: value, selected: value === settings[name]}))));
   const reset = make("button", {textContent: "as in the run"});
   reset.onclick = () => { whatIfSettings.run = null; drawWhatIf(); };
@@ -376,8 +376,10 @@ function numbersOfEpisode(episode) {  // name: value, under the titles of the ta
   const counted = countedOf(episode), found = {};
   for (const [name, value] of Object.entries(episode.numbers)) if (hasGroups || name !== "groups") found[titleOfNumber(name)] = value;
   found.tokens = those(episode.pieces, counted).length;
-  found.KL = sum(those(episode.tokens.kl, counted).map(x => x ?? NaN));
-  if (Number.isNaN(found.KL)) found.KL = null;
+  if (episode.tokens.kl) {
+    found.KL = sum(those(episode.tokens.kl, counted).map(x => x ?? NaN));
+    if (Number.isNaN(found.KL)) found.KL = null;
+  }
   found["mean advantage"] = meanOf(those(episode.tokens.advantages, episode.tokens.mask));
   return found;
 }

@@ -177,8 +177,10 @@ class OneRun:
         return facts
 
     def kept(self) -> list[list[tuple[int, bool]]]:
-        """The names of its traces, update by update."""
-        return [list(names) for _, names in itertools.groupby(traces.kept(self.folder), lambda name: name[0])]
+        """The names of its traces, update by update. Those of an update that metrics.csv lacks are left out."""
+        logged = set(self.steps)
+        found = itertools.groupby(traces.kept(self.folder), lambda name: name[0])
+        return [list(names) for update, names in found if update in logged]
 
     def traced(self, most_bytes: int) -> list[dict[str, Any]]:
         """Its traces as the page gets them; first, last and every second or fourth ... if all are too much."""
@@ -218,6 +220,8 @@ class OneRun:
         kept = len(self.kept())
         if "ppo" not in self.meta["args"]:
             return "Only PPO leaves traces."
+        if not kept and traces.kept(self.folder):
+            return "The traces are of updates that metrics.csv has no row of."
         if not kept:
             return "The run left no traces: it was started without --trace_interval."
         left_out = f" {kept - len(shown)} more were kept, but would make the page too large." * (kept > len(shown))
@@ -485,7 +489,7 @@ def explained(one_run: OneRun, place: tuple[int, ...]) -> str:
         raise InputError("--explain takes three numbers, such as --explain 0 1 5: update, episode and token")
     updates = {names[0][0]: names for names in one_run.kept()}
     if place[0] not in updates:
-        known = ", ".join(map(str, updates)) or "none: it was started without --trace_interval"
+        known = ", ".join(map(str, updates)) or "none"
         raise InputError(f"--explain: there is no trace of update {place[0]}; the run left those of {known}")
     episodes = one_run.traced_update(updates[place[0]])["episodes"]
     if not 1 <= place[1] <= len(episodes):

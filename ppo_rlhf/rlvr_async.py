@@ -48,20 +48,19 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ppo_rlhf import rlvr_args, rlvr_checks, rlvr_data, rlvr_math, rlvr_policy
-from ppo_rlhf.lib.base import checkpoints, console, errors, processes
+from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, engine, run
 
@@ -167,7 +166,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         # All trained parameters by name, tied weights once, are one object with one version.
         parameters = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
         weights = {name: processes.gather_for_saving(parameter) for name, parameter in parameters.items()}
-        from_main(lambda: self.put(version, weights))
+        launch.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
         self.current, self.publishing = version, run.seconds_since(started)
 
@@ -208,7 +207,7 @@ class SamplerAhead(rlvr_policy.Sampler):
             return [[piece.result() for piece in pieces] for pieces in self.asked.pop(draw.round)]
 
         pieces = []
-        for piece in from_main(wait)[setup.accelerator.process_index]:
+        for piece in launch.from_main(wait)[setup.accelerator.process_index]:
             # A piece has one version from the first token to the last. Engine and learner agree on its ends.
             responses, logprobs = torch.tensor(piece.responses), torch.tensor(piece.logprobs)
             stopped = rlvr_math.response_mask(responses, setup.ids.stops)[1]
@@ -227,40 +226,16 @@ class SamplerAhead(rlvr_policy.Sampler):
     def correct(self, episodes: rlvr_data.Rollout, number: int) -> rlvr_data.Correction:
         return correct(episodes, self.setup.args, number, self.setup.accelerator)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self, made: int) -> dict[str, dict[str, Tensor]]:
         """For a checkpoint: the weights that sample for the next updates, except the newest, which it has anyway."""
-        kept = {
-            v: self.workers.wait(self.versions[v]) for v in self.versions if v >= self.version_of(self.current + 1)
-        }
+        needed = range(self.version_of(made), made)
+        kept = {v: self.workers.wait(self.versions[v]) for v in self.versions if v in needed}
         return {f"version {v}": {name: torch.tensor(x) for name, x in kept[v].items()} for v in kept}
 
     def metrics(self) -> dict[str, float]:
         """Seconds of the last update: waiting for batches, and publishing."""
         waiting, self.waiting = self.waiting, 0.0
         return {"time/waiting": waiting, "time/weight_sync": self.publishing}
-
-
-Made = TypeVar("Made")  # what a function returns
-
-
-def on_main(function: Callable[[], Made]) -> Made | None:
-    """The result of a function on the main process, and None on the others; or its InputError on every process.
-
-    Every process must call this.
-    """
-    made, problem = None, ""
-    if errors.is_first_process():
-        try:
-            made = function()
-        except InputError as error:
-            problem = str(error)
-    processes.fail_together(problem)
-    return made
-
-
-def from_main(function: Callable[[], Made]) -> Made:
-    """The result of a function on the main process, on every process. Every process must call this."""
-    return broadcast_object_list([on_main(function)])[0]
 
 
 # ---- Workers: Ray ----------------------------------------------------------------------------------------------
@@ -374,7 +349,7 @@ class Workers:
 def connected(args: Args) -> Iterator[Any]:
     """Ray, on the first process; the others get None."""
     with contextlib.ExitStack() as at_end:
-        yield on_main(lambda: connect(args, at_end))
+        yield launch.on_main(lambda: connect(args, at_end))
 
 
 def connect(args: Args, at_end: contextlib.ExitStack) -> Any:

@@ -243,11 +243,14 @@ def numbers_of_trace(
     setup: rlvr_data.Setup, ppo: rlvr_args.PpoArgs, *, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch
 ) -> dict[str, Any]:
     """What a trace keeps of episodes, as the recorder of lib/services/traces.py takes it. ppo: of the update."""
-    names = ["query_responses", "logprobs", "sampler_logprobs", "ref_logprobs"]
-    names += ["scores", "raw_scores", "stopped", "groups"]
+    # Without a penalty there is no reference, and nothing to say about it.
+    has_reference = setup.args.rewards.has_penalty
+    names = ["query_responses", "logprobs", "sampler_logprobs", "scores", "raw_scores", "stopped", "groups"]
+    names += ["ref_logprobs"] if has_reference else []
     names += ["exact_kl"] if setup.args.rewards.kl_estimator == "full" else []
     numbers: dict[str, Any] = {name: getattr(episodes, name) for name in names}
-    names = ["kl", "rewards", "weights", "advantages"] + (["values", "returns"] if ppo.advantage == "gae" else [])
+    names = ["rewards", "weights", "advantages"] + (["values", "returns"] if ppo.advantage == "gae" else [])
+    names += ["kl"] if has_reference else []
     numbers |= {name: getattr(batch, name) for name in names} | {"mask": batch.loss_mask, "scored": episodes.mask}
     numbers["sources"] = {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)}
     numbers |= {"tool": episodes.from_tool} if setup.args.tools else {}

@@ -95,7 +95,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                 with this_run.before_update(number), actor_critic.sampling():
                     progress.evaluation |= rlvr_metrics.evaluate(setup, sampler.respond, with_samples=number == 0)[0]
 
-            with actor_critic.sampling():
+            with this_run.saved_if_it_fails(), actor_critic.sampling():
                 while not pool.is_full():  # one round is enough, unless groups are filtered
                     # 1. Draw problems. Every process draws the whole round and takes its rows.
                     draw = draw_problems(setup, pool.rounds, setup.accelerator.process_index)
@@ -156,7 +156,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                 f"correct {metrics['objective/verifiable_correct_rate']:.3f}",
                 samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
                 trace=partial(trace, number, episodes=episodes, batch=batch, kl_coef=controller.value, ppo=ppo),
-                checkpoint=partial(training_state, sampler, optimizers, progress),
+                checkpoint=training_state(sampler, optimizers, progress, made=number + 1),
             )
             rlvr_metrics.say_if_nothing_is_learned(setup, this_run)
     return finish(this_run, sampler)
@@ -229,8 +229,11 @@ class Sampler:
         """Of the sampler itself, since the last update."""
         return {}
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """For a checkpoint: what the sampler needs to go on. It gets it back in `progress.of_sampler`."""
+    def state(self, made: int) -> dict[str, dict[str, Tensor]]:
+        """For a checkpoint after so many updates: what the sampler needs to go on.
+
+        It gets it back in `progress.of_sampler`.
+        """
         return {}
 
 
@@ -785,6 +788,7 @@ def start_run(
     length = prompt + args.task.response_length
     of_pass = passes.limit(args, accelerator, actor_critic, rows=rows, length=length, tokens=tokens)
     this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass, inputs=inputs)
+    this_run.rehearse(partial(save_models, setup=setup, actor_critic=actor_critic))
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
     left_over = Rollout(**surplus) if surplus else None
@@ -803,31 +807,51 @@ def start_run(
 
 
 def training_state(
-    sampler: Sampler, optimizers: dict[str, torch.optim.Optimizer], progress: Progress
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The content of a checkpoint: tensors, and the rest."""
-    pool, trained = progress.pool, networks_of(sampler.actor_critic)
-    parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
-    parts |= ({"surplus": pool.surplus.tensors()} if pool.surplus else {}) | sampler.state()
-    tensors = {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
-    numbers = {"kl_coef": progress.controller.value, "explained": progress.explained, "rounds": pool.rounds}
-    return tensors, numbers | {"evaluation": progress.evaluation}
+    sampler: Sampler, optimizers: dict[str, torch.optim.Optimizer], progress: Progress, made: int
+) -> Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]:
+    """A function that gives the content of a checkpoint after so many updates: tensors, and the rest.
+
+    It may be called until the next optimiser step. What the next rollout changes is kept now.
+    """
+    surplus, numbers = progress.pool.surplus, {"kl_coef": progress.controller.value, "explained": progress.explained}
+    numbers |= {"rounds": progress.pool.rounds, "evaluation": dict(progress.evaluation)}
+
+    def content() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        trained = networks_of(sampler.actor_critic)
+        parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
+        parts |= ({"surplus": surplus.tensors()} if surplus else {}) | sampler.state(made)
+        return {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}, numbers
+
+    return content
+
+
+def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: bool = True) -> None:
+    """Save the policy, and the critic if there is one. weights: as of models.save_policy_and_critic."""
+    typed_args, args = setup.typed_args, setup.args
+    info = {"task": dataclasses.asdict(typed_args.task), "monitor": "", "function": typed_args.rewards.verifier}
+    info |= {"base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
+    info |= {"label": typed_args.rewards.label}
+    info |= {"tool": args.tools.tool} if args.tools else {}
+    models.save_policy_and_critic(
+        folder,
+        lm_backbone=actor_critic.lm_backbone,
+        critic=actor_critic.critic,
+        adapters=setup.adapters,
+        tokenizer=setup.tokenizer,
+        info=info,
+        trust_remote_code=args.trust_remote_code,
+        weights=weights,
+    )
 
 
 def finish(this_run: run.Run, sampler: Sampler) -> Path:
     """Evaluate, save the models and report the results. Returns the policy's folder."""
     setup, actor_critic = sampler.setup, sampler.actor_critic
-    typed_args, args, verifier = setup.typed_args, setup.args, setup.args.rewards.verifier
-    with actor_critic.sampling():
+    args, verifier = setup.args, setup.args.rewards.verifier
+    with this_run.saved_if_it_fails(), actor_critic.sampling():
         evaluation, rows = rlvr_metrics.evaluate(setup, sampler.respond, with_samples=True)
     this_run.write_evaluation("validation", rows)
-    info = {"task": dataclasses.asdict(typed_args.task), "monitor": "", "function": typed_args.rewards.verifier}
-    info |= {"base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
-    info |= {"label": typed_args.rewards.label}
-    info |= {"tool": args.tools.tool} if args.tools else {}
-    parts = {"lm_backbone": actor_critic.lm_backbone, "critic": actor_critic.critic, "adapters": setup.adapters}
-    parts |= {"tokenizer": setup.tokenizer, "trust_remote_code": args.trust_remote_code}
-    models.save_policy_and_critic(this_run.model_folder, **parts, info=info)
+    save_models(this_run.model_folder, setup, actor_critic)
     last = this_run.last_means(*(["scores", "kl"] if args.rewards.has_penalty else ["scores"]))
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
     this_run.finish(**evaluation, **last, **left_out)

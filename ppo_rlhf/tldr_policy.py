@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, processes
+from ppo_rlhf.lib.base import checkpoints, errors, files, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
@@ -227,7 +227,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     task, ppo = args.task, args.ppo
     optimizer = make_optimizer(actor_critic, ppo)
     controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
-    this_run, first_update, evaluation = start_run(setup, actor_critic, optimizer, controller, joint)
+    save = partial(save_models, setup=setup, actor_critic=actor_critic, adapters=reference.adapters)
+    this_run, first_update, evaluation = start_run(setup, actor_critic, optimizer, controller, save, joint)
     rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
     evaluate = partial(evaluate_policy, setup, this_run, actor_critic)
     prompts, reference_scores = setup.held_out["validation"].first(args.eval_prompts), {}
@@ -236,7 +237,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     for update in this_run.updates("PPO", first_update, sizes.updates):
         optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
-            evaluation, _ = evaluate(prompts, reference_scores, update)
+            with this_run.before_update(update):
+                evaluation, _ = evaluate(prompts, reference_scores, update)
 
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
         drawn = posts_of_update(args.seed, len(setup.train_posts), update=update, batch=sizes.batch)  # (batch,)
@@ -244,9 +246,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
         uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
 
         # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.
-        episodes = make_rollout(
-            setup, actor_critic, reference, batch=batch, uniforms=uniforms, kl_coef=controller.value
-        )
+        with this_run.saved_if_it_fails():
+            episodes = make_rollout(
+                setup, actor_critic, reference, batch=batch, uniforms=uniforms, kl_coef=controller.value
+            )
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
         minibatches = lm.draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
@@ -273,7 +276,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             trace=partial(recorder.record, update, episodes, controller.value),
             checkpoint=partial(training_state, setup, actor_critic, optimizer, controller, evaluation),
         )
-    return finish(setup, this_run, actor_critic, reference)
+    return finish(setup, this_run, actor_critic, save)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -862,7 +865,7 @@ def update_metrics(
         "eps": episode / seconds,
         "time": seconds,
     }
-    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap")
+    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=episodes.monitored)
     processes.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
     return metrics
 
@@ -970,7 +973,9 @@ def evaluate_policy(
     means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
     means["eval/eos_rate"] = processes.widened(lm.has_stop(responses, ids.stops, 0)).mean().item()
     means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
-    processes.check_finite(means, update, "the reward model or function must give every summary a number")
+    monitored = {f"eval/{prefix}{name}" for name in setup.monitor for prefix in ("", "reference_")}
+    trained = {name: mean for name, mean in means.items() if name not in monitored}
+    processes.check_finite(trained, update, "the reward model or function must give every summary a number")
     if update == 0:
         this_run.write_evaluation("before", rows)
     return means, rows
@@ -1099,9 +1104,12 @@ def start_run(
     actor_critic: ActorCritic,
     optimizer: torch.optim.Optimizer,
     controller: AdaptiveKLController,
+    save: Callable[..., None],
     joint: dict | None,
 ) -> tuple[run.Run, int, dict[str, float]]:
     """Make the run's folder, or restore everything from its newest checkpoint. joint: as of `train`.
+
+    save: save_models, of this run.
 
     Returns the run, the first update to make, and the newest evaluation.
     """
@@ -1111,6 +1119,7 @@ def start_run(
     of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
     sizes = dataclasses.asdict(setup.sizes) | of_pass
     this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint, inputs=inputs)
+    this_run.rehearse(save)
     state = this_run.resume(actor_critic, optimizer)
     controller.value = state.get("kl_coef", controller.value)
     setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
@@ -1118,7 +1127,8 @@ def start_run(
     if cli.has_own_scale(shaping) and shaping.normalize_samples and state["step"] == 0:
         setup.scale.fit(scores_of_base_model(setup, actor_critic), setup.accelerator)
     this_run.start_logging(state["step"])
-    return this_run, state["step"], state.get("evaluation", {})
+    evaluation = {name: math.nan if x is None else x for name, x in state.get("evaluation", {}).items()}
+    return this_run, state["step"], evaluation
 
 
 def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
@@ -1151,31 +1161,40 @@ def training_state(
     return checkpoints.training_state(actor_critic, optimizer), {
         "kl_coef": controller.value,
         "score_scale": [setup.scale.mean, setup.scale.std],
-        "evaluation": evaluation,
+        "evaluation": files.without_nan(evaluation),
     }
 
 
-def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference: networks.Reference) -> Path:
-    """Summarise all held-out posts, save policy and critic and record the results. Returns the policy's folder."""
-    results = {}
-    for split, split_posts in setup.held_out.items():
-        means, rows = evaluate_policy(setup, this_run, actor_critic, split_posts, {}, setup.sizes.updates)
-        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
-        results |= {name.replace("eval", split, 1): value for name, value in means.items()}
-        this_run.write_evaluation(split, rows)
-    # Policy and critic are both saved as ordinary models.   ppo.py#L842-L861
+def save_models(
+    folder: Path, setup: Setup, actor_critic: ActorCritic, adapters: nn.Module | None, weights: bool = True
+) -> None:
+    """Save policy and critic, both as ordinary models. weights: as of save_policy_and_critic."""
+    # They open with the library.   ppo.py#L842-L861
     args, shaping = setup.typed_args, setup.typed_args.rewards
     info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": shaping.monitor}
     info |= {"function": shaping.function, "reward_model": shaping.trained_model, "label": shaping.label}
     models.save_policy_and_critic(
-        this_run.model_folder,
+        folder,
         lm_backbone=actor_critic.lm_backbone,
         critic=actor_critic.critic,
-        adapters=reference.adapters,
+        adapters=adapters,
         tokenizer=setup.tokenizer,
         info=info,
         trust_remote_code=args.trust_remote_code,
+        weights=weights,
     )
+
+
+def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, save: Callable[..., None]) -> Path:
+    """Summarise all held-out posts, save the models and record the results. Returns the policy's folder."""
+    results = {}
+    for split, split_posts in setup.held_out.items():
+        with this_run.saved_if_it_fails():
+            means, rows = evaluate_policy(setup, this_run, actor_critic, split_posts, {}, setup.sizes.updates)
+        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
+        results |= {name.replace("eval", split, 1): value for name, value in means.items()}
+        this_run.write_evaluation(split, rows)
+    save(this_run.model_folder)
     last = this_run.last_means("scores", "kl", "eos_rate")
     this_run.finish(**results, **last, too_long=setup.train_posts.too_long)
     this_run.upload("policy", "value")

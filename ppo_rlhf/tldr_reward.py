@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -99,6 +100,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     length = 2 * int(comparisons.lengths(ids.pad).max())  # both texts of a comparison
     of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
     this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
+    info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
+    info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
+    saved = {"tokenizer": tokenizer, "info": info, "trust_remote_code": args.trust_remote_code}
+    this_run.rehearse(partial(models.save_reward_model, reward_model=reward_model, **saved))
     first_step = this_run.resume(reward_model, optimizer)["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
@@ -156,9 +161,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run.write_table("lengths", console.rows_of_lengths(ids.pad, **texts))
     folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
-        info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
-        info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
-        models.save_reward_model(folder, plain, tokenizer, info, args.trust_remote_code)
+        models.save_reward_model(folder, plain, **saved)
     this_run.finish(**results)
     this_run.upload("reward")
     return folder

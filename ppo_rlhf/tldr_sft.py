@@ -119,6 +119,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     inputs = models.weight_files(args) | worlds.data_files(task, "posts")
     of_pass = passes.limit(args, accelerator, model, rows=sizes.local_batch, length=length)
     this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
+    info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
+    info |= {"task": dataclasses.asdict(typed_args.task)}
+    save = partial(models.save_language_model, lm_backbone=lm_backbone, tokenizer=tokenizer, info=info)
+    this_run.rehearse(save)
     first_step = this_run.resume(model, optimizer)["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
@@ -160,11 +164,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             this_run.log_samples(sizes.steps, posts.sample_table(rows[:3]))
 
     folder = this_run.model_folder / "sft"
-    weights = processes.full_state_dict(lm_backbone)
-    if accelerator.is_main_process:
-        info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
-        info |= {"task": dataclasses.asdict(typed_args.task)}
-        models.save_language_model(folder, lm_backbone, weights, tokenizer, info)
+    save(folder)
     this_run.finish(**results)
     this_run.upload("sft")
     return folder

@@ -236,6 +236,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
     inputs = cli.weight_files(args) | worlds.data_files(task, "query_dataset")
     this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
+    this_run.rehearse(partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args))
     resumed = this_run.resume(policy, optimizer)  # from the newest checkpoint; {"step": 0} if there is none
     controller.value = resumed.get("kl_coef", controller.value)
     stream.position = resumed.get("query_position", stream.position)
@@ -256,7 +257,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
         # 2. Generate responses, 3. compute the reference's log-probs, 4. score, and 5. compute rewards per token.
         # [D53] The penalty uses the coefficient that the last update left.   train_policy.py#L293-L297
-        batch = roll_out(queries, uniforms, controller.value)
+        with this_run.saved_if_it_fails():
+            batch = roll_out(queries, uniforms, controller.value)
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
         # [X17] The value head starts at 0, so it may need larger steps than what was pretrained.
@@ -280,9 +282,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # The counterpart of `resume` above.   train_policy.py#L474-L508
             checkpoint=lambda state=state: (run.training_state(policy, optimizer), state),
         )
-    folder = this_run.model_folder / "policy"
-    if accelerator.is_main_process:
-        save_policy(folder, policy, tokenizer, typed_args)
+    folder = this_run.save("policy")
     last = this_run.last_means("score", "kl", "kl_coef")
     this_run.finish(**last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     this_run.upload("policy")
@@ -1009,7 +1009,7 @@ def update_metrics(
     means = dict(zip(of_batch, this_run.accelerator.reduce(flat, "mean").tolist(), strict=True))
     eos_tokens = (batch.context_responses[:, ids.context_length :] == ids.eos).sum()
     means["ppo/val/num_eos_tokens"] = float(this_run.accelerator.reduce(eos_tokens, "sum"))
-    cli.check_update(means, update, args.dtype)
+    cli.check_update(means, update, args.dtype, monitored=batch.objectives.keys() - cli.OBJECTIVES)
     cli.check_equal("objective/kl_coef", kl_coef, this_run.accelerator)
     seconds = {"update_seconds": this_run.seconds_of_update(), "run_seconds": this_run.seconds()}
     return finish_metrics(means, update, args, kl_coef=kl_coef, **seconds)
@@ -1130,17 +1130,17 @@ def load_reward(
 
 
 def save_policy(
-    folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, typed_args: Args
+    folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, args: Args, weights: bool = True
 ) -> None:
-    """Save as an ordinary causal language model, with the value head next to the weights."""
-    own, temperature = policy.lm_backbone.generation_config, typed_args.task.temperature
+    """Save as an ordinary causal language model, with the value head next to its weights, if these are saved."""
+    own, temperature = policy.lm_backbone.generation_config, args.task.temperature
     policy.lm_backbone.generation_config = cli.sampling_config(own, tokenizer, temperature)
-    policy.lm_backbone.save_pretrained(folder)
+    policy.lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
-    info = {"kind": "policy", "base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
-    info |= {name: getattr(typed_args.rewards, name) for name in ("function", "monitor", "label")}
-    info |= {"vocab_size": vocabulary_size(tokenizer), "task": dataclasses.asdict(typed_args.task)}
+    info = {"kind": "policy", "base_model": args.base_model, "reward_model": args.rewards.trained_model}
+    info |= {name: getattr(args.rewards, name) for name in ("function", "monitor", "label")}
+    info |= {"vocab_size": vocabulary_size(tokenizer), "task": dataclasses.asdict(args.task)}
     run.describe_model(folder, info)
 
 

@@ -164,6 +164,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     fitting = cli.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
     inputs = cli.weight_files(args) | worlds.data_files(args.task, "query_dataset") | {"label_dataset": [label_file]}
     this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
+    info = {"base_model": typed_args.base_model, "label_dataset": typed_args.label_dataset}
+    info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(typed_args.task)}
+    about = {"tokenizer": tokenizer, "info": info, "trust": args.trust_remote_code}
+    this_run.rehearse(partial(run.save_reward_model, reward_model=reward_model, **about))
     state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
     stream.position = state.get("query_position", stream.position)
     this_run.start_logging(state["step"], note=sources.left_out(stream))
@@ -206,11 +210,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if args.normalize_after:
         normalize_now("after", 0.0, 1.0)
 
-    folder = this_run.model_folder / "reward"
-    if accelerator.is_main_process:
-        info = {"base_model": typed_args.base_model, "label_dataset": typed_args.label_dataset}
-        info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(typed_args.task)}
-        run.save_reward_model(folder, reward_model, tokenizer, info, args.trust_remote_code)
+    folder = this_run.save("reward")
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     this_run.show_labels(labels, tokenizer, ids.pad, partial(score_samples, reward_model, labels, pad_id=ids.pad))
     this_run.finish(**labels.known, skipped_queries=stream.position - queries, **measured)
@@ -785,7 +785,6 @@ def load_models(
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     longest = max(ids.context_length + args.task.response_length, labels.longest(args, language_model, ids.pad))
     cli.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
-    run.check_savable(language_model.config, args)
     # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
     torch.manual_seed(args.seed)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275

@@ -9,10 +9,11 @@ import pytest
 import torch
 from runs import metrics_of, only
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import sample, tldr_reward, tldr_sft, train_policy, train_reward
+from ppo_rlhf import rlvr_policy, sample, tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
 from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.base.errors import NumericalError
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.base.files import write_json
 from ppo_rlhf.lib.services import plots
 
@@ -171,6 +172,53 @@ def pair_args(tiny_posts: Path) -> tldr_reward.Args:
     task = dataclasses.replace(preset.task, posts=str(tiny_posts), comparisons=str(tiny_posts))
     sizes = {"num_train": 16, "batch_size": 16, "local_micro_batch_size": 16, "normalize_posts": 2}
     return dataclasses.replace(preset, base_model=str(tiny_posts / "model"), task=task, **sizes)
+
+
+@pytest.fixture
+def summary_args(tiny_posts: Path) -> tldr_policy.Args:
+    preset = tldr_policy.PRESETS["posts"]
+    task = dataclasses.replace(preset.task, posts=str(tiny_posts))
+    rewards = dataclasses.replace(preset.rewards, function="ppo_rlhf.worlds.posts:gold_scores")
+    return dataclasses.replace(preset, base_model=str(tiny_posts / "model"), task=task, rewards=rewards)
+
+
+@pytest.fixture
+def sums_args(tiny_sums: Path) -> rlvr_policy.Args:
+    preset = rlvr_policy.PRESETS["sums"]
+    task = dataclasses.replace(preset.task, problems=str(tiny_sums))
+    ppo = dataclasses.replace(preset.ppo, batch_size=16)
+    return dataclasses.replace(preset, base_model=str(tiny_sums / "model"), task=task, ppo=ppo)
+
+
+SCRIPTS = {train_policy: "policy_args", train_reward: "reward_args", tldr_sft: "sft_args", tldr_reward: "pair_args"}
+SCRIPTS |= {tldr_policy: "summary_args", rlvr_policy: "sums_args"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_cannot_be_saved_is_refused_before_the_training(script, request, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("no file for this")
+
+    args = request.getfixturevalue(SCRIPTS[script])
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
+    with pytest.raises(InputError, match=r"--base_model .* could not be saved: ValueError: no file for this"):
+        script.train(args)
+    assert not Path("runs").exists() and not Path("models").exists()
+
+
+MOODY = """
+def mood(queries, responses):
+    return [float("nan") if len(queries) > 2 else 0.0 for _ in responses]
+"""
+
+
+def test_a_monitor_may_be_nan(policy_args):
+    """Whenever it is called with more than the two texts with which it is tried; nothing else is NaN."""
+    Path("moody.py").write_text(MOODY)
+    rewards = dataclasses.replace(policy_args.rewards, monitor="moody:mood")
+    train_policy.train(dataclasses.replace(policy_args, rewards=rewards))
+    for row in metrics_of(only(Path("runs"), "*")):
+        assert [name for name, value in row.items() if math.isnan(value)] == ["objective/mood"]
 
 
 def spoil_loss(result):

@@ -348,8 +348,13 @@ def test_a_run_that_has_just_begun_or_writes_on_has_a_page(tmp_path):
         file.write("6,0.5,0.")
     page = write_report(folder)
     assert "not finished: 6 steps are logged" in page and len(data_of(page)["figures"][0]["data"][0]["x"]) == 6
+    text = (folder / "metrics.csv").read_text()
+    (folder / "metrics.csv").write_text(text[: text.index("\n5,") + 3])  # the row of the last trace is cut off
+    shown = data_of(write_report(folder))["runs"][0]["traces"]
+    assert [update["update"] for update in shown] == [0, 3]
     (folder / "metrics.csv").unlink()
-    assert "has logged nothing yet" in write_report(folder)
+    page = write_report(folder)
+    assert "has logged nothing yet" in page and "updates that metrics.csv has no row of" in page
 
 
 def test_the_newest_run_is_taken_and_a_folder_that_is_none_is_refused(tmp_path, monkeypatch):

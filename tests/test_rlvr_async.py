@@ -210,6 +210,43 @@ def test_a_resumed_learner_trains_on_what_the_old_weights_sample(kept, two_updat
     check_equal(train_by(rlvr_async, tiny_sums, folder, "--ppo.total_episodes", "64"), two_updates_late)
 
 
+def test_a_score_that_fails_costs_no_update_and_no_version(kept, two_updates_late, tiny_sums, monkeypatch, tmp_path):
+    """It fails when the third update's batch is sampled already, by old weights that the fourth doesn't need."""
+    calls = iter(range(100))
+
+    def fail_once(*arguments, **options):
+        if next(calls) == 2:
+            raise InputError("no answer")
+        return score_responses(*arguments, **options)
+
+    score_responses = rlvr_policy.score_responses
+    monkeypatch.setattr(rlvr_policy, "score_responses", fail_once)
+    with pytest.raises(InputError, match=r"no answer; the run stops after update 2, with a checkpoint; .*--resume"):
+        train_by(rlvr_async, tiny_sums, tmp_path / "run", *OLDER, "--save_interval", "0")
+    check_equal(train_by(rlvr_async, tiny_sums, tmp_path / "run"), two_updates_late)
+
+
+def test_a_score_that_fails_in_a_second_round_costs_no_update(tiny_sums, monkeypatch, tmp_path):
+    """[V78] What is left over of one batch, and the number of rounds, are those of the last finished update."""
+    words = ["--ppo.filter_groups", "--ppo.prompts_per_round", "4", "--save_interval", "0"]
+    words += ["--ppo.advantage", "grpo", "--ppo.samples_per_prompt", "4", "--ppo.batch_size", "16"]
+    whole = train_by(rlvr_policy, tiny_sums, tmp_path / "whole", *words)
+    rounds = [int(row["train/rounds"]) for row in numbers_of(whole)]
+    update = next(i for i, n in enumerate(rounds) if i and n > 1)
+    last, calls = sum(rounds[:update]) + 1, iter(range(1000))  # the second round of that update
+
+    def fail_once(*arguments, **options):
+        if next(calls) == last:
+            raise InputError("no answer")
+        return score_responses(*arguments, **options)
+
+    score_responses = rlvr_policy.score_responses
+    monkeypatch.setattr(rlvr_policy, "score_responses", fail_once)
+    with pytest.raises(InputError, match=f"stops after update {update}, with a checkpoint"):
+        train_by(rlvr_policy, tiny_sums, tmp_path / "run", *words)
+    check_equal(train_by(rlvr_policy, tiny_sums, tmp_path / "run"), whole)
+
+
 def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
     """With bypass the ratio is new / mu; responses that were rejected whole have no advantages and returns."""
     whole_batch = "--trace_interval 1 --trace_episodes 16"

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from test_problems import TEMPLATE, byte_tokenizer, task as of_chapter_3
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from ppo_rlhf import rlvr_args, rlvr_metrics, rlvr_scores, sample, tldr_policy, train_policy, train_reward
 from ppo_rlhf.lib import rewards
@@ -300,6 +300,24 @@ def test_a_saved_policy_says_how_it_was_sampled(of_two_ends, tmp_path, tiny_mode
         saved = json.loads((tmp_path / folder / "generation_config.json").read_text())
         wanted = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "eos_token_id": [256, END]}
         assert wanted.items() <= saved.items() and "repetition_penalty" not in saved
+
+
+def test_ids_outside_the_vocabulary_are_not_saved(of_two_ends, tmp_path, tiny_models):
+    """-1 means none to some models, and the library does not save it."""
+    model, args = tiny_models("llama", rows=300), train_policy.PRESETS["tales"]
+    model.generation_config = GenerationConfig(eos_token_id=[256, -1], pad_token_id=-1, bos_token_id=PAD)
+    assert templates.end_ids(of_two_ends, model.generation_config) == (256, END)
+    policy = train_policy.PolicyWithValueHead(model, PAD)
+    info = {"base_model": "", "task": dataclasses.asdict(args.task)}
+    train_policy.save_policy(tmp_path / "chapter 1", policy, of_two_ends, args)
+    model.generation_config = GenerationConfig(eos_token_id=[256, -1], pad_token_id=-1, bos_token_id=PAD)
+    models.save_policy_and_critic(tmp_path, model, None, None, of_two_ends, info, trust_remote_code=False)
+    for folder in ("chapter 1", "policy"):
+        saved = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert saved["eos_token_id"] == [256, END] and not {"pad_token_id", "bos_token_id"} & saved.keys()
+    config = LlamaConfig(vocab_size=300, eos_token_id=[-1, 2], pad_token_id=300, bos_token_id=-1)
+    pretrained.drop_outside_ids(config, 300)
+    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == ([2], None, None)
 
 
 def test_sampling_a_policy_of_chapter_2_shows_posts_without_their_template(tmp_path):

@@ -29,7 +29,7 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets.models import load_reward_model
 from ppo_rlhf.lib.scoring import scorers
@@ -801,3 +801,11 @@ def test_sample_continues_held_out_queries_as_training_does(
     for name, values in expected.items():
         of_rows = [row[name] for row in rows]
         assert of_rows == (values if isinstance(values[0], str) else pytest.approx(values, rel=1e-4, abs=1e-5)), name
+
+
+def test_all_processes_take_the_reward_model_that_the_first_finds(in_a_fresh_folder, monkeypatch):
+    """The others may find none, or a newer one."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(launch, "broadcast_object_list", lambda objects: ["models/of the first/reward"])
+    args = cli.with_newest_reward_model(train_policy.PRESETS["tales"])
+    assert args.rewards.trained_model == "models/of the first/reward"

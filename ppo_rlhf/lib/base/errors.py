@@ -23,6 +23,10 @@ class InputError(ValueError):
     """Something that the user gave does not fit. The message is one line: what, what is wrong, what would do."""
 
 
+class SharedError(InputError):
+    """An InputError that every process raises at the same place, so that they can still do something together."""
+
+
 class NumericalError(ValueError):
     """A number that the run depends on is impossible. The message is one line: which, where, what is kept."""
 

@@ -69,6 +69,11 @@ def write_json(path: Path, value: Any) -> None:
     replace_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def without_nan(numbers: dict[str, Any]) -> dict[str, Any]:
+    """For JSON, which has no NaN: None in its place, as for a monitor that has failed."""
+    return {name: None if value != value else value for name, value in numbers.items()}
+
+
 def json_lines(rows: Iterable[Any]) -> str:
     """The text of a file of JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)

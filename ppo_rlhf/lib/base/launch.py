@@ -10,17 +10,17 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, flag, typed
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
@@ -160,12 +160,20 @@ def anew_with_lower(argument: str) -> str:
 FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
 
 
-def check_update(metrics: dict[str, float], update: int, dtype: str, gap: str = "ppo/val/first_ratio_gap") -> None:
+def check_update(
+    metrics: dict[str, float],
+    update: int,
+    dtype: str,
+    gap: str = "ppo/val/first_ratio_gap",
+    monitored: Collection[str] = (),
+) -> None:
     """Raise a NumericalError if the metrics of an update of PPO, over all processes, are impossible.
 
-    gap: the one that says how far the ratio is off 1 before the first step.
+    gap: the one that says how far the ratio is off 1 before the first step. monitored: objectives that may be NaN.
     """
-    check_finite(metrics, update, anew_with_lower("ppo.lr"))
+    only_logged = {f"objective/{name}" for name in monitored}
+    trained = {name: value for name, value in metrics.items() if name not in only_logged}
+    check_finite(trained, update, anew_with_lower("ppo.lr"))
     # [D25] Before the first step, the policy that trains is the one that sampled.
     if metrics[gap] > FIRST_RATIO_TOLERANCE[dtype]:
         raise NumericalError(
@@ -183,7 +191,7 @@ def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
 
 
 def fail_together(problem: str) -> None:
-    """Raise an InputError on every process if one of them has a problem; an empty text is none.
+    """Raise a SharedError on every process if one of them has a problem; an empty text is none.
 
     For what may go wrong on one process alone, which the others would wait for.
     """
@@ -192,7 +200,33 @@ def fail_together(problem: str) -> None:
         problems = [""] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(problems, problem)
     if problem := next(filter(None, problems), ""):
-        raise InputError(problem)
+        raise SharedError(problem)
+
+
+Made = TypeVar("Made")  # what a function returns
+
+
+def on_main(function: Callable[[], Made]) -> Made | None:
+    """The result of a function on the main process, and None on the others; or its InputError on every process.
+
+    Every process must call this.
+    """
+    made, problem = None, ""
+    if errors.is_first_process():
+        try:
+            made = function()
+        except InputError as error:
+            problem = str(error)
+    fail_together(problem)
+    return made
+
+
+def from_main(function: Callable[[], Made]) -> Made:
+    """The result of a function on the main process, on every process. Every process must call this.
+
+    Such as what is found in a folder, which may look different to another process a moment later.
+    """
+    return broadcast_object_list([on_main(function)])[0]
 
 
 # ---- Shares ----------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings.
 
-    Settings that ask for more outputs than hidden states, and a padding id that has no embedding, are dropped.
+    Settings that ask for more outputs than hidden states, and special tokens that have no embedding, are dropped.
     """
     with model_errors(base_model) as (path, revision):
         config = read_config(path, revision, trust_remote_code, auto_class=auto_class)
@@ -355,20 +355,18 @@ def unsharded(reward_model: lm.RewardModel, trust_remote_code: bool = False) -> 
 
 
 def save_language_model(
-    folder: Path,
-    lm_backbone: PreTrainedModel,
-    weights: dict[str, torch.Tensor] | None,
-    tokenizer: PreTrainedTokenizerBase,
-    info: dict,
+    folder: Path, lm_backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, info: dict, weights: bool = True
 ) -> None:
-    """Save as an ordinary causal language model, with its tokenizer and ppo_rlhf.json.
+    """Save as an ordinary causal language model, with tokenizer and ppo_rlhf.json; without weights, all but these.
 
-    weights: its whole state where it is sharded; None: as it is.
+    Every process must call this, because the weights may be sharded.
     """
-    lm_backbone.save_pretrained(folder, state_dict=weights)
-    files.give_usual_mode(folder)
-    tokenizer.save_pretrained(folder)
-    files.write_json(folder / "ppo_rlhf.json", info)
+    state = processes.full_state_dict(lm_backbone) if weights else {}
+    if errors.is_first_process():
+        lm_backbone.save_pretrained(folder, state_dict=state)
+        files.give_usual_mode(folder)
+        tokenizer.save_pretrained(folder)
+        files.write_json(folder / "ppo_rlhf.json", info)
 
 
 def save_policy_and_critic(
@@ -379,26 +377,24 @@ def save_policy_and_critic(
     tokenizer: PreTrainedTokenizerBase,
     info: dict[str, Any],
     trust_remote_code: bool,
+    weights: bool = True,
 ) -> None:
     """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
 
     adapters: peft's handle, which saves them once more on their own, in policy/adapter. info: for ppo_rlhf.json.
-    Every process must call this.
+    weights: whether those of the two models are saved, too. If so, every process must call this.
     """
-    critic = unsharded(critic, trust_remote_code) if critic else None
+    critic = unsharded(critic, trust_remote_code) if critic and weights else critic
     if adapters is not None and errors.is_first_process():
         save_adapters(folder / "policy" / "adapter", adapters)
-        lm_backbone = adapters.merge_and_unload()
-    weights = processes.full_state_dict(lm_backbone)
-    if not errors.is_first_process():
-        return
+        lm_backbone = adapters.merge_and_unload() if weights else lm_backbone
     info = {"vocab_size": vocabulary_size(tokenizer), **info}
     own, temperature = lm_backbone.generation_config, info["task"]["temperature"]
     lm_backbone.generation_config = templates.sampling_config(own, tokenizer, temperature)
-    save_language_model(folder / "policy", lm_backbone, weights, tokenizer, info | {"kind": "policy"})
-    if critic:
-        kept = {name: info[name] for name in ("base_model", "vocab_size", "task")}
-        save_reward_model(folder / "value", critic, tokenizer, kept | {"kind": "critic"}, trust_remote_code)
+    save_language_model(folder / "policy", lm_backbone, tokenizer, info | {"kind": "policy"}, weights)
+    if critic and errors.is_first_process():
+        kept = {name: info[name] for name in ("base_model", "vocab_size", "task")} | {"kind": "critic"}
+        save_reward_model(folder / "value", critic, tokenizer, kept, trust_remote_code, weights)
 
 
 def save_adapters(folder: Path, adapters: nn.Module) -> None:

@@ -6,8 +6,8 @@ All that is wrong ends in one line that names the argument and says what would d
 import contextlib
 import copy
 import dataclasses
-import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,22 @@ def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrain
         return tokenizer
 
 
+def drop_outside_ids(config: PreTrainedConfig | GenerationConfig, vocab_size: int) -> None:
+    """Drop special tokens of a configuration whose ids are not in 0..vocab_size - 1, such as -1, which means none."""
+
+    def is_there(token: Any) -> bool:
+        return type(token) is not int or 0 <= token < vocab_size
+
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        found = getattr(config, name, None)
+        if isinstance(found, list):
+            setattr(config, name, [token for token in found if is_there(token)] or None)
+        elif not is_there(found):
+            setattr(config, name, None)
+
+
 def read_config(path: str, revision: str | None, trust_remote_code: bool, *, auto_class: type) -> PreTrainedConfig:
-    """The configuration of a model, which outputs no more than hidden states and names no padding id without an
+    """The configuration of a model, which outputs no more than hidden states and names no special token without an
     embedding. Raises an OSError if its weights cannot be read here.
 
     auto_class: the library's class that will load the model.
@@ -128,8 +142,7 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
     if (settings := Path(path) / "generation_config.json").is_file():
         files.read_json(settings)  # the library would ignore a damaged file, and the stop ids in it
     text_config = config.get_text_config(decoder=True)
-    if not 0 <= (getattr(text_config, "pad_token_id", 0) or 0) < getattr(text_config, "vocab_size", math.inf):
-        text_config.pad_token_id = None
+    drop_outside_ids(text_config, getattr(text_config, "vocab_size", sys.maxsize))
     if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
         raise OSError(f"its attention is code from the hub; {flag('trust_remote_code')} runs it, if you trust it")
     if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):

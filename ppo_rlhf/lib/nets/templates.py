@@ -19,6 +19,7 @@ from typing import Any, Literal
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base.errors import InputError, flag, say_once
+from ppo_rlhf.lib.nets.pretrained import drop_outside_ids, vocabulary_size
 
 Messages = list[dict[str, str]]
 
@@ -204,7 +205,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCon
     #       workers/fsdp_workers.py#L945-L949
     generation_config = generation_config or getattr(tokenizer, "generation_config", None)
     theirs = generation_config.eos_token_id if generation_config else None
-    ends = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None}
+    ends = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None, -1}  # -1: none
     if any(type(end) is not int for end in ends):
         raise InputError(f"the model's generation_config.json names the token {theirs!r} as its end; give its number")
     return tuple(sorted(ends))
@@ -224,4 +225,6 @@ def sampling_config(
     ids = {name: getattr(own, name, None) for name in ("bos_token_id", "pad_token_id")}
     ends = end_ids(tokenizer, own)
     ids["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
-    return GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0, **ids)
+    config = GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0, **ids)
+    drop_outside_ids(config, vocabulary_size(tokenizer))
+    return config

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import console, launch
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import templates
 from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401 chapter 2 finds it here
@@ -76,6 +76,8 @@ def text_scorer(
 def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str], Scorer]) -> dict[str, Scorer]:
     """The scorer of a function that is only logged, under the function's name. Empty if no function is named.
 
+    Where the function fails, the scores are NaN. The first time, a line says so.
+
     taken: names that the run logs anyway. of_texts: makes a scorer, as text_scorer does, from the function's name and
     the argument's.
     """
@@ -84,7 +86,19 @@ def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str
     own_name = re.split("[:.]", name)[-1]
     if own_name in taken:
         raise InputError(f"{flag('rewards.monitor')} {name}: the name {own_name} is taken; rename the function")
-    return {own_name: of_texts(name, "rewards.monitor")}
+    score, failed = of_texts(name, "rewards.monitor"), False
+
+    def score_if_it_can(queries: torch.Tensor, *texts: torch.Tensor | None) -> torch.Tensor:
+        nonlocal failed
+        try:
+            return score(queries, *texts)
+        except InputError as error:  # training doesn't depend on it, so it goes on
+            if not failed:
+                console.say(f"{error}; where it fails, {own_name} is logged as NaN")
+            failed = True
+            return torch.full((len(queries),), math.nan, device=queries.device)
+
+    return {own_name: score_if_it_can}
 
 
 def import_function(name: str, field: str) -> Callable:

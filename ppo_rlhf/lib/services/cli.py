@@ -24,7 +24,7 @@ import tyro
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import console, errors, files
+from ppo_rlhf.lib.base import console, errors, files, launch
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as  # noqa: F401
 from ppo_rlhf.lib.base.launch import (  # noqa: F401
     PATIENCE,
@@ -431,7 +431,8 @@ def with_newest_reward_model(args: train_policy.Args) -> train_policy.Args:
     """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
     if args.rewards.trained_model or args.rewards.function or args.resume:
         return args
-    if not (newest := run.newest_model(args.preset, "reward", "query_dataset")):
+    newest = launch.from_main(lambda: run.newest_model(args.preset, "reward", "query_dataset"))
+    if not newest:
         raise InputError(
             f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
             f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"

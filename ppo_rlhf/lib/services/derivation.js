@@ -120,7 +120,7 @@ function derive(episode, s, epoch, group = []) {
 
   // Steps 4 and 5: score and rewards.
   const exact = rowOf(tokens.exact_kl, n);
-  found.kl = all.map(t => !found.pays[t] ? 0 : s.kl_estimator === "full" ? exact[t]
+  found.kl = all.map(t => !s.reference || !found.pays[t] ? 0 : s.kl_estimator === "full" ? exact[t]
     : klEstimate(found.logprobs[t] - found.ref_logprobs[t], s.kl_estimator));
   found.score = episode.numbers.scores ?? NaN;
   found.rewards = found.kl.map((part, t) => -shared.kl_coef * part + (t === last ? found.score : 0));

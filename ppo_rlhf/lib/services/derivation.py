@@ -216,6 +216,8 @@ def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
         "whiten_rewards": bool(ppo.get("whiten_rewards", False)),
         "whiten_advantages": estimator in WHITENED if chosen is None else chosen,
         "penalised": shaping.get("kl_coef", 1.0) > 0,
+        # Chapter 3 loads no reference where nothing is penalised.
+        "reference": not script.startswith("rlvr") or any(shaping.get(f"kl_{x}coef", 1.0) for x in ("", "loss_")),
         # An older policy may have sampled (rlvr_async.py).
         "correction": ("decoupled" if args.get("staleness") else "none") if way == "auto" else way,
         "level": args.get("correction_level", "token"),
@@ -257,8 +259,9 @@ def derive(
     # Steps 4 and 5: score and rewards.
     exact = row_of(tokens.get("exact_kl"), n)
     distances = kl(found["logprobs"], found["ref_logprobs"])
+    pays = [s["reference"] and pays for pays in found["pays"]]
     found["kl"] = [
-        (exact[t] if s["kl_estimator"] == "full" else kl_estimate(d, s["kl_estimator"])) if found["pays"][t] else 0.0
+        (exact[t] if s["kl_estimator"] == "full" else kl_estimate(d, s["kl_estimator"])) if pays[t] else 0.0
         for t, d in enumerate(distances)
     ]
     found["score"] = number_of(numbers.get("scores"))
@@ -530,24 +533,24 @@ logprobs: log-prob
     {logprobs}
     How likely the policy found the token when it sampled it, in nats, read from the model.
     train_policy.py make_rollout D25, tldr_policy.py respond T36, rlvr_policy.py read_responses V76
-ref_logprobs: log-prob, reference
+ref_logprobs: log-prob, reference; when reference
     log ρ(y_t | x, y_<t)
     {ref_logprobs}
     How likely the model that training started from finds the same token.
     train_policy.py response_logprobs D47, tldr_policy.py reference_logprobs T35, rlvr_policy.py logprobs V57
-kl: KL; only pays; recorded kl
+kl: KL; only pays; recorded kl; when reference
     $kl_formula
     $kl_numbers
     $kl_sentence
     train_policy.py compute_rewards D51, tldr_policy.py compute_rewards T42, rlvr_math.py kl_estimate V48
 rewards: reward; only is_inner; recorded rewards
-    r_t = −β · KL_t
-    −{kl_coef} · {kl}
+    $inner_formula
+    $inner_numbers
     $inner_sentence
     train_policy.py compute_rewards D52, tldr_policy.py compute_rewards T43, rlvr_math.py compute_rewards V27
 rewards: reward; only is_last; recorded rewards
-    r_t = −β · KL_t + s
-    −{kl_coef} · {kl} + {score}
+    $last_formula
+    $last_numbers
     $last_sentence
     train_policy.py compute_rewards D52, tldr_policy.py compute_rewards T43, rlvr_math.py compute_rewards V27
 whitened_rewards: whitened reward; only valued; divisor reward_deviation; when whiten_rewards
@@ -803,7 +806,7 @@ def flags_of(s: Mapping[str, Any]) -> set[str]:
         "weighted": s["correction"] == "decoupled" or (bypass and loss == "reinforce"),
     }
     flags |= {name: s[name] is not None for name in ("lam_alpha", "off_policy_mask")}
-    as_they_are = ("whiten_rewards", "whiten_advantages", "own_targets", "nll_coef", "kl_loss_coef")
+    as_they_are = ("reference", "whiten_rewards", "whiten_advantages", "own_targets", "nll_coef", "kl_loss_coef")
     flags |= {name: s[name] for name in as_they_are}
     return {s["estimator"], loss, *(name for name, on in flags.items() if on)}
 
@@ -817,6 +820,9 @@ def texts_of(s: Mapping[str, Any]) -> dict[str, str]:
         if full
         else "It is above 0 where the policy finds the token likelier than the reference does."
     ) + (" The reward penalises it." if penalised else " β is 0, so the reward does not penalise it.")
+    rewards = ("r_t = −β · KL_t", "−{kl_coef} · {kl}", "r_t = −β · KL_t + s", "−{kl_coef} · {kl} + {score}")
+    names = ("inner_formula", "inner_numbers", "last_formula", "last_numbers")
+    found |= zip(names, rewards if s["reference"] else ("r_t = 0", "0", "r_t = s", "{score}"), strict=True)
     found["inner_sentence"] = (
         "A token that moves the policy away from the reference pays for it."
         if penalised

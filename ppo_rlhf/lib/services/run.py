@@ -9,8 +9,8 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
     traces/<step>         with --trace_interval: a few episodes with all their numbers, for report.py
     checkpoints/<step>/   everything needed to resume: tensors in safetensors, the rest in JSON
 
-A run survives kill -9 at any moment, a full disk and a signal to stop. `--resume runs/<run>` continues from the
-newest checkpoint and gives the same numbers as an uninterrupted run.
+A run survives kill -9 at any moment, a full disk, a signal to stop and functions of the user's that fail. `--resume
+runs/<run>` continues from the newest checkpoint and gives the same numbers as an uninterrupted run.
 
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
@@ -33,6 +33,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import checkpoints, console, errors, files, launch, paths
 from ppo_rlhf.lib.base.checkpoints import training_state  # noqa: F401 scripts find it here
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, flag
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, Stopped, flag
 from ppo_rlhf.lib.nets import pretrained
 
 if TYPE_CHECKING:
@@ -243,6 +244,33 @@ class Run:
             self.meta |= changes
             files.write_json(self.folder / "meta.json", self.meta)
 
+    def rehearse(self, save: Callable[..., None]) -> None:
+        """Try to save what the run will save at its end, but for the weights, before it trains.
+
+        save: (folder, weights) writes into a folder. Every process must call this; the main process saves.
+        """
+        self._save = save
+
+        def saved() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    save(Path(folder), weights=False)
+                except Exception as error:  # the library and a model's own code may raise anything
+                    if isinstance(error, InputError) or (isinstance(error, OSError) and error.errno):
+                        raise
+                    model = f"{flag('base_model')} {self.args.base_model}"
+                    raise InputError(
+                        f"what would be trained from {model} could not be saved: {type(error).__name__}: {error}"
+                    ) from error
+
+        launch.on_main(saved)
+
+    def save(self, part: str) -> Path:
+        """Save models/<run>/<part>, as it was rehearsed; returns it. The main process saves."""
+        if self.is_main:
+            self._save(self.model_folder / part)
+        return self.model_folder / part
+
     def start_logging(self, first_step: int, config: dict[str, Any] | None = None, note: str = "") -> None:
         """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
 
@@ -361,7 +389,7 @@ class Run:
         """Answers to held-out queries: evaluation.jsonl of the validation split, else evaluation_<split>.jsonl."""
         if self.is_main:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
-            (self.folder / name).write_text(files.json_lines(rows))
+            (self.folder / name).write_text(files.json_lines(map(files.without_nan, rows)))
 
     def is_time_to_trace(self, step: int) -> bool:
         """Whether episodes of a step are kept: at intervals, from the first on, and those of the last."""
@@ -387,7 +415,7 @@ class Run:
 
     def updates(self, title: str, first: int, total: int) -> Iterator[int]:
         """The updates of a training loop, from `first` on, with a progress bar. Each ends with `end_of_update`."""
-        self._saved = first
+        self._saved = self._made = first
         with self.progress(title, total, first) as self._advance:
             for update in range(first, total):
                 self._update_started = time.monotonic()
@@ -395,10 +423,32 @@ class Run:
 
     @contextlib.contextmanager
     def before_update(self, update: int) -> Iterator[None]:
-        """Within the block, SIGTERM stops the run at once if there is nothing that a checkpoint doesn't hold."""
+        """Within the block, SIGTERM stops the run at once if there is nothing that a checkpoint doesn't hold.
+
+        And the same as saved_if_it_fails.
+        """
         at_once = errors.handler_of(signal.SIGTERM, errors.stop_now)
-        with at_once if update == self._saved else contextlib.nullcontext():
+        with at_once if update == self._saved else contextlib.nullcontext(), self.saved_if_it_fails():
             yield
+
+    @contextlib.contextmanager
+    def saved_if_it_fails(self) -> Iterator[None]:
+        """If a function of the user's fails within the block, a checkpoint of the updates that are finished is left.
+
+        The block must not change what a checkpoint holds: it may sample and score. Every process must call this.
+        """
+        try:
+            yield
+        except InputError as error:
+            together = self.accelerator.num_processes == 1 or isinstance(error, SharedError)
+            if not self._made or not together:  # if one fails alone, the others are elsewhere
+                raise
+            if self._made > self._saved:
+                self.save_checkpoint(self._made, *self._checkpoint())
+            self.close_logs()
+            self._unlock()
+            line = f"{error}; the run stops after update {self._made}, with a checkpoint"
+            raise InputError(errors.with_how_to_go_on(line)) from error
 
     def seconds_of_update(self) -> float:
         """Wall time since the current update began."""
@@ -418,7 +468,9 @@ class Run:
 
         status: for the progress bar. The functions are called only if it is time for them: samples gives rows
         to print, trace keeps a few episodes with all their numbers, checkpoint gives tensors and state. Ends the run
-        by raising Stopped after the checkpoint, if it was told to stop."""
+        by raising Stopped after the checkpoint, if it was told to stop. checkpoint may also be called later, within
+        saved_if_it_fails."""
+        self._made, self._checkpoint = update + 1, checkpoint
         self.log(update, metrics)
         if self.args.log_interval and update % self.args.log_interval == 0:
             self.log_samples(update, samples())
@@ -492,6 +544,7 @@ class Run:
         from ppo_rlhf.lib.nets import memory
         from ppo_rlhf.lib.services import plots
 
+        results = files.without_nan(results)
         plots.draw_learning_curves(self.folder, self.rows, dataclasses.asdict(self.args))
         for write in self.result_writers:
             write({name: value for name, value in results.items() if value is not None})
@@ -633,20 +686,19 @@ def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, rollout: Rollou
     return rows
 
 
-def check_savable(config: transformers.PreTrainedConfig, args: cli.RunArgs) -> None:
-    """Raise an InputError if a reward model of args.base_model could not be saved."""
-    from ppo_rlhf.lib.nets import classifier
-
-    classifier.check(config, args.base_model, args.trust_remote_code)
-
-
 def save_reward_model(
-    folder: Path, reward_model: nn.Module, tokenizer: PreTrainedTokenizerBase, info: dict[str, Any], trust: bool
+    folder: Path,
+    reward_model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
+    trust: bool,
+    weights: bool = True,
 ) -> None:
     """Save as an ordinary sequence-classification model that gives the same scores, with ppo_rlhf.json next to it."""
     from ppo_rlhf.lib.nets import classifier
 
-    classifier.save_reward_model(folder, reward_model, tokenizer, {"kind": "reward model", **info}, trust)
+    info = {"kind": "reward model", **info}
+    classifier.save_reward_model(folder, reward_model, tokenizer, info, trust, weights)
 
 
 def describe_model(folder: Path, info: dict[str, Any]) -> None:

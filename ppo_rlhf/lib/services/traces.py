@@ -5,7 +5,7 @@ queries that are the same each time. Its tensors are `tokens.<name>` (episodes, 
 (episodes,), `epochs.<name>` (episodes, epochs, response_length), which is what each epoch computed before its
 optimiser step, and `statistics.<name>` (episodes,) or (episodes, epochs), which is what an episode shares with
 others: the KL coefficient, the mean and deviation of its group, the divisor of its loss. The texts are in the
-metadata, so that a trace is read without the tokenizer.
+metadata, so that a trace is read without the tokenizer. A run without a reference has no `ref_logprobs` and no `kl`.
 """
 
 from __future__ import annotations
