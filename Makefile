@@ -27,16 +27,16 @@ demo: $(VENV)/installed
 
 demo-tldr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/posts.py
-	$(LAUNCH) ppo_rlhf/tldr_all.py --preset posts
+	$(LAUNCH) ppo_rlhf/tldr/all.py --preset posts
 	$(BIN)/python ppo_rlhf/report.py
 
 demo-rlvr: $(VENV)/installed
 	$(BIN)/python ppo_rlhf/worlds/sums.py
-	$(LAUNCH) ppo_rlhf/rlvr_policy.py --preset sums
+	$(LAUNCH) ppo_rlhf/rlvr/policy.py --preset sums
 	$(BIN)/python ppo_rlhf/report.py
 
 demo-tools: $(VENV)/installed
-	$(LAUNCH) ppo_rlhf/rlvr_tools.py --preset sums-tools
+	$(LAUNCH) ppo_rlhf/rlvr/tools.py --preset sums-tools
 	$(BIN)/python ppo_rlhf/report.py
 
 # A judge, a reward model that shares neither ratings nor sentences with it, and PPO against that reward model.

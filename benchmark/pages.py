@@ -278,7 +278,7 @@ def arguments_page() -> str:
     ]
     lines += ["same, with the values of a preset. A row is under the first script that has it."]
     lines += [
-        "`train_both.py` and `tldr_all.py` also take the arguments of their stages, such as `--policy.ppo.lr`.",
+        "`train_both.py` and `tldr/all.py` also take the arguments of their stages, such as `--policy.ppo.lr`.",
         "",
     ]
     lines += [f"- [{name}.py](#{name}py)" for name in SCRIPTS]

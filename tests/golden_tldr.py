@@ -20,12 +20,12 @@ from runs import metrics_of, only
 from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
-from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
 from ppo_rlhf.lib.base import launch, processes
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.posts import Comparisons, Posts, TaskArgs, TaskIds
 from ppo_rlhf.lib.nets import lm, models, networks, passes
 from ppo_rlhf.lib.services import plots
+from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
 EOS, PAD = 0, 40
@@ -182,7 +182,7 @@ def first_gradient_into(found: Arrays) -> Replaced:
     return processes, "gradient_norm", gradient_norm
 
 
-# ---- Runs of tldr_sft.py ---------------------------------------------------------------------------------------
+# ---- Runs of tldr/sft.py ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def sft_run(case: dict, arrays: Arrays) -> SftRun:
         return SftRun(*metrics_and_results(folder), responses, gradient, weights)
 
 
-# ---- Runs of tldr_reward.py ------------------------------------------------------------------------------------
+# ---- Runs of tldr/reward.py ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def reward_run(case: dict, arrays: Arrays) -> RewardRun:
         )
 
 
-# ---- Runs of tldr_policy.py ------------------------------------------------------------------------------------
+# ---- Runs of tldr/policy.py ------------------------------------------------------------------------------------
 
 RECORDED = (
     *("respond", "punish_missing_eos", "compute_rewards", "compute_advantages", "policy_loss"),

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from benchmark.interoperability import hub_check
-from ppo_rlhf import tldr_all, train_both
+from ppo_rlhf import train_both
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services.tracking import upload_model
+from ppo_rlhf.tldr import all as tldr_all
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 

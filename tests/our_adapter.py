@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from ppo_rlhf import rlvr_math, tldr_policy, train_policy, train_reward
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.rlvr import algebra
+from ppo_rlhf.tldr import policy as tldr_policy
 
 
 def truncate(responses, stop_id, pad_id, after):
@@ -13,7 +15,7 @@ def truncate(responses, stop_id, pad_id, after):
 
 
 def response_mask(responses, stop_id):
-    return rlvr_math.response_mask(responses, {stop_id})[0]
+    return algebra.response_mask(responses, {stop_id})[0]
 
 
 def has_stop(responses, stop_id, after):
@@ -21,12 +23,12 @@ def has_stop(responses, stop_id, after):
 
 
 def token_logprobs(logits, tokens, temperature):
-    return rlvr_math.read_logits(logits / temperature, tokens, entropy_learns=False)[0]
+    return algebra.read_logits(logits / temperature, tokens, entropy_learns=False)[0]
 
 
 def entropy(logits, temperature):
     tokens = torch.zeros(logits.shape[:2], dtype=torch.long)
-    return rlvr_math.read_logits(logits / temperature, tokens, entropy_learns=True)[1]
+    return algebra.read_logits(logits / temperature, tokens, entropy_learns=True)[1]
 
 
 def response_logprobs(model, tokens, attention_mask, context_length, temperature):
@@ -38,7 +40,7 @@ def response_logprobs(model, tokens, attention_mask, context_length, temperature
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, score_at):
     if score_at == "next":
         return tldr_policy.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
-    return rlvr_math.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
+    return algebra.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
 
 
 def overlong_penalty(lengths, max_length, buffer, factor):
@@ -56,29 +58,29 @@ def best_of_n_loss(scores, best):
 
 
 def whiten(values, mask, keep_mean):
-    return rlvr_math.whiten(values, mask, keep_mean=keep_mean)
+    return algebra.whiten(values, mask, keep_mean=keep_mean)
 
 
 def gae(rewards, values, mask, gamma, lam):
-    return rlvr_math.gae(rewards, mask, torch.arange(len(mask)), values=values, gamma=gamma, lam=lam)
+    return algebra.gae(rewards, mask, torch.arange(len(mask)), values=values, gamma=gamma, lam=lam)
 
 
 def reward_to_go(rewards, mask, gamma):
-    return rlvr_math.reinforce_pp(rewards, mask, torch.arange(len(mask)), gamma=gamma)[0]
+    return algebra.reinforce_pp(rewards, mask, torch.arange(len(mask)), gamma=gamma)[0]
 
 
 def group_advantages(scores, groups=None, group_size=None, name="grpo"):
     groups = torch.arange(len(scores)) // group_size if groups is None else groups
     mask = torch.ones(len(scores), 1, dtype=torch.bool)
-    return rlvr_math.ESTIMATORS[name](scores.unsqueeze(1), mask, groups)[0].squeeze(1)
+    return algebra.ESTIMATORS[name](scores.unsqueeze(1), mask, groups)[0].squeeze(1)
 
 
 def token_loss(
     name, mode, new_logprobs, logprobs, advantages, mask, low, high, dual_clip=None, tokens=None
 ) -> Tensor:
     bounds = {"low": low, "high": low if high is None else high, "dual_clip": dual_clip}
-    losses = rlvr_math.token_losses(new_logprobs, logprobs, advantages, mask, name, **bounds)[0]
-    return rlvr_math.aggregate(losses, mask, mode, tokens=tokens)
+    losses = algebra.token_losses(new_logprobs, logprobs, advantages, mask, name, **bounds)[0]
+    return algebra.aggregate(losses, mask, mode, tokens=tokens)
 
 
 def policy_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high, dual_clip, tokens):
@@ -96,36 +98,36 @@ def cispo_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_hi
 
 
 def value_loss(new_values, values, returns, mask, cliprange, tokens):
-    losses, _ = rlvr_math.value_losses(new_values, values, returns, mask, cliprange)
-    return rlvr_math.aggregate(losses, mask, "token-mean", tokens=tokens)
+    losses, _ = algebra.value_losses(new_values, values, returns, mask, cliprange)
+    return algebra.aggregate(losses, mask, "token-mean", tokens=tokens)
 
 
 def aggregate(losses, mask, mode, tokens, sequences, length):
     counts = {"tokens": tokens, "sequences": sequences, "episodes": sequences, "length": length}
-    return rlvr_math.aggregate(losses, mask, mode, **counts)
+    return algebra.aggregate(losses, mask, mode, **counts)
 
 
 def accumulate(losses, masks):
     tokens = sum(int(mask.sum()) for mask in masks)
     parts = zip(losses, masks, strict=True)
-    return sum(rlvr_math.aggregate(part, mask, "token-mean", tokens=tokens) for part, mask in parts)
+    return sum(algebra.aggregate(part, mask, "token-mean", tokens=tokens) for part, mask in parts)
 
 
 def kl_estimate(logprobs, ref_logprobs, mask, name):
-    return rlvr_math.kl_estimate(logprobs, ref_logprobs, mask, name)
+    return algebra.kl_estimate(logprobs, ref_logprobs, mask, name)
 
 
 def importance_weights(logprobs, sampler_logprobs, mask, kind, cap):
-    return rlvr_math.importance_weights(logprobs, sampler_logprobs, mask, kind, cap)
+    return algebra.importance_weights(logprobs, sampler_logprobs, mask, kind, cap)
 
 
 def rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high):
-    return rlvr_math.rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high)
+    return algebra.rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high)
 
 
 def kl_loss(logprobs, ref_logprobs, sampler_logprobs, mask):
     ratio = torch.exp(logprobs - sampler_logprobs).detach()
-    return ratio * rlvr_math.kl_estimate(logprobs, ref_logprobs, mask, "k3+")
+    return ratio * algebra.kl_estimate(logprobs, ref_logprobs, mask, "k3+")
 
 
 def adam_step(parameter, gradient, m, v, step, lr, beta1, beta2, eps, style):

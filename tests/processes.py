@@ -35,8 +35,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PPO_RLHF_THREADS": "
 server = multiprocessing.get_context("forkserver")
 IMPORTED = [
     "ppo_rlhf.train_both",
-    "ppo_rlhf.tldr_all",
-    "ppo_rlhf.rlvr_policy",
+    "ppo_rlhf.tldr.all",
+    "ppo_rlhf.rlvr.policy",
     "torch.utils.tensorboard",
     "torch.distributed.run",
 ]

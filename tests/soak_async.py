@@ -70,9 +70,9 @@ def soak(kills: int, seed: int, work: Path, world: Path) -> Counter:
     words += ["--ppo.total_episodes", str(16 * 8 * kills)]
     for path in (undisturbed, folder):
         path.mkdir()
-    result = launch("rlvr_async.py", *words, "--workers", "1", folder=undisturbed)
+    result = launch("rlvr/asynchronous.py", *words, "--workers", "1", folder=undisturbed)
     assert result.status == 0, result.stdout + result.stderr
-    running = Launched("rlvr_async.py", *words, "--workers", "2", folder=folder)
+    running = Launched("rlvr/asynchronous.py", *words, "--workers", "2", folder=folder)
     while done.total() < kills:
         before, begun = rows_of(folder), time.monotonic()
         while rows_of(folder) < before + 2 and running.process.is_alive() and time.monotonic() < begun + 120:
@@ -87,7 +87,7 @@ def soak(kills: int, seed: int, work: Path, world: Path) -> Counter:
             if not begun:
                 shutil.rmtree(folder / "runs", ignore_errors=True)
             again = ["--resume", str(begun[0])] if begun else [*words, "--workers", "2"]
-            running = Launched("rlvr_async.py", *again, folder=folder)
+            running = Launched("rlvr/asynchronous.py", *again, folder=folder)
         elif workers := workers_of(running.process.pid):
             os.kill(rng.choice(workers), signal.SIGKILL if what == "worker killed" else signal.SIGSTOP)
         else:

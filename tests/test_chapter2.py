@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.curves import many_seeds
-from ppo_rlhf import tldr_all
+from ppo_rlhf.tldr import all as tldr_all
 
 ROOT = Path(__file__).parent.parent
 CHAPTER2 = ROOT / "benchmark/curves/chapter2.sh"
@@ -40,7 +40,7 @@ def test_arguments(tmp_path, experiment):
     args = tyro.cli(many_seeds.Args, args=words)
     seeds = [args.start_seed + number * args.seed_step for number in range(args.num_seeds)]
     assert seeds == ([1, 2, 3, 4] if experiment == "posts" else [44413, 55513, 66613, 77713])
-    launcher, _, flags = args.command.partition("ppo_rlhf/tldr_all.py")
+    launcher, _, flags = args.command.partition("ppo_rlhf/tldr/all.py")
     parsed = tldr_all.parse(shlex.split(flags))
     if experiment == "posts":
         assert parsed.preset == "posts"
@@ -56,7 +56,7 @@ def test_arguments(tmp_path, experiment):
 def test_the_sizes_whose_memory_is_predicted(tmp_path):
     """benchmark/cost/scaling.md says what a process of the largest model holds with these."""
     (words,) = commands(tmp_path, "6.9b")
-    args = tldr_all.parse(shlex.split(words[words.index("--command") + 1].partition("tldr_all.py")[2])).policy
+    args = tldr_all.parse(shlex.split(words[words.index("--command") + 1].partition("tldr/all.py")[2])).policy
     assert args.frozen_bfloat16 and args.gradient_checkpointing and args.dtype == "bfloat16"
     assert (args.ppo.local_rollout_batch_size, args.ppo.local_micro_batch_size) == (16, 4)
     assert (args.task.query_length, args.task.response_length) == (512, 53)

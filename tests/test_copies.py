@@ -14,7 +14,9 @@ from oracles import on_processes
 from torch.testing import assert_close
 
 import ppo_rlhf
-from ppo_rlhf import rlvr_math, rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf import train_policy
+from ppo_rlhf.rlvr import algebra, policy as rlvr_policy
+from ppo_rlhf.tldr import policy as tldr_policy
 
 # ---- The same text ---------------------------------------------------------------------------------------------
 
@@ -264,32 +266,32 @@ CHECKS = [
 
 
 def rlvr_policy_loss(new_logprobs, logprobs, advantages):
-    losses, clipped, _ = rlvr_math.token_losses(new_logprobs, logprobs, advantages, ALL, "ppo", low=0.2, high=0.2)
-    approxkl = 0.5 * rlvr_math.aggregate((new_logprobs - logprobs) ** 2, ALL, "token-mean")
-    mean = rlvr_math.aggregate(losses, ALL, "token-mean")
-    return mean, rlvr_math.aggregate(clipped.double(), ALL, "token-mean"), approxkl.detach()
+    losses, clipped, _ = algebra.token_losses(new_logprobs, logprobs, advantages, ALL, "ppo", low=0.2, high=0.2)
+    approxkl = 0.5 * algebra.aggregate((new_logprobs - logprobs) ** 2, ALL, "token-mean")
+    mean = algebra.aggregate(losses, ALL, "token-mean")
+    return mean, algebra.aggregate(clipped.double(), ALL, "token-mean"), approxkl.detach()
 
 
 def rlvr_value_loss(new_values, values, returns):
-    losses, clipped = rlvr_math.value_losses(new_values, values, returns, ALL, 0.2)
-    return tuple(rlvr_math.aggregate(x.double(), ALL, "token-mean") for x in (losses, clipped))
+    losses, clipped = algebra.value_losses(new_values, values, returns, ALL, 0.2)
+    return tuple(algebra.aggregate(x.double(), ALL, "token-mean") for x in (losses, clipped))
 
 
 def test_chapter_3_agrees_with_chapter_1():
     first, second, third = numbers(1), numbers(2), numbers(3)
     check_agreement(
         lambda x: train_policy.whiten(x, keep_mean=False),
-        lambda x: rlvr_math.whiten(x, ALL, keep_mean=False),
+        lambda x: algebra.whiten(x, ALL, keep_mean=False),
         3 + 2 * first,
     )
     with torch.no_grad():  # chapter 3 takes rewards as given
         rewards = train_policy.compute_rewards(numbers(4, ROWS), first, second, 0.15)
         for one, two in zip(
-            rewards, rlvr_math.compute_rewards(numbers(4, ROWS), first, second, ALL, 0.15, "k1"), strict=True
+            rewards, algebra.compute_rewards(numbers(4, ROWS), first, second, ALL, 0.15, "k1"), strict=True
         ):
             assert_close(two, one, atol=1e-12, rtol=0)
         settings = {"values": second, "gamma": 0.9, "lam": 0.8}
-        found = rlvr_math.ESTIMATORS["gae"](first, ALL, torch.zeros(ROWS), **settings)
+        found = algebra.ESTIMATORS["gae"](first, ALL, torch.zeros(ROWS), **settings)
         for one, two in zip(train_policy.compute_gae(first, second, 0.9, 0.8), found, strict=True):
             assert_close(two, one, atol=1e-12, rtol=0)
     given = (first + 0.3 * second, first, third)
@@ -318,7 +320,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("function", "right", "wrong", "checks"), MISTAKES)
 def test_a_disagreement_is_found(function, right, wrong, checks, monkeypatch):
-    file = "lib/nets/networks.py" if function.startswith("Adaptive") else "tldr_policy.py"
+    file = "lib/nets/networks.py" if function.startswith("Adaptive") else "tldr/policy.py"
     mistakes.replace(f"{file}::{function}", (), monkeypatch)  # rebuilt from its text
     for check in checks:
         check()

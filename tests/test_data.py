@@ -19,13 +19,14 @@ import torch
 from runs import error_line
 from tokenizers.processors import TemplateProcessing
 
-from ppo_rlhf import tldr_policy, train_policy, train_reward, worlds
+from ppo_rlhf import train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import hub, hub_files
 from ppo_rlhf.lib.data import label_files, posts as posts_of_chapter_2, published, sources, texts
 from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.sample import Comparison, Continuations
+from ppo_rlhf.tldr import policy as tldr_policy
 
 PAD = 95
 

@@ -1,7 +1,7 @@
 """Every script on a device that isn't the CPU: tests/stand_in.py refuses what CUDA refuses, and counts.
 
 Each script makes two updates on it and on the CPU, in float32 or in bfloat16, with the same metrics bit for bit. Only
-rlvr_tools.py is compared in float64, up to rounding.
+rlvr/tools.py is compared in float64, up to rounding.
 """
 
 import shutil
@@ -31,7 +31,7 @@ def run_there(folder: Path, script: str, words: list[str], **environment: str) -
 
 def run_both(folder: Path, script: str, words: list[str], **environment: str) -> tuple[Path, Path]:
     """Run a script on the CPU and on the device; the folders in which they ran."""
-    part = "policy." if script in ("train_both.py", "tldr_all.py") else ""
+    part = "policy." if script in ("train_both.py", "tldr/all.py") else ""
     words = [*words, f"--{part}keep_checkpoints", "2"]  # so that the finished run can be resumed
     here = run_there(folder / "cpu", script, words, STAND_IN="no")
     return here, run_there(folder / "device", script, words, **environment)
@@ -147,8 +147,8 @@ def all_words(world: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def chapter_2(tiny_posts, tmp_path_factory) -> tuple[Path, Path]:
-    """The folders of tldr_all.py: SFT, reward model and policy."""
-    return run_both(tmp_path_factory.mktemp("tldr"), "tldr_all.py", all_words(tiny_posts))
+    """The folders of tldr/all.py: SFT, reward model and policy."""
+    return run_both(tmp_path_factory.mktemp("tldr"), "tldr/all.py", all_words(tiny_posts))
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "policy"])
@@ -164,9 +164,9 @@ def tldr_words(world: Path, chapter_2: tuple[Path, Path], *more: str) -> list[st
 
 def test_adapters_of_chapter_2_and_their_resumption(chapter_2, tiny_posts, tmp_path):
     words = tldr_words(tiny_posts, chapter_2, *IN_BFLOAT16, *ADAPTERS.split())
-    folders = run_both(tmp_path, "tldr_policy.py", words, AUTOCAST="cpu")
+    folders = run_both(tmp_path, "tldr/policy.py", words, AUTOCAST="cpu")
     check_numbers(*folders)
-    check_resumption(*folders, "tldr_policy.py", AUTOCAST="cpu")
+    check_resumption(*folders, "tldr/policy.py", AUTOCAST="cpu")
 
 
 # ---- Chapter 3 -------------------------------------------------------------------------------------------------
@@ -213,19 +213,19 @@ def wide_model(tiny_sums, tmp_path_factory) -> Path:
 def chapter_3(request, tiny_sums, tmp_path_factory) -> tuple[str, Path, Path]:
     """The script's flags, and the folders in which it ran with them."""
     words = rlvr_words(tiny_sums, *request.param.split())
-    return request.param, *run_both(tmp_path_factory.mktemp("rlvr"), "rlvr_policy.py", words)
+    return request.param, *run_both(tmp_path_factory.mktemp("rlvr"), "rlvr/policy.py", words)
 
 
 def test_chapter_3_and_its_resumption(chapter_3):
     flags, *folders = chapter_3
     check_numbers(*folders)
     if flags == GROUPS:
-        check_resumption(*folders, "rlvr_policy.py")
+        check_resumption(*folders, "rlvr/policy.py")
 
 
 def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
     words = rlvr_words(tiny_sums, *GRPO.split(), model=wide_model)
-    folders = run_both(tmp_path, "rlvr_policy.py", words)
+    folders = run_both(tmp_path, "rlvr/policy.py", words)
     check_numbers(*folders)
     # Two passes of training, each with five waits: for the minibatch's number of tokens, for the tokens that are
     # read, for the lengths of rows that packing needs, and twice for the tokens, which are compared to find what rows
@@ -241,21 +241,21 @@ def test_chapter_3_without_padding(tiny_sums, wide_model, tmp_path):
 def asynchronous(tiny_sums, tmp_path_factory) -> Path:
     """The folder of a run on the CPU. tests/device_run.py says what replaces Ray."""
     words = rlvr_words(tiny_sums, *ASYNCHRONOUS.split())
-    return run_there(tmp_path_factory.mktemp("async"), "rlvr_async.py", words, STAND_IN="no")
+    return run_there(tmp_path_factory.mktemp("async"), "rlvr/asynchronous.py", words, STAND_IN="no")
 
 
 @pytest.mark.parametrize(("float64", "rounding"), [("yes", 0), ("no", SINGLE)])
 def test_asynchronous_rollouts(asynchronous, tiny_sums, tmp_path, float64, rounding):
     """Learner and workers, both on the device and both on the CPU."""
     words = rlvr_words(tiny_sums, *ASYNCHRONOUS.split())
-    there = run_there(tmp_path, "rlvr_async.py", words, FLOAT64=float64)
+    there = run_there(tmp_path, "rlvr/asynchronous.py", words, FLOAT64=float64)
     check_numbers(asynchronous, there, rounding=rounding)
 
 
 def test_mixed_precision_as_on_cuda(tiny_sums, tmp_path):
     """CUDA's autocast casts other operations than the CPU's. With its rules, the loss is almost the same."""
     words = rlvr_words(tiny_sums, *GRPO.split(), *IN_BFLOAT16)
-    rows = [metrics_of(only(folder, "runs/*")) for folder in run_both(tmp_path, "rlvr_policy.py", words)]
+    rows = [metrics_of(only(folder, "runs/*")) for folder in run_both(tmp_path, "rlvr/policy.py", words)]
     for name in ("objective/entropy", "policy/entropy_avg", "loss/policy_avg"):
         assert rows[1][0][name] == pytest.approx(rows[0][0][name], rel=0.02, abs=1e-3)
     assert all(row["val/first_ratio_gap"] < 0.05 for row in rows[1])
@@ -265,7 +265,7 @@ def test_responses_that_call_tools(tiny_sums, tmp_path):
     """In float64, and in float32 on a device that has nothing else."""
     for place, dtype, float64, rounding in (("double", "float64", "yes", 1e-9), ("single", "float32", "no", SINGLE)):
         words = rlvr_words(tiny_sums, "--dtype", dtype, common=TOOLS)
-        check_numbers(*run_both(tmp_path / place, "rlvr_tools.py", words, FLOAT64=float64), rounding=rounding)
+        check_numbers(*run_both(tmp_path / place, "rlvr/tools.py", words, FLOAT64=float64), rounding=rounding)
 
 
 # ---- Without float64, as on Apple's GPUs -----------------------------------------------------------------------
@@ -283,14 +283,14 @@ def test_scripts_of_chapter_1_without_float64(chapter_1, tiny_world, tmp_path):
 
 def test_scripts_of_chapter_2_without_float64(chapter_2, tiny_posts, tmp_path):
     words = [*all_words(tiny_posts), "--policy.ppo.total_episodes", "16"]
-    there = run_there(tmp_path, "tldr_all.py", words, FLOAT64="no")
+    there = run_there(tmp_path, "tldr/all.py", words, FLOAT64="no")
     for stage, updates in (("sft", 2), ("reward", 2), ("policy", 1)):
         check_numbers(chapter_2[0], there, f"runs/tldr_{stage}__*", rounding=SINGLE, updates=updates)
 
 
 def test_chapter_3_without_float64(chapter_3, tiny_sums, tmp_path):
     flags, here, _ = chapter_3
-    there = run_there(tmp_path, "rlvr_policy.py", rlvr_words(tiny_sums, *flags.split()), FLOAT64="no")
+    there = run_there(tmp_path, "rlvr/policy.py", rlvr_words(tiny_sums, *flags.split()), FLOAT64="no")
     check_numbers(here, there, rounding=SINGLE)
 
 

@@ -21,7 +21,7 @@ from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import engine, engine_vllm
-from ppo_rlhf.rlvr_async import Args, check_arguments, correction_of
+from ppo_rlhf.rlvr.asynchronous import Args, check_arguments, correction_of
 
 FAKE = str(Path(__file__).with_name("fake_vllm"))
 PAD, STOP = 30, 0

@@ -15,10 +15,12 @@ from processes import read_by_nobody
 from runs import only, policy_arguments, posts_arguments, world_arguments
 from test_report import browser, data_of, opened  # noqa: F401, they are fixtures
 
-from ppo_rlhf import report, rlvr_math, rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf import report, train_policy
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, derivation, plots, traces
+from ppo_rlhf.rlvr import algebra, policy as rlvr_policy
+from ppo_rlhf.tldr import policy as tldr_policy
 
 RUNS = {
     "1": "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --ppo.lr 0.01 --ppo.gamma 0.9",
@@ -308,8 +310,8 @@ def test_without_a_penalty_no_text_speaks_of_one(reported, opened):  # noqa: F81
 # ---- What if? --------------------------------------------------------------------------------------------------
 
 CHANGES = [
-    {"estimator": name, "whiten_advantages": name in rlvr_math.WHITENED, "gamma": 0.9, "lam": 0.7}
-    for name in rlvr_math.ESTIMATORS
+    {"estimator": name, "whiten_advantages": name in algebra.WHITENED, "gamma": 0.9, "lam": 0.7}
+    for name in algebra.ESTIMATORS
 ]
 CHANGES += [
     {"loss": loss, "low": 0.1, "high": 0.3, "dual_clip": 1.4}
@@ -350,27 +352,27 @@ def episodes_of(x: dict[str, torch.Tensor], critic_lam: float = 0.95) -> list[di
 
 
 def with_tensors(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]:
-    """What rlvr_math.py makes of the batch."""
+    """What rlvr/algebra.py makes of the batch."""
     mask = x["scored"]
     told = (x["scores"], x["logprobs"], x["ref_logprobs"], mask, s["kl_coef"], s["kl_estimator"])
-    rewards, _, kl = rlvr_math.compute_rewards(*told)
-    estimate = rlvr_math.ESTIMATORS[s["estimator"]]
+    rewards, _, kl = algebra.compute_rewards(*told)
+    estimate = algebra.ESTIMATORS[s["estimator"]]
     more = {"values": x["values"], "baselines": x["baselines"]}
     more |= {"parts": torch.stack([x["scores"], x["baselines"]], 1), "weights": [1.0, 0.5]}
     more |= {name: s[name] for name in ("gamma", "lam", "critic_lam", "lam_alpha")}
     advantages, returns = estimate(rewards, mask, x["groups"], **more)
     if s["whiten_advantages"]:
-        advantages = rlvr_math.whiten(advantages, mask, keep_mean=False)
+        advantages = algebra.whiten(advantages, mask, keep_mean=False)
     told = (x["new_logprobs"], x["logprobs"], advantages, mask, s["loss"])
     bounds = {name: s[name] for name in ("low", "high", "dual_clip", "trust_region")}
-    loss, clipped, dual = rlvr_math.token_losses(*told, **bounds)
+    loss, clipped, dual = algebra.token_losses(*told, **bounds)
     found = {"rewards": rewards, "kl": kl, "advantages": advantages, "loss": loss, "is_dual": dual.double()}
     found["share"] = loss / mask.sum()
     if s["loss"] in ("ppo", "gspo", "ipo", "dppo"):
         found["is_clipped"] = (clipped & ~dual).double()
     if returns is not None:
         told = (x["new_values"], x["values"], returns, mask, s["cliprange_value"])
-        found |= {"returns": returns, "value_loss": rlvr_math.value_losses(*told)[0]}
+        found |= {"returns": returns, "value_loss": algebra.value_losses(*told)[0]}
     return found
 
 

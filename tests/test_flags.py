@@ -12,18 +12,7 @@ from types import SimpleNamespace
 import pytest
 from refusals import with_value
 
-from ppo_rlhf import (
-    rlvr_policy,
-    sample,
-    tldr_all,
-    tldr_policy,
-    tldr_reward,
-    tldr_sft,
-    train_both,
-    train_policy,
-    train_reward,
-    worlds,
-)
+from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.base.files import flatten
 from ppo_rlhf.lib.base.processes import anew_with_lower, check_finite
@@ -33,6 +22,8 @@ from ppo_rlhf.lib.data.texts import task_ids
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import cli as lib_cli, sequence
 from ppo_rlhf.lib.services.sequence import flags_of
+from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 STAGES = {train_both: ("reward", "policy"), tldr_all: ("sft", "reward", "policy")}
 PRESET = {train_both: "tales", tldr_all: "posts"}

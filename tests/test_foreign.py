@@ -20,10 +20,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ppo_rlhf import rlvr_args, rlvr_scores, sample, tldr_policy
+from ppo_rlhf import sample
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data import posts, problems
 from ppo_rlhf.lib.nets import foreign
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, scores as rlvr_scores
+from ppo_rlhf.tldr import policy as tldr_policy
 
 PAD = 29  # of the policy with the tiny tokenizer
 TASK = posts.TaskArgs(query_length=20, response_length=10)
@@ -244,7 +246,7 @@ def test_a_reward_model_reads_the_messages_of_a_row(tmp_path, theirs, question, 
         (tmp_path / f"problems_{split}.jsonl").write_text("\n".join(lines))
     task = {"problems": str(tmp_path), "prompt_suffix": "!", "prompt_length": 200, "response_length": 50}
     task = problems.TaskArgs(**task | changes)
-    args = rlvr_args.Args(task=task, rewards=rlvr_args.RewardsArgs(trained_model=folder))
+    args = rlvr_arguments.Args(task=task, rewards=rlvr_arguments.RewardsArgs(trained_model=folder))
     found, ids = problems.read_problems(task, policy, "train"), problems.task_ids(task, policy)
     setup = SimpleNamespace(tokenizer=policy, ids=ids, problems=found)
     setup.sources = rlvr_scores.load_sources(args, policy, ids, Accelerator(cpu=True), found.messages)
@@ -388,7 +390,7 @@ def test_a_run_of_chapter_2(tmp_path, tiny_posts):
     ]
     words += ["--ppo.batch_size", "16", "--rewards.trained_model", "theirs"]
     words += ["--ppo.nminibatches", "1", "--ppo.noptepochs", "1", "--eval_posts", "4", "--trace_interval", "0"]
-    result = launch("tldr_policy.py", *words, folder=tmp_path)
+    result = launch("tldr/policy.py", *words, folder=tmp_path)
     assert result.status == 0, result.stderr
     assert "objective/function_score" in metrics_of(only(tmp_path, "runs/*"))[0]
 
@@ -400,7 +402,7 @@ def test_a_run_of_chapter_3(tmp_path, tiny_sums):
     sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.samples_per_prompt 2 --ppo.nminibatches 1"
     theirs = "--rewards.trained_model theirs --rewards.trained_weight 3 --eval_samples 0 --trace_interval 0"
     words += f"{sizes} {theirs}".split()
-    result = launch("rlvr_policy.py", *words, folder=tmp_path)
+    result = launch("rlvr/policy.py", *words, folder=tmp_path)
     assert result.status == 0, result.stderr
     (row,) = metrics_of(only(tmp_path, "runs/*"))
     parts = row["objective/verifier_reward"] + 3 * row["objective/reward_model_reward"]
@@ -414,6 +416,6 @@ def test_a_run_of_chapter_3(tmp_path, tiny_sums):
     rows[7]["prompt"] = turns("What is 2+2?", system="Be brief.")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words += ["--task.problems", "rows.jsonl", "--task.test_problems", "rows.jsonl"]
-    result = launch("rlvr_policy.py", *words, folder=tmp_path)
+    result = launch("rlvr/policy.py", *words, folder=tmp_path)
     assert result.status == 2 and "fails on messages of system, user, assistant" in result.stderr, result.stderr
     assert not (tmp_path / "runs").exists()

@@ -38,11 +38,11 @@ from golden_tldr import (
 from oracles import on_processes
 from transformers import GPT2Config, GPT2Model
 
-from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.posts import TaskArgs
 from ppo_rlhf.lib.nets import lm, models
+from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32.

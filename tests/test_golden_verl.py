@@ -20,8 +20,8 @@ from golden_models import close, golden, load_json
 from test_rlvr_math import StandIn, rollout_of, updated_stand_in
 from torch import Tensor
 
-from ppo_rlhf import rlvr_async, rlvr_math, rlvr_policy
 from ppo_rlhf.check import __main__ as command, cases, child, diagnosis
+from ppo_rlhf.rlvr import algebra, asynchronous as rlvr_async, policy as rlvr_policy
 
 CASES = {case["name"]: case for case in load_json("verl/cases")["cases"]}
 EXACT, AVERAGE = 1e-9, 1e-7  # verl adds 1e-8 to the counts that it divides by
@@ -51,7 +51,7 @@ def reduce(x: Tensor) -> Tensor:
 
 def check_whitened(advantages: Tensor, mask: Tensor, x: dict[str, Tensor], tolerance: float = AVERAGE) -> None:
     """Whitened with n, as the specification has it, and times sqrt((n - 1) / n), as verl has it."""
-    whitened, tokens = rlvr_math.whiten(advantages, mask, keep_mean=False, reduce=reduce), mask.sum()
+    whitened, tokens = algebra.whiten(advantages, mask, keep_mean=False, reduce=reduce), mask.sum()
     same(whitened, x["spec/advantages"], tolerance)
     same(whitened * ((tokens - 1) / tokens).sqrt(), x["out/advantages"], tolerance)
 
@@ -62,27 +62,27 @@ GROUP_CASES = {"grpo_std": "grpo", "grpo_no_std": "dr_grpo", "rloo": "rloo", "op
 def check_groups(name: str) -> None:
     x, _ = case(name)
     rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
-    advantages, returns = rlvr_math.ESTIMATORS[GROUP_CASES[name]](rewards_, mask, groups)
+    advantages, returns = algebra.ESTIMATORS[GROUP_CASES[name]](rewards_, mask, groups)
     assert returns is None
     same(advantages, x["spec/advantages"], AVERAGE)
     several = [row for row in range(len(mask)) if row not in CASES[name].get("rows_of_single_groups", [])]
     same(advantages[several], x["out/advantages"][several], AVERAGE)
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(1))  # [V08] wherever the rows stand
-    shuffled, _ = rlvr_math.ESTIMATORS[GROUP_CASES[name]](rewards_[order], mask[order], groups[order])
+    shuffled, _ = algebra.ESTIMATORS[GROUP_CASES[name]](rewards_[order], mask[order], groups[order])
     same(shuffled, advantages[order], 1e-12)
 
 
 def check_reinforce_pp_baseline() -> None:
     x, _ = case("reinforce_pp_baseline")
     mask = x["response_mask"]
-    advantages, _ = rlvr_math.ESTIMATORS["reinforce++-baseline"](x["token_level_rewards"], mask, x["groups"])
+    advantages, _ = algebra.ESTIMATORS["reinforce++-baseline"](x["token_level_rewards"], mask, x["groups"])
     check_whitened(advantages, mask, x)
 
 
 def check_remax() -> None:
     x, _ = case("remax")
     mask = x["response_mask"]
-    advantages, _ = rlvr_math.ESTIMATORS["remax"](
+    advantages, _ = algebra.ESTIMATORS["remax"](
         x["token_level_rewards"], mask, torch.arange(len(mask)), baselines=x["reward_baselines"]
     )
     same(advantages, x["out/advantages"])
@@ -116,14 +116,14 @@ def losses_of(
     x: dict[str, Tensor], logprobs: Tensor, loss: str, bounds: dict[str, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds = {"low": 0.2, "high": 0.2} | ({"dual_clip": 3.0} if loss == "ppo" else {}) | bounds
-    return rlvr_math.token_losses(logprobs, x["old_log_prob"], x["advantages"], x["response_mask"], loss, **bounds)
+    return algebra.token_losses(logprobs, x["old_log_prob"], x["advantages"], x["response_mask"], loss, **bounds)
 
 
 def check_policy(name: str) -> None:
     (x, _), (loss, mode, bounds) = case(name), POLICY_CASES[name]
     logprobs, mask = x["log_prob"].clone().requires_grad_(True), x["response_mask"]
     losses, clipped, clipped_below = losses_of(x, logprobs, loss, bounds)
-    total = rlvr_math.aggregate(losses, mask, mode)
+    total = algebra.aggregate(losses, mask, mode)
     (gradient,) = torch.autograd.grad(total, logprobs)
     same(total.detach(), x["out/loss"], AVERAGE)
     same(gradient, x["out/grad_log_prob"], AVERAGE)
@@ -133,7 +133,7 @@ def check_policy(name: str) -> None:
 
 
 def check_bypass_reinforce() -> None:
-    """An update of rlvr_async.py. Rewards that are discounted by 0 are the advantages."""
+    """An update of rlvr/asynchronous.py. Rewards that are discounted by 0 are the advantages."""
     x, _ = case("policy_bypass_reinforce")
     mask, sampler, advantages = x["response_mask"], x["rollout_log_prob"], x["advantages"]
     # verl's bounds hold for the inverse ratio; .4 and 2.5 are each other's.
@@ -161,16 +161,16 @@ def check_bypass_reinforce() -> None:
 
 def check_entropy() -> None:
     x, _ = case("entropy")
-    _, entropies = rlvr_math.read_logits(x["logits"], torch.zeros(x["response_mask"].shape), entropy_learns=False)
+    _, entropies = algebra.read_logits(x["logits"], torch.zeros(x["response_mask"].shape), entropy_learns=False)
     for mode in ("token-mean", "seq-mean-token-mean"):
-        same(rlvr_math.aggregate(entropies, x["response_mask"], mode), x[f"out/{mode}"], AVERAGE)
+        same(algebra.aggregate(entropies, x["response_mask"], mode), x[f"out/{mode}"], AVERAGE)
 
 
 def check_value_loss() -> None:
     x, settings = case("value_loss")
     values, mask = x["vpreds"].clone().requires_grad_(True), x["response_mask"]
-    losses, clipped = rlvr_math.value_losses(values, x["values"], x["returns"], mask, settings["cliprange_value"])
-    total = rlvr_math.aggregate(losses, mask, "token-mean")
+    losses, clipped = algebra.value_losses(values, x["values"], x["returns"], mask, settings["cliprange_value"])
+    total = algebra.aggregate(losses, mask, "token-mean")
     (gradient,) = torch.autograd.grad(total, values)
     same(total.detach(), x["out/loss"], AVERAGE)
     same(gradient, x["out/grad_vpreds"], AVERAGE)
@@ -184,7 +184,7 @@ NAMES_OF_METRICS |= {"chi2_token": "chi2_token", "chi2_sequence": "chi2_seq", "l
 def check_mismatch(name: str = "offpolicy_metrics", rows: slice | list[int] = slice(None)) -> None:
     x, _ = case(name)
     arrays = (x[key][rows] for key in ("train_log_prob", "sampler_log_prob", "response_mask"))
-    found = rlvr_math.mismatch(*arrays)
+    found = algebra.mismatch(*arrays)
     for ours, theirs in NAMES_OF_METRICS.items():
         same(found[ours], x[f"out/{theirs}"], AVERAGE)
 
@@ -217,10 +217,10 @@ def check_lambdas(name: str) -> None:
     (found,) = [found for found in stored["cases"] if found["name"] == name]
     mask, values, scores = (torch.tensor(stored[key], dtype=torch.float64) for key in ("mask", "values", "scores"))
     mask, zeros = mask.bool(), torch.zeros(mask.shape, dtype=torch.float64)
-    rewards_, _, _ = rlvr_math.compute_rewards(scores, zeros, zeros, mask, 0.0, "k1")
+    rewards_, _, _ = algebra.compute_rewards(scores, zeros, zeros, mask, 0.0, "k1")
     settings = {"lam": 0.95} | {OF_NEMO_RL[key]: value for key, value in found["settings"].items()}
     told = {"values": values.masked_fill(~mask, math.nan)} | settings
-    result = rlvr_math.ESTIMATORS["gae"](rewards_, mask, torch.arange(len(mask)), **told)
+    result = algebra.ESTIMATORS["gae"](rewards_, mask, torch.arange(len(mask)), **told)
     tolerance = 1e-6 if "lam_alpha" in settings else 1e-9  # whose lambda it computes in float32
     for ours, theirs in zip(result, ("advantages", "returns"), strict=True):
         same(ours, torch.tensor(found[theirs], dtype=torch.float64), tolerance)
@@ -238,8 +238,8 @@ def test_numbers_of_nemo_rl(name):
 def check_maxrl() -> None:
     x = {key: torch.tensor(numbers, dtype=torch.float64) for key, numbers in load_json("maxrl/advantages").items()}
     mask, zeros = x["mask"].bool(), torch.zeros(x["mask"].shape, dtype=torch.float64)
-    rewards_, _, _ = rlvr_math.compute_rewards(x["scores"], zeros, zeros, mask, 0.0, "k1")
-    advantages, returns = rlvr_math.ESTIMATORS["maxrl"](rewards_, mask, x["groups"])
+    rewards_, _, _ = algebra.compute_rewards(x["scores"], zeros, zeros, mask, 0.0, "k1")
+    advantages, returns = algebra.ESTIMATORS["maxrl"](rewards_, mask, x["groups"])
     assert returns is None
     same(advantages, x["advantages"])
 
@@ -255,10 +255,10 @@ def check_gdpo() -> None:
 
     def estimate(names: list[str], weights: list[float]) -> Tensor:
         parts = torch.tensor([said[name] for name in names], dtype=torch.float64).T
-        return rlvr_math.ESTIMATORS["gdpo"](zeros, mask, groups, parts=parts, weights=weights)[0]
+        return algebra.ESTIMATORS["gdpo"](zeros, mask, groups, parts=parts, weights=weights)[0]
 
     for names, expected in x["verl"].items():
-        whitened = rlvr_math.whiten(estimate(names.split(", "), [1.0, 1.0]), mask, keep_mean=False)
+        whitened = algebra.whiten(estimate(names.split(", "), [1.0, 1.0]), mask, keep_mean=False)
         same(whitened * ((tokens - 1) / tokens).sqrt(), torch.tensor(expected).double(), AVERAGE)
     before = torch.tensor(x["trl"]["before the whitening"], dtype=torch.float64)
     same(estimate([*said], x["weights"])[:, 0], before, 1e-3)  # TRL adds 1e-4 to the deviation
@@ -274,8 +274,8 @@ def check_prime_rl(loss: str) -> None:
     new, *rest, mask = (torch.tensor(stored[name], dtype=torch.float64) for name in names)
     for bound in (0.3, 0.1):
         expected, new, mask = stored["results"][f"{loss} {bound}"], new.detach().requires_grad_(), mask.bool()
-        losses, left_out, _ = rlvr_math.token_losses(new, *rest, mask, loss, low=0.2, high=0.2, trust_region=bound)
-        total = rlvr_math.aggregate(losses, mask, "token-mean")
+        losses, left_out, _ = algebra.token_losses(new, *rest, mask, loss, low=0.2, high=0.2, trust_region=bound)
+        total = algebra.aggregate(losses, mask, "token-mean")
         same(total.detach(), torch.tensor(expected["loss"]).double())
         same(torch.autograd.grad(total, new)[0], torch.tensor(expected["gradient"]).double())
         neither = int(loss == "dppo")  # one token of the advantage 0, which prime-rl counts as left out by dppo
@@ -294,35 +294,35 @@ def check_differing_whiten_few(name: str) -> None:
     """0 instead of an exception."""
     x, _ = case(name)
     assert "ValueError" in CASES[name]["result"]
-    same(rlvr_math.whiten(x["values"], x["mask"], keep_mean=False, reduce=reduce), x["spec/whitened"])
+    same(algebra.whiten(x["values"], x["mask"], keep_mean=False, reduce=reduce), x["spec/whitened"])
 
 
 def check_differing_gae_reward_on_masked_slot() -> None:
     """The numbers agree: no token sees that reward. But here a reward is never put there, even by a rejection."""
     x, settings = case("gae_reward_on_masked_slot")
     arguments = (x["token_level_rewards"], x["response_mask"], torch.zeros(1))
-    _, returns = rlvr_math.ESTIMATORS["gae"](*arguments, values=x["values"], **settings)
+    _, returns = algebra.ESTIMATORS["gae"](*arguments, values=x["values"], **settings)
     same(returns, x["out/returns"])
     zeros = torch.zeros(1, 4, dtype=torch.float64)
-    rewards_, _, _ = rlvr_math.compute_rewards(torch.ones(1), zeros, zeros, x["response_mask"], 0.1, "k1")
+    rewards_, _, _ = algebra.compute_rewards(torch.ones(1), zeros, zeros, x["response_mask"], 0.1, "k1")
     assert rewards_.tolist() == [[0, 0, 1, 0]]
 
 
 def check_differing_grpo_vectorized() -> None:
     """One implementation, in the precision of the rewards."""
     x, _ = case("grpo_vectorized")
-    advantages, _ = rlvr_math.ESTIMATORS["grpo"](x["token_level_rewards"], x["response_mask"], x["groups"])
+    advantages, _ = algebra.ESTIMATORS["grpo"](x["token_level_rewards"], x["response_mask"], x["groups"])
     same(advantages, x["spec/advantages"], AVERAGE)
     assert (advantages - x["out/advantages"]).abs().max() > 1e-8
     tiny = torch.tensor([[0.0], [1e-4]], dtype=torch.float64)  # a std of 7e-5, which verl takes for 1e-3
-    found, _ = rlvr_math.ESTIMATORS["grpo"](tiny, torch.ones(2, 1, dtype=torch.bool), torch.zeros(2))
+    found, _ = algebra.ESTIMATORS["grpo"](tiny, torch.ones(2, 1, dtype=torch.bool), torch.zeros(2))
     assert found[1].item() == pytest.approx(5e-5 / (1e-4 / math.sqrt(2) + 1e-6))
 
 
 def check_differing_rloo_single() -> None:
     """A group of one always gives 0 here; verl's other version gives the raw reward."""
     x, _ = case("rloo_vectorized_single")
-    advantages, _ = rlvr_math.ESTIMATORS["rloo"](x["token_level_rewards"], x["response_mask"], x["groups"])
+    advantages, _ = algebra.ESTIMATORS["rloo"](x["token_level_rewards"], x["response_mask"], x["groups"])
     same(advantages, x["spec/advantages"], 1e-6)
     assert (advantages[CASES["rloo_vectorized_single"]["rows_of_single_groups"]] == 0).all()
 
@@ -332,7 +332,7 @@ def check_differing_seq_mean_token_sum_norm() -> None:
     x, _ = case("policy_seq_mean_token_sum_norm")
     logprobs = x["log_prob"].clone().requires_grad_(True)
     losses, _, _ = losses_of(x, logprobs, "ppo", {})
-    total = rlvr_math.aggregate(losses, x["response_mask"], "seq-mean-token-sum-norm")
+    total = algebra.aggregate(losses, x["response_mask"], "seq-mean-token-sum-norm")
     (gradient,) = torch.autograd.grad(total, logprobs)
     same(3 * total.detach(), x["out/loss"], AVERAGE)
     same(3 * gradient, x["out/grad_log_prob"], AVERAGE)
@@ -345,11 +345,11 @@ def check_differing_two_processes() -> None:
     mask, counts = x["response_mask"], {"tokens": 17, "sequences": 4, "episodes": 4, "length": 7}
     for row, mode in enumerate(settings["rows"]):
         parts = [slice(0, 1), slice(1, 4)]
-        shares = [rlvr_math.aggregate(losses[part], mask[part], mode, **counts) for part in parts]
+        shares = [algebra.aggregate(losses[part], mask[part], mode, **counts) for part in parts]
         scale = 4 if mode == "seq-mean-token-sum-norm" else 1  # the number of sequences, which verl lacks
         same(scale * sum(shares), x["out/table"][row, 0], AVERAGE)
         for column, part in enumerate(parts, start=3):
-            local = rlvr_math.aggregate(losses[part], mask[part], mode)
+            local = algebra.aggregate(losses[part], mask[part], mode)
             rows = len(mask[part]) if scale == 4 else 1
             same(rows * local, x["out/table"][row, column], AVERAGE)
 
@@ -358,7 +358,7 @@ def check_differing_mismatch_of_an_empty_row() -> None:
     """An empty row is left out of the means over sequences."""
     x, _ = case("offpolicy_metrics_empty_row")
     arrays = [x[key] for key in ("train_log_prob", "sampler_log_prob", "response_mask")]
-    found, without = rlvr_math.mismatch(*arrays), rlvr_math.mismatch(*(a[[0, 2, 3]] for a in arrays))
+    found, without = algebra.mismatch(*arrays), algebra.mismatch(*(a[[0, 2, 3]] for a in arrays))
     assert found == without
     for ours, theirs in NAMES_OF_METRICS.items():  # an empty row has perplexity and ratio 1 there
         per_row = {"perplexity": 1, "sampler_perplexity": 1, "chi2_sequence": 0, "log_perplexity_gap": 0}
@@ -371,10 +371,10 @@ def check_differing_gae_nan() -> None:
     x, settings = case("gae_nan_under_mask")
     rewards_, mask, values = x["token_level_rewards"], x["response_mask"], x["values"]
     assert x["out/advantages"].isnan().any()
-    found = rlvr_math.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
+    found = algebra.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
     clean = (torch.where(mask, array, 7.0) for array in (rewards_, values))
     rewards_, values = clean
-    expected = rlvr_math.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
+    expected = algebra.ESTIMATORS["gae"](rewards_, mask, torch.zeros(2), values=values, **settings)
     for one, other in zip(found, expected, strict=True):
         same(one, other)
 
@@ -383,8 +383,8 @@ def check_differing_grpo_reward_on_masked_slot() -> None:
     """A number after the last token is no reward, so it does not move the group's mean either."""
     x, _ = case("grpo_reward_on_masked_slot")
     rewards_, mask, groups = x["token_level_rewards"], x["response_mask"], x["groups"]
-    found, _ = rlvr_math.ESTIMATORS["grpo"](rewards_, mask, groups)
-    expected, _ = rlvr_math.ESTIMATORS["grpo"](rewards_.masked_fill(~mask, 0), mask, groups)
+    found, _ = algebra.ESTIMATORS["grpo"](rewards_, mask, groups)
+    expected, _ = algebra.ESTIMATORS["grpo"](rewards_.masked_fill(~mask, 0), mask, groups)
     same(found, expected)
     assert (found - x["out/advantages"]).abs().max() > 0.1
 
@@ -444,7 +444,7 @@ GAE, WHITEN, GROUPS, KL, PPO, GSPO, CISPO, VALUES, AGGREGATE, WEIGHTS = (
     )
 )
 
-FILES = ("rlvr_math.py",)
+FILES = ("rlvr/algebra.py",)
 # mistake of the book: the checks that must fail
 MISTAKES: dict[str, list[Callable]] = {
     "gae: next value 0": [GAE],

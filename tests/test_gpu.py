@@ -12,9 +12,9 @@ import pytest
 from processes import launch
 
 from benchmark.cost import gpu
-from ppo_rlhf import rlvr_async
 from ppo_rlhf.lib.nets import passes
 from ppo_rlhf.lib.services import cli, engine_vllm
+from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
 ROOT = Path(__file__).parent.parent
 PEER = "/nowhere/bin/python"  # an interpreter that does not exist
@@ -138,7 +138,7 @@ def test_constants_are_found_again():
 
 
 def test_the_command_with_vllm(rehearsal, monkeypatch):
-    """Its words are those of rlvr_async.py, and the line that it takes out is there. vLLM itself is not tried."""
+    """Its words are those of rlvr/asynchronous.py, and the line that it takes out is there. vLLM itself is not tried."""
     monkeypatch.setenv("PPO_RLHF_CACHE", str(rehearsal[0] / "worlds"))
     case = gpu.cases_of(few=True)["chapter 3, GRPO"]
     script, *words = map(str, gpu.vllm_words(ROOT, case, "bfloat16", "/x/python"))

@@ -11,11 +11,13 @@ from runs import metrics_of, only
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import rlvr_policy, sample, tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
+from ppo_rlhf import sample, train_policy, train_reward
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.base.files import write_json
 from ppo_rlhf.lib.services import plots
+from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 BROKEN_UPDATE = 2  # of 0, 1, 2, 3
 

@@ -14,14 +14,16 @@ import scipy.stats
 
 from benchmark import lab
 from benchmark.experiments import arithmetic, people, summaries, value_head
-from ppo_rlhf import rlvr_checks, rlvr_policy, sample, tldr_policy, tldr_reward, tldr_sft, train_policy, train_reward
+from ppo_rlhf import sample, train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, traces
+from ppo_rlhf.rlvr import checks as rlvr_checks, policy as rlvr_policy
+from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 # Its training script never starts.
 TOY = lab.Experiment(
     name="toy",
-    script="ppo_rlhf/rlvr_policy.py",
+    script="ppo_rlhf/rlvr/policy.py",
     common="--preset sums",
     variants={"10": "", "20": "--ppo.lr 1e-3"},
     curves=("x",),

@@ -18,13 +18,13 @@ from refusals import edit_tensors
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from ppo_rlhf import rlvr_policy
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, memory, models, packing, pretrained
-from ppo_rlhf.rlvr_args import Args, PpoArgs, PpoSizes
-from ppo_rlhf.tldr_policy import ActorCritic
+from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.rlvr.arguments import Args, PpoArgs, PpoSizes
+from ppo_rlhf.tldr.policy import ActorCritic
 
 VOCAB = PAD = 29
 TOKENS = torch.randint(1, VOCAB, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -299,15 +299,15 @@ class Counted:
 
 
 SMALL = {  # a script, and what makes a run of it small
-    "tldr_sft.py": "--batch_size 16 --epochs 1 --eval_posts 4 --lr 0.01",
-    "tldr_reward.py": "--batch_size 16 --lr 0.01 --normalize_posts 4",
-    "tldr_policy.py": "--ppo.total_episodes 16 --ppo.batch_size 8 --ppo.nminibatches 1 --ppo.lr 0.01 "
+    "tldr/sft.py": "--batch_size 16 --epochs 1 --eval_posts 4 --lr 0.01",
+    "tldr/reward.py": "--batch_size 16 --lr 0.01 --normalize_posts 4",
+    "tldr/policy.py": "--ppo.total_episodes 16 --ppo.batch_size 8 --ppo.nminibatches 1 --ppo.lr 0.01 "
     "--eval_interval 0 --eval_posts 4 --rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.monitor=",
     "train_reward.py": "--save_interval 0",
     "train_policy.py": "--ppo.total_episodes 32 --save_interval 0 --ppo.lr 0.01 "
     "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --rewards.monitor=",
 }
-STEPS = {"tldr_sft.py": 3, "tldr_reward.py": 3, "tldr_policy.py": 8, "train_reward.py": 5, "train_policy.py": 8}
+STEPS = {"tldr/sft.py": 3, "tldr/reward.py": 3, "tldr/policy.py": 8, "train_reward.py": 5, "train_policy.py": 8}
 
 
 @pytest.mark.parametrize("script", SMALL)
@@ -326,7 +326,7 @@ def test_metrics_are_the_same_with_gradient_checkpointing(script, tiny_world: Pa
         rows.append(metrics_of(only(folder, "runs/*")))
         checkpoints.append(int((folder / "checkpoints").read_text()))
     assert rows[0] == rows[1] and len(rows[0]) >= 2
-    layers_of_a_pass = 2 if script == "tldr_policy.py" else 1  # policy and critic, of one layer each
+    layers_of_a_pass = 2 if script == "tldr/policy.py" else 1  # policy and critic, of one layer each
     assert checkpoints[0] == 0 and checkpoints[1] >= layers_of_a_pass * STEPS[script]
 
 

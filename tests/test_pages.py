@@ -9,10 +9,10 @@ import scipy.stats
 from jinja2 import UndefinedError
 
 from benchmark import pages
-from ppo_rlhf import rlvr_async
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import engine
+from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
 ROOT = pages.ROOT
 RESULTS = ROOT / "benchmark/results"

@@ -16,9 +16,9 @@ from test_policy_math import PAD, VOCAB, token_ids
 from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
-from ppo_rlhf import tldr_policy, tldr_reward, tldr_sft
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.nets import lm, memory, passes
+from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7

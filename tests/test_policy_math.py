@@ -14,11 +14,12 @@ from oracles import gradients, numbers
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
-from ppo_rlhf import tldr_policy, train_policy, train_reward
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import lm, models, packing
 from ppo_rlhf.lib.nets.models import check_model, read_info, same_logits
 from ppo_rlhf.lib.services import cli
+from ppo_rlhf.tldr import policy as tldr_policy
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.nets import lm, models, packing, passes
-from ppo_rlhf.rlvr_math import ESTIMATORS
-from ppo_rlhf.rlvr_policy import RewardsArgs
+from ppo_rlhf.rlvr.algebra import ESTIMATORS
+from ppo_rlhf.rlvr.policy import RewardsArgs
 
 LENGTHS = [7, 3, 0, 5, 2, 7, 4, 6]  # of two groups of four; the third response is empty
 

@@ -13,11 +13,12 @@ import torch
 from pyarrow import parquet
 from test_problems import TOKENIZER, byte_tokenizer
 
-from ppo_rlhf import rlvr_args, rlvr_checks, worlds
+from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problem_rows, problems
 from ppo_rlhf.lib.scoring.worker import Worker
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, checks as rlvr_checks
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -353,8 +354,8 @@ def test_a_task_that_evaluates_text_needs_a_flag(name, judge):
     task = dataclasses.replace(problems.TaskArgs(), **{name.split(".")[1]: "reasoning_gym:countdown,size=9"})
 
     def check(**changes) -> None:
-        shaping = dataclasses.replace(rlvr_args.RewardsArgs(), **changes)
-        rlvr_checks.check_arguments(dataclasses.replace(rlvr_args.PRESETS["gsm8k"], task=task, rewards=shaping))
+        shaping = dataclasses.replace(rlvr_arguments.RewardsArgs(), **changes)
+        rlvr_checks.check_arguments(dataclasses.replace(rlvr_arguments.PRESETS["gsm8k"], task=task, rewards=shaping))
 
     with pytest.raises(InputError, match=rf"^--{name} reasoning_gym:countdown,size=9: .* risk .*evaluate_text$"):
         check(**{judge: "reasoning_gym"})

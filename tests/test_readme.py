@@ -19,24 +19,17 @@ from runs import explained_metrics, metrics_of, only
 
 from benchmark import diagrams, lab
 from benchmark.curves import front_page
-from ppo_rlhf import (
-    judge,
-    rlvr_args,
-    rlvr_async,
-    rlvr_policy,
-    rlvr_tools,
-    sample,
-    tldr_all,
-    tldr_policy,
-    tldr_reward,
-    tldr_sft,
-    train_both,
-    train_policy,
-    train_reward,
-)
+from ppo_rlhf import judge, sample, train_both, train_policy, train_reward
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.files import flatten
 from ppo_rlhf.lib.services import cli, plots
+from ppo_rlhf.rlvr import (
+    arguments as rlvr_arguments,
+    asynchronous as rlvr_async,
+    policy as rlvr_policy,
+    tools as rlvr_tools,
+)
+from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 from ppo_rlhf.worlds import tales
 
 ROOT = Path(__file__).parent.parent
@@ -208,10 +201,10 @@ def test_pages_can_be_read_in_an_evening(tmp_path):
 def test_pages_say_when_to_use_each_argument_of_chapter_3():
     pages = [*ROOT.glob("docs/*.md"), ROOT / "docs/reference/methods.md", ROOT / "benchmark/experiments/README.md"]
     text = "\n".join(page.read_text() for page in pages)
-    classes = [getattr(rlvr_args.Args(), name) for name in ("rewards", "ppo", "task")]
+    classes = [getattr(rlvr_arguments.Args(), name) for name in ("rewards", "ppo", "task")]
     fields = {
         field.name
-        for group in [*classes, rlvr_args.ToolsArgs(), rlvr_async.Args()]
+        for group in [*classes, rlvr_arguments.ToolsArgs(), rlvr_async.Args()]
         for field in dataclasses.fields(group)
     }
     of_all_runs = {field.name for field in dataclasses.fields(cli.RunArgs)} | {"preset", "exp_name", "task", "ppo"}

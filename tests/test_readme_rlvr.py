@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_rlhf import rlvr_math, rlvr_policy
 from ppo_rlhf.lib.rewards import VERIFIERS
 from ppo_rlhf.lib.scoring import tools
-from ppo_rlhf.rlvr_math import ESTIMATORS
-from ppo_rlhf.rlvr_policy import PRESETS
+from ppo_rlhf.rlvr import algebra, policy as rlvr_policy
+from ppo_rlhf.rlvr.algebra import ESTIMATORS
+from ppo_rlhf.rlvr.policy import PRESETS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -68,7 +68,7 @@ def test_what_the_page_says_of_estimators_that_are_nearly_one():
     mask, groups = torch.arange(5) < torch.arange(24).unsqueeze(1) % 5 + 1, torch.arange(24) // 8
     found = {name: ESTIMATORS[name](rewards, mask, groups)[0] for name in ("rloo", "dr_grpo", "reinforce++-baseline")}
     torch.testing.assert_close(found["rloo"], 8 / 7 * found["dr_grpo"])
-    whitened = rlvr_math.whiten(found["reinforce++-baseline"], mask, keep_mean=False)[mask]
+    whitened = algebra.whiten(found["reinforce++-baseline"], mask, keep_mean=False)[mask]
     x = found["dr_grpo"][mask]
     torch.testing.assert_close(whitened, (x - x.mean()) / x.std(correction=0), atol=1e-7, rtol=0)
 
@@ -85,7 +85,7 @@ def test_k3_with_a_plus_is_the_unbiased_estimate_of_deepseek_v32():
     gradients = [torch.autograd.grad(kl.sum(), new, retain_graph=True)[0] for kl in (ours, theirs)]
     for one, other in ((ours.detach(), theirs.detach()), gradients):
         torch.testing.assert_close(one, other, atol=1e-15, rtol=1e-14)
-    (of_k3,) = torch.autograd.grad(rlvr_math.kl_estimate(new, ref, mask, "k3").sum(), new)
+    (of_k3,) = torch.autograd.grad(algebra.kl_estimate(new, ref, mask, "k3").sum(), new)
     assert (of_k3 - gradients[0]).abs().max() > 0.1  # k3 alone is something else
 
 

@@ -89,18 +89,18 @@ resumed_both = command(1, "train_both.py", f"--resume {POLICY_RUN}")
 tales_policy = command(1, "train_policy.py", "--preset tales --rewards.trained_model reward --rewards.monitor ''")
 tales_reward = command(1, "train_reward.py", f"--preset tales {SMALL_REWARD}")
 
-sft = command(2, "tldr_sft.py", f"{POSTS} --base_model world/model --batch_size 16 --eval_posts 1")
-summary_reward = command(2, "tldr_reward.py", f"{POSTS} --base_model sft --batch_size 16 --normalize_posts 4")
+sft = command(2, "tldr/sft.py", f"{POSTS} --base_model world/model --batch_size 16 --eval_posts 1")
+summary_reward = command(2, "tldr/reward.py", f"{POSTS} --base_model sft --batch_size 16 --normalize_posts 4")
 summary_policy = command(
     2,
-    "tldr_policy.py",
+    "tldr/policy.py",
     f"{POSTS} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
 )
-all_three = command(2, "tldr_all.py", f"{POSTS} --base_model world/model {STAGES}")
+all_three = command(2, "tldr/all.py", f"{POSTS} --base_model world/model {STAGES}")
 posts_world = command(2, "worlds/posts.py", "--train_posts 8")
 
-rlvr = command(3, "rlvr_policy.py", f"{SUMS} {RLVR_SIZES}")
-rlvr_async = command(3, "rlvr_async.py", f"{SUMS} {RLVR_SIZES}")
+rlvr = command(3, "rlvr/policy.py", f"{SUMS} {RLVR_SIZES}")
+rlvr_async = command(3, "rlvr/asynchronous.py", f"{SUMS} {RLVR_SIZES}")
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -552,7 +552,7 @@ CHAPTER_2 = {
     "all: preset of one stage": all_three("--sft.preset posts", "--sft.preset", "give --preset"),
     "all: resume of one stage": all_three("--policy.resume x", "--policy.resume", "give --resume"),
     "all: a reward model": all_three("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
-    "all: a function": all_three("--policy.rewards.function m:f", "--policy.rewards.function", "tldr_policy.py"),
+    "all: a function": all_three("--policy.rewards.function m:f", "--policy.rewards.function", "tldr/policy.py"),
     # what only a later stage needs
     "all: the policy's reward model has a label": all_three(
         "--policy.rewards.label GOOD", "--policy.rewards.label GOOD: only a reward model from elsewhere has labels"
@@ -839,7 +839,7 @@ NUMBERS_OF = {
     ),
     "rlvr_policy, in groups": (rlvr(GRPO), "train"),
     "rlvr_async": (rlvr_async("--rejection token"), "train"),
-    "rlvr_tools": (command(3, "rlvr_tools.py", f"{SUMS.replace('sums', 'sums-tools', 1)} {RLVR_SIZES}")(), "train"),
+    "rlvr_tools": (command(3, "rlvr/tools.py", f"{SUMS.replace('sums', 'sums-tools', 1)} {RLVR_SIZES}")(), "train"),
     "judge": (command(3, "judge.py", "--candidate x --endpoint.url http://x/v1 --endpoint.model m")(), "judge"),
     "tales": (world(), "find_world"),
     "posts": (posts_world(), "find_world"),
@@ -935,7 +935,7 @@ def test_a_number_that_cannot_be_is_refused_by_its_name(name: str, good_files) -
     files = good_files(row.chapter)
     args, may_be_0 = arguments_of(row, files.folder, function), {*MAY_BE_0.split(), *ONLY_HERE.get(name, ())}
     shared = getattr(main_of(row.script)[1], "SHARED", ())  # by all stages, which have no own value for it
-    known = dict(numbers_of(main_of("rlvr_policy.py")[1].Args())) if name in CHECKED_AGAIN else {}
+    known = dict(numbers_of(main_of("rlvr/policy.py")[1].Args())) if name in CHECKED_AGAIN else {}
     for argument, kind in numbers_of(args):
         own_name = re.sub(r"^(sft|reward|policy)\.", "", argument)
         if own_name != argument and own_name.split(".")[0] in shared:

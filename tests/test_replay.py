@@ -14,7 +14,8 @@ from processes import Result, launch
 from runs import only, policy_arguments, world_arguments
 
 from benchmark.curves import replay
-from ppo_rlhf import rlvr_policy, tldr_policy
+from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.tldr import policy as tldr_policy
 
 pytest.importorskip("openrlbenchmark", reason="openrlbenchmark needs Python 3.11 to 3.13")
 REPLAY = Path(replay.__file__)

@@ -16,11 +16,12 @@ from runs import metrics_of, only, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmark.experiments import people
-from ppo_rlhf import sample, tldr_all, tldr_policy, train_reward, worlds
+from ppo_rlhf import sample, train_reward, worlds
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.nets.models import load_reward_model
 from ppo_rlhf.lib.services import cli
+from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy
 from ppo_rlhf.worlds import reviews, smollm
 
 pytest.importorskip("vaderSentiment")

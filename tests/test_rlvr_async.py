@@ -27,12 +27,13 @@ from test_rlvr_math import ALONE, numbers, rollout_of
 from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
 from torch.testing import assert_close
 
-from ppo_rlhf import report, rlvr_async, rlvr_data, rlvr_policy
+from ppo_rlhf import report
 from ppo_rlhf.lib.base import checkpoints
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import lm
 from ppo_rlhf.lib.services import cli, derivation, engine, plots, traces
-from ppo_rlhf.rlvr_async import Args, Workers, correct
+from ppo_rlhf.rlvr import asynchronous as rlvr_async, episodes as rlvr_episodes, policy as rlvr_policy
+from ppo_rlhf.rlvr.asynchronous import Args, Workers, correct
 
 ray = pytest.importorskip("ray")
 
@@ -181,7 +182,7 @@ def two_updates_late(tiny_sums, tmp_path_factory):
                 ]
                 answers.append(tuple(map(torch.cat, zip(*pieces, strict=True))))
             version = max(self.version - 2, 0)
-            return rlvr_data.Samples(draw=draw, answers=answers, version=version, on_policy=False)
+            return rlvr_episodes.Samples(draw=draw, answers=answers, version=version, on_policy=False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlvr_policy, "Sampler", LateSampler)
@@ -319,7 +320,13 @@ def test_two_learners_with_slices_are_one_but_for_rounding(kept, tiny_sums, tmp_
     (tmp_path / "letters.py").write_text(LETTERS)
     words += ["--ray_address", ray.get_runtime_context().gcs_address]
     results = launch_together(
-        2, "rlvr_async.py", *sums_arguments(tiny_sums), *FOUR_UPDATES.split(), *words, folder=tmp_path, **SHARDED
+        2,
+        "rlvr/asynchronous.py",
+        *sums_arguments(tiny_sums),
+        *FOUR_UPDATES.split(),
+        *words,
+        folder=tmp_path,
+        **SHARDED,
     )
     assert all(result.status == 0 for result in results), results[0].stderr + results[1].stderr
     for two, one in zip(numbers_of(tmp_path), numbers_of(one_learner), strict=True):
@@ -515,7 +522,7 @@ import sys, threading, time
 sys.path.insert(0, "")
 start = threading.Thread.start  # it takes a while, so that the signal comes before it returns
 threading.Thread.start = lambda thread: (start(thread), time.sleep(0.2))
-from ppo_rlhf import rlvr_async
+from ppo_rlhf.rlvr import asynchronous as rlvr_async
 from ppo_rlhf.lib.base import errors
 
 def main():
@@ -653,7 +660,7 @@ def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(way
     args = args_of(correction=way, off_policy_mask=0.5)
     correction = correct(batch, args, 5, ALONE)
     advantages = torch.tensor([[-1.0, 1, -1], [-1, -1, -1], [-1, -1, -1]]).double()
-    mb = rlvr_data.make_batch(correction, (zeros, zeros, zeros), (advantages, zeros), 5)
+    mb = rlvr_episodes.make_batch(correction, (zeros, zeros, zeros), (advantages, zeros), 5)
     for fall, expected in (
         (0.4, [[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
         (0.6, [[0, 1, 0], [0, 0, 0], [0, 0, 1]]),  # the last token of the third is padding

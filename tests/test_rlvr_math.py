@@ -14,11 +14,9 @@ from golden_models import load_json
 from oracles import on_processes
 from torch.testing import assert_close
 
-from ppo_rlhf import rlvr_async
 from ppo_rlhf.lib.services import derivation
-from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs
-from ppo_rlhf.rlvr_data import Reading, Rollout, make_batch, scores_differ
-from ppo_rlhf.rlvr_math import (
+from ppo_rlhf.rlvr import asynchronous as rlvr_async
+from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     IN_GROUPS,
     aggregate,
@@ -31,8 +29,10 @@ from ppo_rlhf.rlvr_math import (
     value_losses,
     whiten,
 )
-from ppo_rlhf.rlvr_policy import ActorCritic, compute_advantages, kl_in_loss, token_rewards, update
-from ppo_rlhf.rlvr_scores import punish
+from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs
+from ppo_rlhf.rlvr.episodes import Reading, Rollout, make_batch, scores_differ
+from ppo_rlhf.rlvr.policy import ActorCritic, compute_advantages, kl_in_loss, token_rewards, update
+from ppo_rlhf.rlvr.scores import punish
 
 ROWS, LENGTH = 6, 5
 MASK = torch.tensor(
@@ -94,7 +94,7 @@ class StandIn(torch.nn.Module):
 def updated_stand_in(
     network: StandIn, episodes: Rollout, rewards: torch.Tensor, args: rlvr_async.Args
 ) -> dict[str, torch.Tensor]:
-    """The steps of an update as rlvr_async.py makes it of episodes of one update before; network.table.grad stays."""
+    """The steps of an update as rlvr/asynchronous.py makes it of episodes of one update before; network.table.grad stays."""
     correction = rlvr_async.correct(episodes, args, 1, ALONE)
     estimate = compute_advantages(correction.episodes, rewards, args.ppo, torch.clone)
     batch = make_batch(correction, (rewards, rewards, rewards), estimate, 1)

@@ -21,13 +21,21 @@ from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from benchmark.experiments import forgetting
-from ppo_rlhf import rlvr_checks, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_scores, rlvr_tools, sample
+from ppo_rlhf import sample
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import foreign, lm, models, pretrained
 from ppo_rlhf.lib.services import cli, plots, run, traces
-from ppo_rlhf.rlvr_args import PRESETS
-from ppo_rlhf.rlvr_math import ESTIMATORS, IN_GROUPS
+from ppo_rlhf.rlvr import (
+    checks as rlvr_checks,
+    episodes as rlvr_episodes,
+    metrics as rlvr_metrics,
+    policy as rlvr_policy,
+    scores as rlvr_scores,
+    tools as rlvr_tools,
+)
+from ppo_rlhf.rlvr.algebra import ESTIMATORS, IN_GROUPS
+from ppo_rlhf.rlvr.arguments import PRESETS
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
@@ -113,7 +121,7 @@ def whole_run(tiny_sums, in_folder):
     @functools.cache
     def make(kind: str) -> tuple[Path, list[str]]:
         folder, arguments = in_folder(), [*sums_arguments(tiny_sums), *COMMON.split(), *KINDS[kind].split()]
-        result = launch("rlvr_policy.py", *arguments, folder=folder, pictures=kind == "ppo")
+        result = launch("rlvr/policy.py", *arguments, folder=folder, pictures=kind == "ppo")
         assert result.status == 0, result.stdout + result.stderr
         return folder, arguments
 
@@ -198,7 +206,7 @@ def test_a_resumed_run_has_the_same_numbers_bit_for_bit(whole_run, in_folder, ki
     (whole, arguments), folder = whole_run(kind), in_folder()
     for words in ([*arguments, "--ppo.total_episodes", "32"], ["--ppo.total_episodes", "48"]):
         resume = ["--resume", str(only(folder, "runs/*"))] if list(folder.glob("runs/*")) else []
-        result = launch("rlvr_policy.py", *resume, *words, folder=folder)
+        result = launch("rlvr/policy.py", *resume, *words, folder=folder)
         assert result.status == 0, result.stderr
     assert metrics_of(only(folder, "runs/*")) == metrics_of(only(whole, "runs/*"))
     names = ["policy/model.safetensors"] + ["value/model.safetensors"] * (kind != "groups")
@@ -251,7 +259,7 @@ SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 )
 def test_processes_chunks_and_slices_change_nothing_but_rounding(whole_run, in_folder, kind, extra, environment):
     (whole, arguments), folder = whole_run(kind), in_folder()
-    results = launch_together(2, "rlvr_policy.py", *arguments, *extra.split(), folder=folder, **environment)
+    results = launch_together(2, "rlvr/policy.py", *arguments, *extra.split(), folder=folder, **environment)
     assert all(result.status == 0 for result in results), results[0].stderr
     for one, other in zip(metrics_of(only(folder, "runs/*")), metrics_of(only(whole, "runs/*")), strict=True):
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
@@ -261,7 +269,7 @@ def test_shared_prefixes_change_nothing_but_rounding(tiny_sums, in_folder, monke
     """V120: critic, reference and policy, sharded over two processes, next to one process that reads each row."""
     words = [*sums_arguments(tiny_sums), *COMMON.split(), *ONCE, "--ppo.samples_per_prompt", "4"]
     expected, folder = run_in(in_folder(), monkeypatch, *words), in_folder()
-    results = launch_together(2, "rlvr_policy.py", *words, "--ppo.share_prefixes", folder=folder, **SHARDED)
+    results = launch_together(2, "rlvr/policy.py", *words, "--ppo.share_prefixes", folder=folder, **SHARDED)
     assert all(result.status == 0 for result in results), results[0].stderr
     assert "each row is read by itself" not in results[0].stdout
     for one, other in zip(metrics_of(only(folder, "runs/*")), expected, strict=True):
@@ -478,14 +486,14 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
 def test_filtered_groups_count_as_episodes_but_are_not_trained_on(run_once, monkeypatch):
     words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:letters --ppo.filter_groups"
     words += " --ppo.prompts_per_round 6"
-    take, versions = rlvr_data.Pool.take, []
+    take, versions = rlvr_episodes.Pool.take, []
 
     def watched(pool):
         found = take(pool)
         versions.append(found[0].versions)
         return found
 
-    monkeypatch.setattr(rlvr_data.Pool, "take", watched)
+    monkeypatch.setattr(rlvr_episodes.Pool, "take", watched)
     rows = run_once(words)
     assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
     ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]

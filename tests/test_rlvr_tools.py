@@ -1,4 +1,4 @@
-"""rlvr_tools.py: conversations with a tool, what they leave out of the training, and tools that misbehave."""
+"""rlvr/tools.py: conversations with a tool, what they leave out of the training, and tools that misbehave."""
 
 import dataclasses
 import json
@@ -15,13 +15,19 @@ from processes import launch_together
 from runs import TINY_TOOLS, explained_metrics, metrics_of, only
 from transformers import AutoTokenizer
 
-from ppo_rlhf import report, rlvr_data, rlvr_metrics, rlvr_policy, rlvr_tools, sample
+from ppo_rlhf import report, sample
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli, derivation, traces
+from ppo_rlhf.rlvr import (
+    episodes as rlvr_episodes,
+    metrics as rlvr_metrics,
+    policy as rlvr_policy,
+    tools as rlvr_tools,
+)
 from ppo_rlhf.worlds import sums
 
 # ---- Conversations ---------------------------------------------------------------------------------------------
@@ -244,7 +250,7 @@ def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
     recorded = rollout.sampler_logprobs.masked_fill(rollout.from_tool, math.nan)
     answers = [(rollout.responses, recorded)]
     draw = rlvr_policy.draw_problems(setup, 0, 0)
-    samples = rlvr_data.Samples(draw=draw, answers=answers, version=0, on_policy=True)
+    samples = rlvr_episodes.Samples(draw=draw, answers=answers, version=0, on_policy=True)
     again = rlvr_policy.rollout(setup, samples, actor_critic=actor_critic, reference=reference)
     own = expected.sum(1).tolist()
     from_tool = [2, int(rollout.from_tool[1].sum())]  # `12`, and an error or `7`
@@ -261,7 +267,7 @@ def gradients_of(
     setup, actor_critic, reference, rollout, expected = episodes
     rewards = rlvr_policy.token_rewards(rollout, 0.1, "k1")
     found = rlvr_policy.compute_advantages(rollout, rewards[0], setup.args.ppo, torch.clone)
-    batch = rlvr_data.make_batch(rlvr_data.Correction(episodes=rollout), rewards, found, 0)
+    batch = rlvr_episodes.make_batch(rlvr_episodes.Correction(episodes=rollout), rewards, found, 0)
     if spoil is not None:
         names = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl", "weights")
         spoilt = {name: getattr(batch, name).masked_fill(~batch.mask, spoil) for name in names}
@@ -371,7 +377,7 @@ def test_passes_and_processes_change_nothing_but_rounding(whole_run, tiny_tools,
         this_run = run_in(tmp_path, monkeypatch, *arguments(tiny_tools), *chunks)
     else:
         (tmp_path / "letters.py").write_text(LETTERS)
-        for result in launch_together(2, "rlvr_tools.py", *arguments(tiny_tools), folder=tmp_path):
+        for result in launch_together(2, "rlvr/tools.py", *arguments(tiny_tools), folder=tmp_path):
             assert result.status == 0, result.stderr
         this_run = only(tmp_path, "runs/*")
     for row, expected in zip(metrics_of(this_run), metrics_of(whole_run), strict=True):
@@ -477,7 +483,7 @@ def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
     assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
 
 
-def talk_of(setup: rlvr_data.Setup) -> rlvr_tools.Conversation:
+def talk_of(setup: rlvr_episodes.Setup) -> rlvr_tools.Conversation:
     args = setup.args.tools
     return rlvr_tools.conversation(setup, tools.load_tool(args.tool, "tools.tool", args.time_limit))
 

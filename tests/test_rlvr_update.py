@@ -12,13 +12,13 @@ from oracles import on_processes
 from test_rlvr_math import numbers, rollout_of, setup_of
 from torch.testing import assert_close
 
-from ppo_rlhf import rlvr_data, rlvr_math, rlvr_policy
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, memory, passes
-from ppo_rlhf.rlvr_args import Args, PpoArgs, RewardsArgs, ppo_sizes
-from ppo_rlhf.rlvr_data import Correction, Pool, Rollout
-from ppo_rlhf.rlvr_math import ESTIMATORS
-from ppo_rlhf.rlvr_policy import ActorCritic, Reference, update
+from ppo_rlhf.rlvr import algebra, episodes as rlvr_episodes, policy as rlvr_policy
+from ppo_rlhf.rlvr.algebra import ESTIMATORS
+from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs, ppo_sizes
+from ppo_rlhf.rlvr.episodes import Correction, Pool, Rollout
+from ppo_rlhf.rlvr.policy import ActorCritic, Reference, update
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
 LENGTHS = [1, 7, 3, 5, 7, 2, 4, 6]
@@ -199,12 +199,12 @@ def make_episodes(actor_critic: ActorCritic, reference: Reference, seed: int = 1
     return episodes, numbers(seed + 2, *mask.shape).masked_fill(~mask, math.nan)
 
 
-def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process, **options) -> rlvr_data.Batch:
+def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process, **options) -> rlvr_episodes.Batch:
     """Steps 6 and 7 up to the losses, as in `train`."""
     reduce = partial(process.reduce, reduction="sum")
     estimate = rlvr_policy.compute_advantages(episodes, rewards, ppo, reduce, weights=[1.0])
     correction = Correction(episodes=episodes, **options)
-    return rlvr_data.make_batch(correction, (rewards, rewards, rewards), estimate, 0)
+    return rlvr_episodes.make_batch(correction, (rewards, rewards, rewards), estimate, 0)
 
 
 def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy_learns: bool = True, **settings):
@@ -307,8 +307,8 @@ def test_micro_batches_and_processes_change_nothing(tiny_models, variant, monkey
 
 def test_counts_of_micro_batches_would_be_noticed(tiny_models, monkeypatch):
     """A negative control of the test above: every micro-batch divided by its own count."""
-    right = rlvr_math.aggregate
-    monkeypatch.setattr(rlvr_math, "aggregate", lambda losses, mask, mode, **counts: right(losses, mask, mode))
+    right = algebra.aggregate
+    monkeypatch.setattr(algebra, "aggregate", lambda losses, mask, mode, **counts: right(losses, mask, mode))
     ((whole, _),) = updated(tiny_models)
     ((in_parts, _),) = updated(tiny_models, local_micro_batch_size=1)
     with pytest.raises(AssertionError):
@@ -333,13 +333,13 @@ def test_what_is_masked_reaches_no_gradient(tiny_models):
 
 def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_models, monkeypatch):
     seen = []
-    right = rlvr_math.token_losses
+    right = algebra.token_losses
 
     def watched(new_logprobs, logprobs, advantages, *more, **bounds):
         seen.append(advantages.detach())
         return right(new_logprobs, logprobs, advantages, *more, **bounds)
 
-    monkeypatch.setattr(rlvr_math, "token_losses", watched)
+    monkeypatch.setattr(algebra, "token_losses", watched)
     updated(tiny_models, advantage="grpo", nminibatches=4, noptepochs=1)
     batch, rewards = make_episodes(*networks(tiny_models))
     expected, _ = ESTIMATORS["grpo"](rewards, batch.mask, batch.groups)

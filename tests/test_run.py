@@ -32,7 +32,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from torch import nn
 
-from ppo_rlhf import tldr_all, tldr_policy, tldr_reward, tldr_sft, train_both, train_policy, train_reward
+from ppo_rlhf import train_both, train_policy, train_reward
 from ppo_rlhf.lib.base import console, errors, files, paths, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, run_script
 from ppo_rlhf.lib.base.launch import advice
@@ -40,6 +40,7 @@ from ppo_rlhf.lib.scoring.scorers import import_function
 from ppo_rlhf.lib.services import cli, run as run_module
 from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.services.run import Run
+from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 SCRIPTS = [train_policy, train_reward]

@@ -35,13 +35,13 @@ def check_same(run: Path, expected: Path) -> None:
 def alone(tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    result = launch("tldr_policy.py", *policy_words(tiny_posts), folder=folder)
+    result = launch("tldr/policy.py", *policy_words(tiny_posts), folder=folder)
     assert result.status == 0, result.stderr
     return only(folder, "runs/*")
 
 
 def run_two(folder: Path, *arguments: str, **environment: str) -> Path:
-    results = launch_together(2, RUN, str(SCRIPTS / "tldr_policy.py"), *arguments, folder=folder, **environment)
+    results = launch_together(2, RUN, str(SCRIPTS / "tldr/policy.py"), *arguments, folder=folder, **environment)
     assert [result.status for result in results] == [0, 0], results[0].stderr + results[1].stderr
     assert "view tensor" not in results[0].stderr + results[1].stderr
     return only(folder, "runs/*")
@@ -88,7 +88,7 @@ def test_two_sharded_processes_go_on_as_one_and_one_as_two(two: tuple[str, Path]
         run = only(folder, "runs/*")
         shutil.rmtree(run / "checkpoints" / "4")
         if processes == 1:
-            assert launch("tldr_policy.py", "--resume", str(run), folder=folder).status == 0
+            assert launch("tldr/policy.py", "--resume", str(run), folder=folder).status == 0
         else:
             run_two(folder, "--resume", str(run), **SHARDED)
             assert json.loads((run / "meta.json").read_text())["num_processes"] == 2

@@ -28,12 +28,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
-from ppo_rlhf import rlvr_policy, train_both, train_policy
+from ppo_rlhf import train_both, train_policy
 from ppo_rlhf.check import faults
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.data import label_files, problems, texts
 from ppo_rlhf.lib.nets import lm
 from ppo_rlhf.lib.services import run
+from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.worlds import sums, tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"
@@ -447,12 +448,12 @@ def easy_sums(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def big_grpo(easy_sums, tmp_path_factory) -> Path:
-    """The folder in which rlvr_policy.py has run."""
+    """The folder in which rlvr/policy.py has run."""
     folder = tmp_path_factory.mktemp("big_grpo")
     sizes = f"--ppo.batch_size {EPISODES} --ppo.total_episodes {UPDATES * EPISODES} --eval_samples 0 "
     sizes += f"--dtype float64 --ppo.no-share_prefixes --ppo.cliprange_low {GRPO['clip'][1]}"
     where = f"--preset sums-grpo --base_model {easy_sums}/model --task.problems {easy_sums}".split()
-    result = launch("rlvr_policy.py", *where, *flags_of(GRPO), *sizes.split(), folder=folder)
+    result = launch("rlvr/policy.py", *where, *flags_of(GRPO), *sizes.split(), folder=folder)
     assert result.status == 0, result.stderr
     return folder
 

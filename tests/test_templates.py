@@ -12,13 +12,15 @@ from test_problems import TEMPLATE, byte_tokenizer, task as of_chapter_3
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LlamaConfig
 
-from ppo_rlhf import rlvr_args, rlvr_metrics, rlvr_scores, sample, tldr_policy, train_policy, train_reward
+from ppo_rlhf import sample, train_policy, train_reward
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts, problems, texts
 from ppo_rlhf.lib.nets import foreign, lm, models, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, scores as rlvr_scores
+from ppo_rlhf.tldr import policy as tldr_policy
 
 TOKENIZER = byte_tokenizer()
 END, PAD = 258, 259  # of byte_tokenizer: <|im_end|>, and the id above all
@@ -214,7 +216,7 @@ def test_a_judge_of_token_ids_reads_the_first_token_once():
 def test_a_think_that_the_template_opened_belongs_to_the_response():
     """Both where responses are scored in training and where held-out problems are solved."""
     tokenizer, shaping = byte_tokenizer(THINKING), {"verifier": "think_answer", "format": "think_answer_tags"}
-    args = rlvr_args.Args(task=of_chapter_3(), rewards=rlvr_args.RewardsArgs(**shaping), eval_samples=0)
+    args = rlvr_arguments.Args(task=of_chapter_3(), rewards=rlvr_arguments.RewardsArgs(**shaping), eval_samples=0)
     response, ids = "Hm.\n</think>\n<answer>7</answer>", problems.task_ids(args.task, tokenizer)
     sources = rlvr_scores.load_sources(args, tokenizer, ids, Accelerator(cpu=True))
     prompt = problems.render_prompt("?", args.task, tokenizer)

@@ -19,10 +19,11 @@ from runs import interrupt, meta_of, metrics_of, only, posts_arguments, rows_of,
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_rlhf import sample, tldr_all, tldr_policy
+from ppo_rlhf import sample
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services.run import checksum
+from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
@@ -86,13 +87,13 @@ def common(tiny_posts: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def sft(common: list[str], tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     arguments = [*common, "--base_model", str(tiny_posts / "model"), *SFT.split()]
-    return train(tmp_path_factory.mktemp("sft"), "tldr_sft.py", arguments)
+    return train(tmp_path_factory.mktemp("sft"), "tldr/sft.py", arguments)
 
 
 @pytest.fixture(scope="session")
 def reward(common: list[str], sft: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     arguments = [*common, "--base_model", str(sft.model("sft")), *REWARD.split()]
-    return train(tmp_path_factory.mktemp("reward"), "tldr_reward.py", arguments)
+    return train(tmp_path_factory.mktemp("reward"), "tldr/reward.py", arguments)
 
 
 @pytest.fixture(scope="session")
@@ -104,12 +105,12 @@ def policy_arguments(common: list[str], sft: Trained, reward: Trained) -> list[s
 @pytest.fixture(scope="session")
 def policy(policy_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     arguments = [*policy_arguments, *POLICY.split()]
-    return train(tmp_path_factory.mktemp("policy"), "tldr_policy.py", arguments, pictures=True)
+    return train(tmp_path_factory.mktemp("policy"), "tldr/policy.py", arguments, pictures=True)
 
 
 @pytest.fixture(scope="session")
 def lora(policy_arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("lora"), "tldr_policy.py", [*policy_arguments, *LORA.split()])
+    return train(tmp_path_factory.mktemp("lora"), "tldr/policy.py", [*policy_arguments, *LORA.split()])
 
 
 @pytest.fixture(params=["sft", "reward", "policy", "lora"])
@@ -530,7 +531,7 @@ def test_a_run_with_another_number_is_another(policy, tmp_path):
         check_same(changed, policy)
 
 
-# tldr_sft.py or tldr_reward.py, keeping which rows each process has trained on in each step.
+# tldr/sft.py or tldr/reward.py, keeping which rows each process has trained on in each step.
 RECORDING = """
 import json, os, sys
 from pathlib import Path
@@ -609,7 +610,7 @@ def function_runs(common, sft, tmp_path_factory) -> dict[str, Trained]:
         sizes = f"--ppo.total_episodes {episodes} --ppo.batch_size 18 --ppo.nminibatches 1 --ppo.noptepochs 1"
         evaluation = "--ppo.lr 1e-4 --eval_prompts 2 --eval_posts 4 --eval_interval 3 --task.eval_temperature 1"
         flags = f"{arguments} {sizes} {evaluation} --save_interval 0"
-        runs[form] = train(folder, "tldr_policy.py", [*common, "--base_model", str(sft.model("sft")), *flags.split()])
+        runs[form] = train(folder, "tldr/policy.py", [*common, "--base_model", str(sft.model("sft")), *flags.split()])
     return runs
 
 
@@ -674,7 +675,7 @@ def test_a_score_of_an_evaluation_that_is_no_number_stops_the_run(interval, step
     flags += "--ppo.total_episodes 8 --ppo.batch_size 8"
     flags += f" --eval_interval {interval} --eval_prompts 2 --eval_posts 2 --log_interval 0"
     arguments = [*common, "--base_model", str(sft.model("sft")), *flags.split()]
-    result = launch("tldr_policy.py", *arguments, folder=tmp_path)
+    result = launch("tldr/policy.py", *arguments, folder=tmp_path)
     assert result.status == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and "mine:no_references returned nan for text 1 of 2" in line
@@ -734,9 +735,9 @@ ALL = (
 
 @pytest.fixture(scope="module")
 def all_three(tiny_posts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which tldr_all.py ran."""
+    """A folder in which tldr/all.py ran."""
     arguments = [*posts_arguments(tiny_posts), "--base_model", str(tiny_posts / "model"), *ALL.split()]
-    return train(tmp_path_factory.mktemp("all"), "tldr_all.py", arguments).folder
+    return train(tmp_path_factory.mktemp("all"), "tldr/all.py", arguments).folder
 
 
 def run_of(stage: str, folder: Path) -> Path:
@@ -828,7 +829,7 @@ def test_resuming_what_is_finished_trains_nothing(all_three, tmp_path):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "stdout"}
     for stage in ("policy", "sft"):
         run = run_of(stage, folder)
-        result = launch("tldr_all.py", "--resume", f"runs/{run.name}", folder=folder)
+        result = launch("tldr/all.py", "--resume", f"runs/{run.name}", folder=folder)
         assert result.status == 0, result.stderr
         assert "PPO 1/2" not in result.stdout and "SFT 1/" not in result.stdout
         assert sentences(result.stdout) == sentences((all_three / "stdout").read_text())
@@ -851,13 +852,13 @@ def test_stages_that_were_cut_off_go_on_from_another_folder(all_three, tmp_path)
     runs = {stage: run_of(stage, there) for stage in ("sft", "reward", "policy")}
     expected = {stage: metrics_of(run) for stage, run in runs.items()}
     interrupt(runs["policy"])
-    result = launch("tldr_policy.py", "--resume", str(runs["policy"]), folder=here)
+    result = launch("tldr/policy.py", "--resume", str(runs["policy"]), folder=here)
     assert result.status == 0, result.stderr
     assert metrics_of(runs["policy"]) == expected["policy"]
     for path in [*there.glob("*/tldr_policy__*"), *there.glob("models/tldr_reward__*")]:
         shutil.rmtree(path)
     interrupt(runs["reward"])
-    result = launch("tldr_all.py", "--resume", str(runs["reward"]), folder=here)
+    result = launch("tldr/all.py", "--resume", str(runs["reward"]), folder=here)
     assert result.status == 0, result.stderr
     assert {stage: metrics_of(run) for stage, run in runs.items()} == expected
     assert sentences(result.stdout) == sentences((all_three / "stdout").read_text())

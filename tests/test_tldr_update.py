@@ -34,7 +34,6 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf import tldr_policy, tldr_reward
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.lib.nets import passes
@@ -48,7 +47,8 @@ from ppo_rlhf.lib.nets.models import (
     save_reward_model,
 )
 from ppo_rlhf.lib.nets.networks import Reference, load_critic
-from ppo_rlhf.tldr_policy import (
+from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward
+from ppo_rlhf.tldr.policy import (
     ActorCritic,
     Args,
     Episodes,
@@ -61,8 +61,8 @@ from ppo_rlhf.tldr_policy import (
     respond,
     update_metrics,
 )
-from ppo_rlhf.tldr_reward import pairs_update, score_pairs
-from ppo_rlhf.tldr_sft import LanguageModel, sft_update
+from ppo_rlhf.tldr.reward import pairs_update, score_pairs
+from ppo_rlhf.tldr.sft import LanguageModel, sft_update
 
 PAD, EOS, STOP = 29, 28, 26
 IDS = TaskIds(pad=PAD, eos=EOS, stops=(EOS,))

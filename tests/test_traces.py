@@ -14,10 +14,12 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf import report, rlvr_policy, tldr_policy, train_policy
+from ppo_rlhf import report, train_policy
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import derivation, traces
+from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.tldr import policy as tldr_policy
 
 CONTINUATIONS = (
     "--rewards.function letters:gold --rewards.monitor ppo_rlhf.worlds.tales:sentiment.gold_scores --dtype float64 "
@@ -70,8 +72,8 @@ def own(queries, responses):
 """
 UNSCORED = {
     "train_policy.py": "raw_scores",
-    "tldr_policy.py": "own",
-    "rlvr_policy.py": "verifier",
+    "tldr/policy.py": "own",
+    "rlvr/policy.py": "verifier",
 }  # if answered again
 KEPT = [(update, again) for update in (0, 2, 3) for again in (False, True)]  # every second update, and the last
 
@@ -105,14 +107,14 @@ def continuations(tiny_world, tmp_path_factory) -> Traced:
 @pytest.fixture(scope="session")
 def summaries(tiny_posts, tmp_path_factory) -> Traced:
     arguments = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model", *SUMMARIES.split()]
-    return start("tldr_policy.py", [*arguments, "--trace_interval", "2"], tmp_path_factory.mktemp("summaries"))
+    return start("tldr/policy.py", [*arguments, "--trace_interval", "2"], tmp_path_factory.mktemp("summaries"))
 
 
 @pytest.fixture(scope="session")
 def groups(tiny_sums, tmp_path_factory) -> Traced:
     arguments = ["--preset", "sums-grpo", "--base_model", f"{tiny_sums}/model", "--task.problems", str(tiny_sums)]
     arguments += [*GROUPS.split(), "--trace_interval", "2"]
-    return start("rlvr_policy.py", arguments, tmp_path_factory.mktemp("groups"))
+    return start("rlvr/policy.py", arguments, tmp_path_factory.mktemp("groups"))
 
 
 @pytest.fixture(params=["continuations", "summaries", "groups"])
@@ -148,7 +150,7 @@ def test_a_resumed_run_has_the_traces_of_one_that_nothing_happened_to(traced, tm
 
 
 # The call of the function in the last update, after those that try it and that normalise its scores.
-LAST_UPDATE = {"train_policy.py": 6, "tldr_policy.py": 8, "rlvr_policy.py": 5}
+LAST_UPDATE = {"train_policy.py": 6, "tldr/policy.py": 8, "rlvr/policy.py": 5}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -202,7 +204,7 @@ def test_a_monitor_that_fails_is_nan_and_changes_nothing_else(summaries, tmp_pat
 def test_without_a_reference_nothing_is_said_of_one(tiny_sums, tmp_path):
     arguments = ["--preset", "sums-grpo", "--base_model", f"{tiny_sums}/model", "--task.problems", str(tiny_sums)]
     arguments += [*GROUPS.replace("kl_coef 0.1", "kl_coef 0").replace("episodes 64", "episodes 16").split()]
-    run = start("rlvr_policy.py", [*arguments, "--trace_interval", "1"], tmp_path / "run").run
+    run = start("rlvr/policy.py", [*arguments, "--trace_interval", "1"], tmp_path / "run").run
     for again in (False, True):
         assert not {"ref_logprobs", "kl"} & traces.read(run, 0, again).tokens.keys()
     one_run = report.read_run(run)
@@ -245,7 +247,7 @@ def test_numbers_of_a_trace_follow_from_each_other(traced, monkeypatch):
                 assert episode["again"] or not missing
                 assert max(abs(line.difference) for line in lines) < 1e-12
                 found |= {line.step.recorded for line in lines}
-    assert {"kl", "rewards", "advantages"} <= found and ("returns" in found) == (traced.script != "rlvr_policy.py")
+    assert {"kl", "rewards", "advantages"} <= found and ("returns" in found) == (traced.script != "rlvr/policy.py")
 
 
 def test_clipping_and_samples_of_continuations(continuations):

@@ -226,10 +226,10 @@ def cases_of(few: bool) -> dict[str, Case]:
         "chapter 1, compiled": Case(
             *("train_both.py", chapter1, ("--reward.dtype", "--policy.dtype"), ("float32",), ("--policy.compile",))
         ),
-        "chapter 2": Case("tldr_all.py", chapter2, ("--sft.dtype", "--reward.dtype", "--policy.dtype")),
-        "chapter 3, critic": Case("rlvr_policy.py", chapter3, ("--dtype",)),
+        "chapter 2": Case("tldr/all.py", chapter2, ("--sft.dtype", "--reward.dtype", "--policy.dtype")),
+        "chapter 3, critic": Case("rlvr/policy.py", chapter3, ("--dtype",)),
         "chapter 3, GRPO": Case(
-            "rlvr_policy.py",
+            "rlvr/policy.py",
             f"{chapter3} --ppo.samples_per_prompt 4 --ppo.advantage grpo --ppo.critic_warmup 0",
             ("--dtype",),
         ),
@@ -466,12 +466,12 @@ OUTPUT_LAYER = '"hf_overrides": {"head_dtype": "float32"},'  # of lib/services/e
 
 def vllm_words(code: Path, case: Case, dtype: str, python: str) -> list[str | Path]:
     """How a run with vLLM is started, from a copy of the package."""
-    words = [code / "ppo_rlhf/rlvr_async.py", *case.words.split(), "--dtype", dtype, "--engine", "vllm"]
+    words = [code / "ppo_rlhf/rlvr/asynchronous.py", *case.words.split(), "--dtype", dtype, "--engine", "vllm"]
     return [*words, "--vllm_python", python]
 
 
 def vllm(args: Args) -> Iterator[Outcome]:
-    """Each way twice: an update of rlvr_async.py, whose first batch vLLM samples with the learner's own weights."""
+    """Each way twice: an update of rlvr/asynchronous.py, whose first batch vLLM samples with the learner's own weights."""
     if not args.vllm:
         yield Outcome(left_out=["vLLM: --vllm names no interpreter"])
         return

@@ -131,7 +131,7 @@ REMARKS = {
 @dataclass(frozen=True)
 class Args:
     chapter: Literal[1, 3] = 1
-    """1: train_policy.py; 3: rlvr_policy.py with GRPO"""
+    """1: train_policy.py; 3: rlvr/policy.py with GRPO"""
     base_model: Literal["tales", "gpt2", "pythia-160m", "sums", "qwen2.5-0.5b", "smollm2-135m"] = "tales"
     """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world;
     smollm2-135m: the real model"""

@@ -153,15 +153,15 @@ def ours(settings: Settings) -> Result:
 
 
 def rlvr(settings: Settings) -> Result:
-    """ppo_rlhf/rlvr_policy.py as it is, with GRPO, and a stopwatch around the functions that it calls.
+    """ppo_rlhf/rlvr/policy.py as it is, with GRPO, and a stopwatch around the functions that it calls.
 
     Scoring is everything between sampling and training: the policy reads its responses, and the verifier judges them.
     Problems come in the order of their file, as in `grpo`.
     """
-    from ppo_rlhf import rlvr_policy
     from ppo_rlhf.lib.data import problems
     from ppo_rlhf.lib.services import cli
     from ppo_rlhf.lib.services.run import Run
+    from ppo_rlhf.rlvr import policy as rlvr_policy
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch, updates, phases, queries, responses = Stopwatch(device), [], [], [], []

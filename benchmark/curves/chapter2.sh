@@ -27,7 +27,7 @@ of_the_paper() { seeds "tldr-$1" 44413 11100 "$2"; } # 44413, 55513, 66613, 7771
 
 ddp="accelerate launch --num_processes 8"
 fsdp="accelerate launch --config_file benchmark/accelerate/fsdp2.yaml"
-all=ppo_rlhf/tldr_all.py
+all=ppo_rlhf/tldr/all.py
 track="--sft.track --reward.track --policy.track"
 bf16="--sft.dtype bfloat16 --reward.dtype bfloat16 --policy.dtype bfloat16"
 

@@ -1,4 +1,4 @@
-"""A real language model learns arithmetic: rlvr_policy.py with the preset arithmetic, five seeds of three methods.
+"""A real language model learns arithmetic: rlvr/policy.py with the preset arithmetic, five seeds of three methods.
 
     python benchmark/experiments/arithmetic.py run                     # all of them; repeat it to resume
     python benchmark/experiments/arithmetic.py run --only dr_grpo      # some of them, by name
@@ -80,7 +80,7 @@ def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
 
 EXPERIMENT = lab.Experiment(
     name="arithmetic",
-    script="ppo_rlhf/rlvr_policy.py",
+    script="ppo_rlhf/rlvr/policy.py",
     common="--preset arithmetic --log_interval 0",
     variants=VARIANTS,
     curves=tuple(CURVES.values()),

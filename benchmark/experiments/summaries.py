@@ -22,9 +22,9 @@ from benchmark.lab import Args
 from ppo_rlhf import sample
 from ppo_rlhf.lib.base.files import read_json
 
-SFT = {"reviews": "ppo_rlhf/tldr_sft.py --preset reviews --max_memory 8"}
+SFT = {"reviews": "ppo_rlhf/tldr/sft.py --preset reviews --max_memory 8"}
 REWARDS = {
-    "pairs": "ppo_rlhf/tldr_reward.py --preset reviews --max_memory 8 --base_model ../../sfts/reviews",
+    "pairs": "ppo_rlhf/tldr/reward.py --preset reviews --max_memory 8 --base_model ../../sfts/reviews",
     "judge": "ppo_rlhf/train_reward.py --preset reviews --label_dataset people/judge.json",
 }
 CURVES = {"score": "objective/scores", "VADER": "objective/vader", "KL": "objective/kl"}
@@ -71,7 +71,7 @@ def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, A
 
 EXPERIMENT = lab.Experiment(
     name="summaries",
-    script="ppo_rlhf/tldr_policy.py",
+    script="ppo_rlhf/tldr/policy.py",
     common="--preset reviews --log_interval 0 --max_memory 8 --base_model ../../sfts/reviews",
     variants={"preset": "--rewards.trained_model ../../rewards/pairs"},
     curves=(*CURVES.values(), "objective/eos_rate", "objective/kl_coef", "val/var_explained"),

@@ -6,7 +6,7 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --time=12:00:00
 #SBATCH --signal=B:TERM@120
-# Not run. The learner on the first node, eight workers on the second: see README.md. Arguments are rlvr_async.py's.
+# Not run. The learner on the first node, eight workers on the second: see README.md. Arguments are rlvr/asynchronous.py's.
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 learner=${nodes[0]} samplers=${nodes[1]} port=6379
 address=$(srun --nodes=1 --ntasks=1 -w "$learner" hostname --ip-address | cut -d' ' -f1)
@@ -19,7 +19,7 @@ srun --overlap --nodes=1 --ntasks=1 -w "$samplers" \
 sleep 20
 
 srun --overlap --nodes=1 --ntasks=1 -w "$learner" \
-    torchrun --nproc_per_node 8 ppo_rlhf/rlvr_async.py --ray_address "$address:$port" --workers 8 \
+    torchrun --nproc_per_node 8 ppo_rlhf/rlvr/asynchronous.py --ray_address "$address:$port" --workers 8 \
     --ppo.local_micro_batch_size 8 --ppo.local_rollout_batch_size 20 "$@" &
 trap 'kill -TERM $!' TERM
 wait $! || wait $!

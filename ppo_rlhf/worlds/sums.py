@@ -21,7 +21,7 @@ The problems are written in GSM8K's format, and read by the same code.
 
 The problems of the variant sums-long have up to six steps, and fewer pupils are in a hurry.
 
-In the variant sums-tools, for rlvr_tools.py, pupils may call a calculator instead of calculating: `[7+5]`, and the
+In the variant sums-tools, for rlvr/tools.py, pupils may call a calculator instead of calculating: `[7+5]`, and the
 calculator adds `12`. Its answer is always correct, but pupils rarely call it. Some calls have an error in their
 syntax; then the calculator says so, and the pupil calculates after all. By themselves pupils err often.
 
@@ -270,7 +270,7 @@ def train_language_model(
     """A small Llama, trained from scratch to continue prompts with solutions, and then to end.
 
     pairs: prompts and solutions. Returns it and its last loss, nats per token of a solution. A calculator's answer is
-    read, but not learned; its tokens are those that rlvr_tools.py inserts.
+    read, but not learned; its tokens are those that rlvr/tools.py inserts.
 
     To find a number in the text before is what a small model learns suddenly: sooner on short texts, and with large
     initial weights. So it begins with the shortest fifth of the pairs.

@@ -64,7 +64,8 @@ from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401
 from ppo_rlhf.lib.services import run
 
 if TYPE_CHECKING:
-    from ppo_rlhf import tldr_policy, train_policy, train_reward
+    from ppo_rlhf import train_policy, train_reward
+    from ppo_rlhf.tldr import policy as tldr_policy
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 

@@ -218,7 +218,7 @@ def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
         "penalised": shaping.get("kl_coef", 1.0) > 0,
         # Chapter 3 loads no reference where nothing is penalised.
         "reference": not script.startswith("rlvr") or any(shaping.get(f"kl_{x}coef", 1.0) for x in ("", "loss_")),
-        # An older policy may have sampled (rlvr_async.py).
+        # An older policy may have sampled (rlvr/asynchronous.py).
         "correction": ("decoupled" if args.get("staleness") else "none") if way == "auto" else way,
         "level": args.get("correction_level", "token"),
         "cap": args.get("correction_cap", 0),
@@ -532,133 +532,133 @@ logprobs: log-prob
     log π(y_t | x, y_<t)
     {logprobs}
     How likely the policy found the token when it sampled it, in nats, read from the model.
-    train_policy.py make_rollout D25, tldr_policy.py respond T36, rlvr_policy.py read_responses V76
+    train_policy.py make_rollout D25, tldr/policy.py respond T36, rlvr/policy.py read_responses V76
 ref_logprobs: log-prob, reference; when reference
     log ρ(y_t | x, y_<t)
     {ref_logprobs}
     How likely the model that training started from finds the same token.
-    train_policy.py response_logprobs D47, tldr_policy.py reference_logprobs T35, rlvr_policy.py logprobs V57
+    train_policy.py response_logprobs D47, tldr/policy.py reference_logprobs T35, rlvr/policy.py logprobs V57
 kl: KL; only pays; recorded kl; when reference
     $kl_formula
     $kl_numbers
     $kl_sentence
-    train_policy.py compute_rewards D51, tldr_policy.py compute_rewards T42, rlvr_math.py kl_estimate V48
+    train_policy.py compute_rewards D51, tldr/policy.py compute_rewards T42, rlvr/algebra.py kl_estimate V48
 rewards: reward; only is_inner; recorded rewards
     $inner_formula
     $inner_numbers
     $inner_sentence
-    train_policy.py compute_rewards D52, tldr_policy.py compute_rewards T43, rlvr_math.py compute_rewards V27
+    train_policy.py compute_rewards D52, tldr/policy.py compute_rewards T43, rlvr/algebra.py compute_rewards V27
 rewards: reward; only is_last; recorded rewards
     $last_formula
     $last_numbers
     $last_sentence
-    train_policy.py compute_rewards D52, tldr_policy.py compute_rewards T43, rlvr_math.py compute_rewards V27
+    train_policy.py compute_rewards D52, tldr/policy.py compute_rewards T43, rlvr/algebra.py compute_rewards V27
 whitened_rewards: whitened reward; only valued; divisor reward_deviation; when whiten_rewards
     r'_t = (r_t − μ_r) / σ_r + μ_r
     ({rewards} − {reward_mean}) / {reward_deviation} + {reward_mean}
     Rewards of all tokens that are whitened together get the deviation 1 and keep their mean μ_r.
-    train_policy.py group_advantages D55, tldr_policy.py compute_advantages T44
+    train_policy.py group_advantages D55, tldr/policy.py compute_advantages T44
 values: value; only valued; when gae
     V_t
     {values}
     $value_sentence
-    train_policy.py forward D26, tldr_policy.py forward T38, rlvr_policy.py forward V30
+    train_policy.py forward D26, tldr/policy.py forward T38, rlvr/policy.py forward V30
 deltas: temporal difference; only valued; when gae
     δ_t = $symbol + γ · V_t+1 − V_t
     $reward + {gamma} · {next_values} − {values}
     How much better, or below 0 worse, things went than the critic had expected.
-    train_policy.py compute_gae D56, tldr_policy.py compute_gae T44, rlvr_math.py gae V31
+    train_policy.py compute_gae D56, tldr/policy.py compute_gae T44, rlvr/algebra.py gae V31
 policy_lam: lambda; only valued; when gae lam_alpha
     λ = 1 − 1 / (α · |y|)
     max(0, 1 − 1 / ({lam_alpha} · {valued_tokens}))
     The longer the response, the closer to 1, so that its first token still hears of the score.
-    rlvr_math.py gae V106
+    rlvr/algebra.py gae V106
 raw_advantages: advantage; only valued; recorded $recorded; when gae
     A_t = δ_t + γ λ · A_t+1
     {deltas} + {gamma} · {policy_lam} · {next_raw_advantages}
     A token also gets credit for what follows it, and less the further away that is.
-    train_policy.py compute_gae D56, tldr_policy.py compute_gae T44, rlvr_math.py gae V31
+    train_policy.py compute_gae D56, tldr/policy.py compute_gae T44, rlvr/algebra.py gae V31
 of_targets: advantage for the critic; only valued; when gae own_targets
     G_t = δ_t + γ λ_V · G_t+1
     {deltas} + {gamma} · {critic_lam} · {next_of_targets}
     The critic's targets have a lambda of their own.
-    rlvr_math.py gae V105
+    rlvr/algebra.py gae V105
 returns: return; only valued; recorded returns; when gae
     R_t = $target + V_t
     {of_targets} + {values}
     The critic should have said this.
-    train_policy.py compute_gae D56, tldr_policy.py compute_gae T44, rlvr_math.py gae V31
+    train_policy.py compute_gae D56, tldr/policy.py compute_gae T44, rlvr/algebra.py gae V31
 sums: rewards from here on; only valued; when reinforce++
     G_t = r_t + γ · G_t+1
     {rewards} + {gamma} · {next_sums}
     Without a critic, a token gets everything that came after it.
-    rlvr_math.py reinforce_pp V39
+    rlvr/algebra.py reinforce_pp V39
 raw_advantages: advantage; only valued; recorded $recorded; when reinforce++
     A_t = G_t
     {sums}
     This is the advantage before whitening.
-    rlvr_math.py reinforce_pp V39
+    rlvr/algebra.py reinforce_pp V39
 sums: rewards from here on; only valued; when remax
     G_t = r_t + G_t+1
     {rewards} + {next_sums}
     Without a critic, a token gets everything that came after it.
-    rlvr_math.py remax V41
+    rlvr/algebra.py remax V41
 raw_advantages: advantage; only valued; recorded $recorded; when remax
     A_t = G_t − s_greedy
     {sums} − {baselines}
     The score of the greedy response to the same prompt shows what was to be expected.
-    rlvr_math.py remax V41
+    rlvr/algebra.py remax V41
 scaled_SOURCE: SOURCE, scaled; when gdpo
     z = (s − μ) / (σ + 10⁻⁶)
     ({SOURCE} − {mean_SOURCE}) / ({deviation_SOURCE} + 10⁻⁶)
     What this source says of the response, with the mean and deviation of the group.
-    rlvr_math.py gdpo V112
+    rlvr/algebra.py gdpo V112
 raw_advantages: advantage; only valued; recorded $recorded; when gdpo
     A_t = Σ w z
     $sources
     All tokens of the response share it. A point is worth more where it is rare in the group.
-    rlvr_math.py gdpo V112
+    rlvr/algebra.py gdpo V112
 total: total; when group
     R = Σ_t r_t
     {total}
     This is the whole reward of the response.
-    rlvr_math.py centred_scores V32
+    rlvr/algebra.py centred_scores V32
 group_mean: mean of the group; when group
     μ = Σ_i R_i / n
     ({totals}) / {group_size}
     The other responses to the same prompt show what was to be expected.
-    rlvr_math.py centred_scores V32
+    rlvr/algebra.py centred_scores V32
 group_deviation: deviation of the group; when group
     σ = √(Σ_i (R_i − μ)² / (n − 1))
     {group_deviation}
     It is 0 if all responses did equally well.
-    rlvr_math.py $group_place
+    rlvr/algebra.py $group_place
 raw_advantages: advantage; only differ; recorded $recorded; when group
     $group_formula
     $group_numbers
     All tokens of the response share it. $group_sentence
-    rlvr_math.py $group_place
+    rlvr/algebra.py $group_place
 raw_advantages: advantage; only equal; recorded $recorded; when group
     A_t = 0
     0
     $equal_sentence
-    rlvr_math.py centred_scores V34
+    rlvr/algebra.py centred_scores V34
 advantages: whitened advantage; only learns; recorded advantages; divisor advantage_deviation; when whiten_advantages
     A'_t = (A_t − μ_A) / σ_A
     ({raw_advantages} − {advantage_mean}) / {advantage_deviation}
     Advantages of all tokens that are whitened together get mean 0 and deviation 1, so that the size of a step does
     not depend on the scale of the scores.
-    train_policy.py group_advantages D58, tldr_policy.py whiten T44, rlvr_math.py whiten V45
+    train_policy.py group_advantages D58, tldr/policy.py whiten T44, rlvr/algebra.py whiten V45
 new_logprobs: new log-prob; only learns
     log π_new(y_t)
     {new_logprobs}
     The policy said this in the chosen epoch, before its optimiser step.
-    train_policy.py ppo_update D62, tldr_policy.py ppo_update T48, rlvr_policy.py update V77
+    train_policy.py ppo_update D62, tldr/policy.py ppo_update T48, rlvr/policy.py update V77
 ratio: ratio; only learns; when gspo
     ratio = exp(mean over y of log π_new − log π)
     exp({log_ratio})
     The response has become this many times as likely, averaged over its tokens.
-    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py token_losses V65
+    train_policy.py policy_loss D60, tldr/policy.py policy_loss T45, rlvr/algebra.py token_losses V65
 ratio: ratio; only learns; when !gspo !reinforce
     ratio_t = π_new(y_t) / π(y_t)
     exp({new_logprobs} − {old_logprobs})
@@ -723,32 +723,32 @@ weights: importance weight; only learns; when weighted
     w_t = min(π / π_sampler, cap)
     {weights}
     Older weights have sampled the response. This factor corrects for it.
-    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py importance_weights V85
+    train_policy.py policy_loss D60, tldr/policy.py policy_loss T45, rlvr/algebra.py importance_weights V85
 share: share of the policy loss; only $shares
     $weight_formula / N
     $weight_numbers / {divisor}
     N is the divisor of the whole minibatch: $divisor.
-    train_policy.py policy_loss D61, tldr_policy.py policy_loss T45, rlvr_math.py aggregate V60
+    train_policy.py policy_loss D61, tldr/policy.py policy_loss T45, rlvr/algebra.py aggregate V60
 share: share of the policy loss; only is_masked; when off_policy_mask
     0
     0
     The response became so unlikely that it is no longer blamed (off-policy mask).
-    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py off_policy_mask V110
+    train_policy.py policy_loss D60, tldr/policy.py policy_loss T45, rlvr/algebra.py off_policy_mask V110
 nll_share: share of the likelihood loss; only is_right; when nll_coef
     −μ · log π_new(y_t) / N_right
     −{nll_coef} · {new_logprobs} / {right_tokens}
     The response is right, so each of its tokens is made more likely, whatever its advantage.
-    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_policy.py micro_batch_loss V108
+    train_policy.py policy_loss D60, tldr/policy.py policy_loss T45, rlvr/policy.py micro_batch_loss V108
 kl_loss: KL in the loss; only learns; when kl_loss_coef
     $kl_loss_formula
     $kl_loss_numbers
     In the loss, only the slope of this estimate acts.
-    train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_policy.py kl_in_loss V49
+    train_policy.py policy_loss D60, tldr/policy.py policy_loss T45, rlvr/policy.py kl_in_loss V49
 kl_share: share of the KL loss; only learns; when kl_loss_coef
     β_loss · KL_t / N
     {kl_loss_coef} · {kl_loss} / {divisor}
     It has the divisor of the policy loss.
-    train_policy.py policy_loss D61, tldr_policy.py policy_loss T45, rlvr_math.py aggregate V60
+    train_policy.py policy_loss D61, tldr/policy.py policy_loss T45, rlvr/algebra.py aggregate V60
 new_values: new value; only value_learns; when gae
     V_new
     {new_values}
@@ -849,9 +849,9 @@ def texts_of(s: Mapping[str, Any]) -> dict[str, str]:
         if s["estimator"] == "maxrl"
         else "All responses of the group did equally well, so there is nothing to learn from their differences."
     )
-    found["losses"] = "train_policy.py policy_loss D60, tldr_policy.py policy_loss T45, rlvr_math.py token_losses"
+    found["losses"] = "train_policy.py policy_loss D60, tldr/policy.py policy_loss T45, rlvr/algebra.py token_losses"
     found["value_losses"] = (
-        "train_policy.py value_loss D59, tldr_policy.py value_loss T45, rlvr_math.py value_losses V69"
+        "train_policy.py value_loss D59, tldr/policy.py value_loss T45, rlvr/algebra.py value_losses V69"
     )
     slopes = {
         "reinforce": ("−A_t", "−{advantages}"),

@@ -1,6 +1,6 @@
 """Rollouts and learner in different processes: chapter 3, asynchronous, and still the same numbers (except vLLM's).
 
-rlvr_policy.py samples and trains in turn, so that one of the two always waits. Here workers, which are processes of
+rlvr/policy.py samples and trains in turn, so that one of the two always waits. Here workers, which are processes of
 their own on this machine or others, sample ahead while the learner trains. With staleness K, the batch of update t is
 sampled by the weights that had seen max(t - K, 0) updates: version t - K. This does not depend on timing, on the
 number of workers, or on whether some of them die. (filter_groups needs K = 0; there, what an update leaves over is
@@ -10,11 +10,11 @@ trained on in the next.)
 
     publish the weights: version t
     ask for batch t + K, of version t             pieces ->      wait for a piece: prompts, noise, version
-    1. of rlvr_policy.py                                         load that version, if it is another
+    1. of rlvr/policy.py                                         load that version, if it is another
     2. wait for batch t, of version t - K        <- answers      sample: ids, their log-probs, the version
-    3. to 5. of rlvr_policy.py
+    3. to 5. of rlvr/policy.py
     correct for the age of the weights
-    6. to 8. of rlvr_policy.py
+    6. to 8. of rlvr/policy.py
 
 Time goes from left to right; v1 is the weights after the first update:
 
@@ -26,17 +26,17 @@ Time goes from left to right; v1 is the weights after the first update:
 
 At most K batches are ready at a time; then workers wait. Nothing is dropped, because that would drop what takes
 longest: long answers. Sampling noise belongs to the episode. So a piece that was lost with its worker is sampled
-again by another worker, with the same result; and with K = 0, metrics and weights are those of rlvr_policy.py, bit
+again by another worker, with the same result; and with K = 0, metrics and weights are those of rlvr/policy.py, bit
 for bit.
 
-The loop is `train` of rlvr_policy.py; `SamplerAhead` below is its step 2.
+The loop is `train` of rlvr/policy.py; `SamplerAhead` below is its step 2.
 
 Marks like [V80] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/reference.
 
     pip install -e '.[async]'
-    python ppo_rlhf/rlvr_async.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
-    python ppo_rlhf/rlvr_async.py --resume runs/<run>           # resume after an interruption
+    python ppo_rlhf/rlvr/asynchronous.py --preset sums --staleness 1 --workers 2 --ppo.local_rollout_batch_size 64
+    python ppo_rlhf/rlvr/asynchronous.py --resume runs/<run>           # resume after an interruption
 """
 
 from __future__ import annotations
@@ -59,23 +59,29 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ppo_rlhf import rlvr_args, rlvr_checks, rlvr_data, rlvr_math, rlvr_policy
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, engine, run
+from ppo_rlhf.rlvr import (
+    algebra,
+    arguments as rlvr_arguments,
+    checks as rlvr_checks,
+    episodes as rlvr_episodes,
+    policy as rlvr_policy,
+)
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(rlvr_args.Args):
+class Args(rlvr_arguments.Args):
     exp_name: str = "rlvr_async"
     staleness: int = 1
     """age in updates of the weights that sample a batch, less at the start; 0: sampling and training take turns"""
     workers: int = 1
     """number of processes that sample"""
     engine: Literal["built-in", "vllm"] = "built-in"
-    """sampler: PyTorch, as in rlvr_policy.py, or vLLM"""
+    """sampler: PyTorch, as in rlvr/policy.py, or vLLM"""
     vllm_python: str = ""
     """with vllm: the Python interpreter of an environment that has it, on every machine with workers"""
     ray_address: str = ""
@@ -105,19 +111,19 @@ class Args(rlvr_args.Args):
     with a negative advantage have no policy loss. None: no such mask"""
 
 
-def preset(args: rlvr_args.Args) -> Args:
+def preset(args: rlvr_arguments.Args) -> Args:
     """The same arguments, sampled ahead where that is possible."""
     same = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     return Args(**same | {"exp_name": Args.exp_name, "staleness": 0 if args.ppo.filter_groups else Args.staleness})
 
 
-PRESETS = {name: preset(args) for name, args in rlvr_args.PRESETS.items()}
+PRESETS = {name: preset(args) for name, args in rlvr_arguments.PRESETS.items()}
 
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
 def train(args: Args) -> Path:
-    """As `train` of rlvr_policy.py, with samplers in processes of their own."""
+    """As `train` of rlvr/policy.py, with samplers in processes of their own."""
     processes.make_accelerator()
     rlvr_checks.check_arguments(args)  # before Ray starts
     check_arguments(args)
@@ -131,7 +137,7 @@ def train(args: Args) -> Path:
 class SamplerAhead(rlvr_policy.Sampler):
     """Step 2 in other processes, ahead of the learner. The main process asks for the responses of all processes."""
 
-    def __init__(self, setup: rlvr_data.Setup, actor_critic: rlvr_policy.ActorCritic, ray: Any):
+    def __init__(self, setup: rlvr_episodes.Setup, actor_critic: rlvr_policy.ActorCritic, ray: Any):
         super().__init__(setup, actor_critic)
         self.ray, self.is_main = ray, setup.accelerator.is_main_process
         self.asked: dict[int, list[list[Future]]] = {}  # of each round the pieces of each process
@@ -139,7 +145,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         self.waiting = self.publishing = 0.0  # seconds
 
     @contextlib.contextmanager
-    def at_work(self, this_run: run.Run, progress: rlvr_data.Progress) -> Iterator[None]:
+    def at_work(self, this_run: run.Run, progress: rlvr_episodes.Progress) -> Iterator[None]:
         self.next = progress.pool.rounds  # round to ask for; without filter_groups, each update has one
         kept_versions, progress.of_sampler = progress.of_sampler, {}
         if not self.is_main:
@@ -196,7 +202,7 @@ class SamplerAhead(rlvr_policy.Sampler):
                     piece |= {"temperature": temperature, "version": version}
                     pieces.append(self.workers.ask(weights, piece))
 
-    def sample(self, draw: rlvr_data.Draw) -> rlvr_data.Samples:
+    def sample(self, draw: rlvr_episodes.Draw) -> rlvr_episodes.Samples:
         """Responses to the requests of this process in a round; waits for them."""
         version = self.version_of(self.current)
         if draw.round >= self.next:
@@ -210,7 +216,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         for piece in launch.from_main(wait)[setup.accelerator.process_index]:
             # A piece has one version from the first token to the last. Engine and learner agree on its ends.
             responses, logprobs = torch.tensor(piece.responses), torch.tensor(piece.logprobs)
-            stopped = rlvr_math.response_mask(responses, setup.ids.stops)[1]
+            stopped = algebra.response_mask(responses, setup.ids.stops)[1]
             if (piece.versions != version).any() or (piece.finished != stopped.numpy()).any():
                 raise RuntimeError(
                     f"round {draw.round}: a worker has answered with other weights or ends than we see"
@@ -221,9 +227,11 @@ class SamplerAhead(rlvr_policy.Sampler):
         rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request
         of_requests = [pieces[:rows], pieces[rows:]] if pieces[rows:] else [pieces]
         answers = [tuple(map(torch.cat, zip(*some, strict=True))) for some in of_requests]
-        return rlvr_data.Samples(draw=draw, answers=answers, version=version, on_policy=is_on_policy(self.setup.args))
+        return rlvr_episodes.Samples(
+            draw=draw, answers=answers, version=version, on_policy=is_on_policy(self.setup.args)
+        )
 
-    def correct(self, episodes: rlvr_data.Rollout, number: int) -> rlvr_data.Correction:
+    def correct(self, episodes: rlvr_episodes.Rollout, number: int) -> rlvr_episodes.Correction:
         return correct(episodes, self.setup.args, number, self.setup.accelerator)
 
     def state(self, made: int) -> dict[str, dict[str, Tensor]]:
@@ -256,7 +264,7 @@ class Workers:
     """
 
     # They are Ray actors that hold an engine; only the learner's first process talks to them. Ray is an extra.
-    def __init__(self, setup: rlvr_data.Setup, ray: Any):
+    def __init__(self, setup: rlvr_episodes.Setup, ray: Any):
         args, ids = setup.args, setup.ids
         self.ray, self.time_out, self.lost, self.closed = ray, args.time_out, 0, False
         folder = Path(args.base_model)
@@ -412,7 +420,9 @@ def ray_errors(ray: Any) -> Iterator[None]:
 ROUNDING = 1e-4  # by which a ratio of equal weights may be off 1 in float32
 
 
-def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: Accelerator) -> rlvr_data.Correction:
+def correct(
+    episodes: rlvr_episodes.Rollout, args: Args, number: int, accelerator: Accelerator
+) -> rlvr_episodes.Correction:
     """The batch from which update `number` learns, of episodes that older weights have sampled.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
@@ -432,7 +442,7 @@ def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: A
     local_batch = len(episodes.mask)
     mine = slice(accelerator.process_index * local_batch, (accelerator.process_index + 1) * local_batch)
     # Weights of each token or of its response; they are capped below.
-    weights = rlvr_math.importance_weights(prox, mu, mask, kind=args.correction_level, cap=math.inf)
+    weights = algebra.importance_weights(prox, mu, mask, kind=args.correction_level, cap=math.inf)
     each = weights[mask] if args.correction_level == "token" else weights.amax(1)[mask.any(1)]
     clipped, each = each > args.correction_cap * (1 + ROUNDING), each.clamp(max=args.correction_cap)
     weights, mean = weights.clamp(max=args.correction_cap), mean_of(each)
@@ -441,11 +451,11 @@ def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: A
         weights = weights / mean
     kept = mask
     if args.rejection != "none":
-        kept = rlvr_math.rejection_mask(
+        kept = algebra.rejection_mask(
             prox, mu, mask, kind=args.rejection, low=args.rejection_low, high=args.rejection_high
         )
     # The mismatch is always logged, also where the weights are the same.
-    metrics = {f"async/{name}": value.item() for name, value in rlvr_math.mismatch(prox, mu, mask).items()}
+    metrics = {f"async/{name}": value.item() for name, value in algebra.mismatch(prox, mu, mask).items()}
     age = processes.widened(number - versions)
     if not age.any():
         # [V94] Sampler and learner have the same weights, so their log-probs must agree.
@@ -461,7 +471,7 @@ def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: A
     way = correction_of(args)
     # [V84] With bypass, the old log-probs are the sampler's.   core_algos.py#L2065-L2195
     logprobs = episodes.sampler_logprobs if way == "bypass" else episodes.logprobs
-    return rlvr_data.Correction(
+    return rlvr_episodes.Correction(
         episodes=dataclasses.replace(episodes, **masks, logprobs=logprobs),
         # [V83] The clip is around prox, and the weight leads from mu to prox.   core_algos.py#L1237
         weights=weights[mine] if way == "decoupled" else None,
@@ -470,20 +480,20 @@ def correct(episodes: rlvr_data.Rollout, args: Args, number: int, accelerator: A
     )
 
 
-def newest_factors(args: Args) -> rlvr_data.Reweigh | None:
+def newest_factors(args: Args) -> rlvr_episodes.Reweigh | None:
     """Factors of the policy's losses that each pass computes from the newest policy; None if there are none."""
     has_weights = correction_of(args) == "bypass" and args.ppo.loss == "reinforce"
     if not has_weights and args.off_policy_mask is None:
         return None
 
-    def factors(new_logprobs: Tensor, mb: rlvr_data.Batch) -> Tensor:
+    def factors(new_logprobs: Tensor, mb: rlvr_episodes.Batch) -> Tensor:
         found = torch.ones_like(new_logprobs)
         if has_weights:
-            found = rlvr_math.importance_weights(
+            found = algebra.importance_weights(
                 new_logprobs, mb.logprobs, mb.loss_mask, kind=args.correction_level, cap=args.correction_cap
             )
         if args.off_policy_mask is not None:
-            found = found * rlvr_math.off_policy_mask(
+            found = found * algebra.off_policy_mask(
                 new_logprobs, mb.sampler_logprobs, mb.advantages, mask=mb.loss_mask, delta=args.off_policy_mask
             )
         return found

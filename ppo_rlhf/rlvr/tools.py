@@ -1,6 +1,6 @@
 """A response may call a tool, such as a calculator: chapter 3 with responses of several turns.
 
-This is rlvr_policy.py with another sampler, step 2. The policy writes a call, such as `[7+5]`. Generation stops at
+This is rlvr/policy.py with another sampler, step 2. The policy writes a call, such as `[7+5]`. Generation stops at
 the end of the call, the tool's answer is inserted, and generation continues:
 
     Petra has 7 apples. Felix gives her 5. She loses 3. How many apples does Petra have?
@@ -24,9 +24,9 @@ A response ends at its stop id, at response_length tokens (the tool's included),
 Your own tool is a function `(call text) -> text`. Its answer must depend on the call alone, otherwise a resumed run
 differs from one that was not interrupted. Evaluations call it, too.
 
-    python ppo_rlhf/rlvr_tools.py --preset sums-tools           # no network: word problems and a calculator, minutes
-    python ppo_rlhf/rlvr_tools.py --preset sums-tools --tools.tool my_tools:calculate
-    python ppo_rlhf/rlvr_tools.py --resume runs/<run>           # resume after an interruption
+    python ppo_rlhf/rlvr/tools.py --preset sums-tools           # no network: word problems and a calculator, minutes
+    python ppo_rlhf/rlvr/tools.py --preset sums-tools --tools.tool my_tools:calculate
+    python ppo_rlhf/rlvr/tools.py --resume runs/<run>           # resume after an interruption
 
 Marks like [V101] name an implementation detail; see docs/reference.
 """
@@ -45,34 +45,34 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf import rlvr_args, rlvr_data, rlvr_policy
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems, texts
 from ppo_rlhf.lib.nets import lm, passes, pretrained
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(rlvr_args.Args):
+class Args(rlvr_arguments.Args):
     preset: str = "sums-tools"
     """names a set of defaults: sums-tools"""
     exp_name: str = "rlvr_tools"
-    tools: rlvr_args.ToolsArgs = field(default_factory=rlvr_args.ToolsArgs)
+    tools: rlvr_arguments.ToolsArgs = field(default_factory=rlvr_arguments.ToolsArgs)
     """the tool and how it is called"""
 
 
-SUMS_GRPO = rlvr_args.PRESETS["sums-grpo"]
-SUMS_TOOLS = {part.name: getattr(SUMS_GRPO, part.name) for part in dataclasses.fields(rlvr_args.Args)}
+SUMS_GRPO = rlvr_arguments.PRESETS["sums-grpo"]
+SUMS_TOOLS = {part.name: getattr(SUMS_GRPO, part.name) for part in dataclasses.fields(rlvr_arguments.Args)}
 SUMS_TOOLS |= {
     "preset": "sums-tools",
     "exp_name": Args.exp_name,
     "base_model": "sums-tools",
     "task": problems.TASKS["sums-tools"],
-    "ppo": rlvr_args.PpoArgs(
+    "ppo": rlvr_arguments.PpoArgs(
         total_episodes=60 * 256,
         samples_per_prompt=8,
         nminibatches=2,
@@ -88,7 +88,7 @@ PRESETS = {"sums-tools": Args(**SUMS_TOOLS)}
 
 
 def train(args: Args) -> Path:
-    """As `train` of rlvr_policy.py, where responses may call a tool."""
+    """As `train` of rlvr/policy.py, where responses may call a tool."""
     cli.at_least(1, "tools.", args.tools, "max_calls", "max_answer")
     cli.above_zero("tools.", args.tools, "time_limit")
     if args.tools.time_limit > tools.LONGEST_LIMIT:
@@ -103,7 +103,7 @@ def train(args: Args) -> Path:
 
 
 def sampler_with_tool(
-    setup: rlvr_data.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tools.Tool
+    setup: rlvr_episodes.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tools.Tool
 ) -> rlvr_policy.Sampler:
     """Step 2 with the answers of a tool in the responses."""
     generate = partial(converse, conversation=conversation(setup, tool))
@@ -188,7 +188,7 @@ def put(whole: Tensor, new: Tensor, places: Tensor, fits: Tensor) -> Tensor:
 # ---- The tool --------------------------------------------------------------------------------------------------
 
 
-def conversation(setup: rlvr_data.Setup, tool: tools.Tool) -> Conversation:
+def conversation(setup: rlvr_episodes.Setup, tool: tools.Tool) -> Conversation:
     """What a tool needs to answer calls. Raises an InputError if something does not fit."""
     args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
     with cli.typed_as({"task.call_end": "tools.call_end"}):

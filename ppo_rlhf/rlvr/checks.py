@@ -7,14 +7,14 @@ next to marks are the original's. See docs/reference.
 from collections.abc import Iterator
 from operator import attrgetter
 
-from ppo_rlhf import rlvr_args, rlvr_math
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problem_rows, problems
 from ppo_rlhf.lib.nets import foreign
 from ppo_rlhf.lib.services import cli
+from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments
 
 
-def check_arguments(args: rlvr_args.Args) -> None:
+def check_arguments(args: rlvr_arguments.Args) -> None:
     """Raise an InputError for arguments that cannot be meant."""
     ppo, shaping = args.ppo, args.rewards
     cli.check_values(args)
@@ -35,14 +35,14 @@ def check_arguments(args: rlvr_args.Args) -> None:
         raise InputError(problem)
 
 
-def evaluated(args: rlvr_args.Args) -> list[str]:
+def evaluated(args: rlvr_arguments.Args) -> list[str]:
     """The arguments that name a task whose scorer evaluates an answer as Python, if that scorer is the verifier."""
     by_scorer = "reasoning_gym" in (args.rewards.verifier, args.rewards.format)
     names = ("task.problems", "task.test_problems")
     return [name for name in names if by_scorer and problem_rows.evaluates_text(attrgetter(name)(args))]
 
 
-def impossible(args: rlvr_args.Args) -> Iterator[str]:
+def impossible(args: rlvr_arguments.Args) -> Iterator[str]:
     """Arguments that do not go together."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     for name in evaluated(args) if not shaping.evaluate_text else ():
@@ -54,7 +54,7 @@ def impossible(args: rlvr_args.Args) -> Iterator[str]:
     n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
     of_prompt = flag("ppo.samples_per_prompt")
     # [V35] verl would train on raw rewards.   core_algos.py#L309-L311
-    if ppo.advantage in rlvr_math.IN_GROUPS and n < 2:
+    if ppo.advantage in algebra.IN_GROUPS and n < 2:
         yield (
             f"{flag('ppo.advantage')} {ppo.advantage} compares the responses to a prompt; "
             f"{of_prompt} {n} must be at least 2"
@@ -108,7 +108,7 @@ def impossible(args: rlvr_args.Args) -> Iterator[str]:
         yield (
             f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
             f"{ppo.advantage} has none of; 0 switches it off"
-            + (f", as {flag('preset')} {in_groups} does" if in_groups in rlvr_args.PRESETS else "")
+            + (f", as {flag('preset')} {in_groups} does" if in_groups in rlvr_arguments.PRESETS else "")
         )
     if ppo.loss in ("ipo", "dppo") and ppo.trust_region >= 1:
         yield (
@@ -142,10 +142,10 @@ def impossible(args: rlvr_args.Args) -> Iterator[str]:
         )
 
 
-def without_effect(args: rlvr_args.Args) -> Iterator[str]:
+def without_effect(args: rlvr_arguments.Args) -> Iterator[str]:
     """Arguments that were given although nothing reads them: their value is not that of the preset."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
-    usual = rlvr_args.PRESETS.get(args.preset, rlvr_args.Args())
+    usual = rlvr_arguments.PRESETS.get(args.preset, rlvr_arguments.Args())
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
     of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains ppo.critic_epochs ppo.critic_minibatches"
     clips = ("ppo", "gspo", "cispo")
@@ -176,7 +176,7 @@ def without_effect(args: rlvr_args.Args) -> Iterator[str]:
                 yield f"{flag(name)} {value} does nothing without {reader}; leave it at {default!r}"
 
 
-def doubts(args: rlvr_args.Args) -> Iterator[str]:
+def doubts(args: rlvr_arguments.Args) -> Iterator[str]:
     """Warnings about settings that may be a mistake."""
     ppo, shaping, flag = args.ppo, args.rewards, cli.flag
     estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
@@ -199,7 +199,7 @@ def doubts(args: rlvr_args.Args) -> Iterator[str]:
         yield f"{flag('rewards.kl_coef')} and {flag('rewards.kl_loss_coef')} both penalise the KL"
     if shaping.adaptive_kl.target is not None and shaping.kl_estimator in ("abs", "k2"):
         yield f"{flag('rewards.adaptive_kl.target')} is in nats of KL, which {estimator} does not estimate"
-    if ppo.loss == "gspo" and max(rlvr_math.lower_clip_range(ppo.loss, ppo.cliprange_low), ppo.cliprange_high) > 0.01:
+    if ppo.loss == "gspo" and max(algebra.lower_clip_range(ppo.loss, ppo.cliprange_low), ppo.cliprange_high) > 0.01:
         yield (
             f"{flag('ppo.loss')} gspo: the ratio of a whole response hardly leaves 1, so a clip range above 0.01 "
             f"never acts; its authors take {flag('ppo.cliprange_low')} 3e-4 and {flag('ppo.cliprange_high')} 4e-4"
@@ -219,7 +219,7 @@ def doubts(args: rlvr_args.Args) -> Iterator[str]:
         )
 
 
-def check_problems(source: problems.Problems, sizes: rlvr_args.PpoSizes) -> None:
+def check_problems(source: problems.Problems, sizes: rlvr_arguments.PpoSizes) -> None:
     """Raise an InputError if there are fewer problems than a round of generation draws."""
     if len(source) < sizes.round_prompts:
         raise InputError(

@@ -1,6 +1,6 @@
 """PPO against a reward model: chapter 2, TL;DR summarisation, stage 3 of 3.
 
-The fine-tuned model of `tldr_sft.py` (the policy) summarises posts, and the reward model of `tldr_reward.py` scores
+The fine-tuned model of `tldr/sft.py` (the policy) summarises posts, and the reward model of `tldr/reward.py` scores
 the summaries. PPO raises the score, and a penalty on the KL divergence from where the policy started (the reference)
 keeps the text fluent. The main differences from chapter 1: a summary ends with the end-of-text token, and nothing
 after it counts; a summary without one is punished (the end-of-text trick); the critic is a network of its own, which
@@ -24,10 +24,10 @@ ee77a9a, which reproduced OpenAI's; files and lines next to marks are the origin
 chapter 1, too: OAI is openai/lm-human-preferences at commit cbfd210, and TRL is huggingface/trl at commit f2cd577.
 Where we differ on purpose, there is a mark like [X21]; see docs/reference.
 
-    python ppo_rlhf/tldr_all.py --preset posts                  # no network: all three stages, in minutes
-    python ppo_rlhf/tldr_policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward
-    accelerate launch --num_processes 8 ppo_rlhf/tldr_policy.py --dtype bfloat16 --ppo.local_micro_batch_size 16 ...
-    python ppo_rlhf/tldr_policy.py --resume runs/<run>          # resume after an interruption
+    python ppo_rlhf/tldr/all.py --preset posts                  # no network: all three stages, in minutes
+    python ppo_rlhf/tldr/policy.py --base_model models/<run>/sft --rewards.trained_model models/<run>/reward
+    accelerate launch --num_processes 8 ppo_rlhf/tldr/policy.py --dtype bfloat16 --ppo.local_micro_batch_size 16 ...
+    python ppo_rlhf/tldr/policy.py --resume runs/<run>          # resume after an interruption
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
 
 
 def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy and a critic; return the folder models/<run>/policy, on every process. joint: of tldr_all.py.
+    """Train a policy and a critic; return the folder models/<run>/policy, on every process. joint: of tldr/all.py.
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """

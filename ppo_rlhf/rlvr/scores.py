@@ -15,21 +15,21 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import rlvr_args, rlvr_data
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import NumericalError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import foreign, models, networks, packing, templates
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes
 
 
 def load_sources(
-    args: rlvr_args.Args,
+    args: rlvr_arguments.Args,
     tokenizer: PreTrainedTokenizerBase,
     ids: problems.TaskIds,
     accelerator: Accelerator,
     dialogues: Iterable[templates.Messages] = (),
-) -> dict[str, rlvr_data.Source]:
+) -> dict[str, rlvr_episodes.Source]:
     """What scores, under its name, with its weight; the verifier first. dialogues: of the problems to train on."""
     shaping, start_of = args.rewards, partial(problems.response_start, args.task)
 
@@ -61,7 +61,7 @@ def load_sources(
 
 
 def score_responses(
-    setup: rlvr_data.Setup, inds: Tensor, queries: Tensor, responses: Tensor
+    setup: rlvr_episodes.Setup, inds: Tensor, queries: Tensor, responses: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say.
 
@@ -80,7 +80,7 @@ def score_responses(
 
 
 def punish(
-    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: rlvr_args.RewardsArgs, response_length: int
+    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: rlvr_arguments.RewardsArgs, response_length: int
 ) -> Tensor:
     """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
     # [V24] The punishment comes after the sum.
@@ -95,7 +95,7 @@ def punish(
     return scores
 
 
-def has_ended(lengths: Tensor, stopped: Tensor, shaping: rlvr_args.RewardsArgs) -> Tensor:
+def has_ended(lengths: Tensor, stopped: Tensor, shaping: rlvr_arguments.RewardsArgs) -> Tensor:
     """Which responses (rows,) end; lengths: their numbers of tokens."""
     # One that is too short counts as one that does not end.
     return stopped & (lengths >= shaping.min_response_length)

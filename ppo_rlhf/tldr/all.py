@@ -1,12 +1,12 @@
-"""Chapter 2 in a row: `tldr_sft.py`, `tldr_reward.py`, `tldr_policy.py`, and a win rate at the end.
+"""Chapter 2 in a row: `tldr/sft.py`, `tldr/reward.py`, `tldr/policy.py`, and a win rate at the end.
 
 Preset, seed, base model and task are given once. All other arguments belong to one stage and
 begin with its name: --sft.*, --reward.* or --policy.*, for example --sft.lr 1e-5 --policy.ppo.noptepochs 2.
 
-    python ppo_rlhf/tldr_all.py --preset posts                                         # no network, one CPU
-    torchrun --nproc_per_node 2 ppo_rlhf/tldr_all.py --preset posts                    # two processes on a CPU
-    accelerate launch --num_processes 8 ppo_rlhf/tldr_all.py --sft.track --reward.track --policy.track     # Pythia 1B
-    python ppo_rlhf/tldr_all.py --resume runs/<run>                                    # any of the three runs
+    python ppo_rlhf/tldr/all.py --preset posts                                         # no network, one CPU
+    torchrun --nproc_per_node 2 ppo_rlhf/tldr/all.py --preset posts                    # two processes on a CPU
+    accelerate launch --num_processes 8 ppo_rlhf/tldr/all.py --sft.track --reward.track --policy.track     # Pythia 1B
+    python ppo_rlhf/tldr/all.py --resume runs/<run>                                    # any of the three runs
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf import judge, tldr_policy, tldr_reward, tldr_sft
+from ppo_rlhf import judge
 from ppo_rlhf.lib.base import console, paths
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.services import cli, run, sequence
+from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +39,11 @@ class Args:
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses of all three stages"""
     sft: tldr_sft.Args = field(default_factory=tldr_sft.Args)
-    """arguments of tldr_sft.py"""
+    """arguments of tldr/sft.py"""
     reward: tldr_reward.Args = field(default_factory=tldr_reward.Args)
-    """arguments of tldr_reward.py"""
+    """arguments of tldr/reward.py"""
     policy: tldr_policy.Args = field(default_factory=tldr_policy.Args)
-    """arguments of tldr_policy.py"""
+    """arguments of tldr/policy.py"""
 
 
 PRESETS = {
@@ -61,7 +62,7 @@ SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # argume
 
 
 def parse(argv: list[str]) -> Args:
-    names = {"script": "tldr_all.py", "policy_script": "tldr_policy.py"}
+    names = {"script": "tldr/all.py", "policy_script": "tldr/policy.py"}
     return sequence.parse(PRESETS, argv, **names, description=__doc__)
 
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ppo_rlhf import rlvr_args, rlvr_data, rlvr_math
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, paths, processes
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, pretrained
 from ppo_rlhf.lib.services import cli, run, traces
+from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, episodes as rlvr_episodes
 
 if TYPE_CHECKING:
-    from ppo_rlhf import rlvr_policy
+    from ppo_rlhf.rlvr import policy as rlvr_policy
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -35,7 +35,7 @@ OF_CRITIC = {"loss/value_avg", "val/clipfrac_avg", "value/grad_norm", "critic_to
 
 @torch.no_grad()
 def token_statistics(
-    mb: rlvr_data.Batch, new_logprobs: Tensor, entropies: Tensor, tokens: int, **flags: Tensor
+    mb: rlvr_episodes.Batch, new_logprobs: Tensor, entropies: Tensor, tokens: int, **flags: Tensor
 ) -> dict[str, Tensor]:
     """A micro-batch's shares of means over the tokens of its minibatch. tokens: how many the minibatch has."""
     log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0)
@@ -46,18 +46,18 @@ def token_statistics(
     # Samples of an older policy do not start at a ratio of 1.
     numbers |= {FRESH_RATIO_GAP: square * mb.fresh.unsqueeze(1)}
     return {
-        name: rlvr_math.aggregate(processes.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
+        name: algebra.aggregate(processes.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
         for name, x in numbers.items()
     }
 
 
 def update_metrics(
-    setup: rlvr_data.Setup,
+    setup: rlvr_episodes.Setup,
     number: int,
     *,
-    episodes: rlvr_data.Rollout,
-    generated: list[rlvr_data.Rollout],
-    batch: rlvr_data.Batch,
+    episodes: rlvr_episodes.Rollout,
+    generated: list[rlvr_episodes.Rollout],
+    batch: rlvr_episodes.Batch,
     steps: dict[str, Tensor],
 ) -> dict[str, float]:
     """The metrics of update `number`. Every process adds its shares, and all get the same numbers.
@@ -80,9 +80,9 @@ def update_metrics(
         **{f"objective/{name}_reward": one["parts"][:, i] for i, name in enumerate(setup.sources)},
         "val/sequence_lengths": lengths,
         "val/stop_token_rate": one["stopped"],
-        "val/groups_zero_std": ~torch.cat([rlvr_data.scores_differ(part) for part in generated]),
-        "val/groups_all_right": rlvr_math.by_group(processes.widened(right | ~live), one["groups"], "amin"),
-        "val/groups_all_wrong": rlvr_math.by_group(processes.widened(~right | ~live), one["groups"], "amin"),
+        "val/groups_zero_std": ~torch.cat([rlvr_episodes.scores_differ(part) for part in generated]),
+        "val/groups_all_right": algebra.by_group(processes.widened(right | ~live), one["groups"], "amin"),
+        "val/groups_all_wrong": algebra.by_group(processes.widened(~right | ~live), one["groups"], "amin"),
     }
     if setup.args.tools:
         of_responses["val/tool_tokens"] = one["from_tool"].sum(1)
@@ -149,7 +149,7 @@ def update_metrics(
     return metrics
 
 
-def answered_calls(setup: rlvr_data.Setup, responses: Tensor, from_tool: Tensor) -> Tensor:
+def answered_calls(setup: rlvr_episodes.Setup, responses: Tensor, from_tool: Tensor) -> Tensor:
     """How many calls the tool answered in each response (rows,), empty answers included.
 
     responses: (rows, response_length); from_tool: of that shape, the tokens that the tool wrote.
@@ -163,7 +163,7 @@ def answered_calls(setup: rlvr_data.Setup, responses: Tensor, from_tool: Tensor)
 PATIENCE = 3  # updates
 
 
-def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None:
+def say_if_nothing_is_learned(setup: rlvr_episodes.Setup, this_run: run.Run) -> None:
     """Say once if nothing gets a score, nothing is correct, or all responses to a problem always score the same."""
     rows, args, flag = this_run.rows, setup.args, cli.flag
     if not this_run.is_main:  # the others have no rows
@@ -197,9 +197,9 @@ def say_if_nothing_is_learned(setup: rlvr_data.Setup, this_run: run.Run) -> None
 
 
 def run_metrics(
-    setup: rlvr_data.Setup,
+    setup: rlvr_episodes.Setup,
     this_run: run.Run,
-    progress: rlvr_data.Progress,
+    progress: rlvr_episodes.Progress,
     number: int,
     lr: float,
     rounds: int,
@@ -223,7 +223,9 @@ def run_metrics(
     }
 
 
-def sample_rows(setup: rlvr_data.Setup, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch) -> list[dict[str, Any]]:
+def sample_rows(
+    setup: rlvr_episodes.Setup, episodes: rlvr_episodes.Rollout, batch: rlvr_episodes.Batch
+) -> list[dict[str, Any]]:
     """The first group, at most four of it, or three single responses: texts, scores, mean advantages of tokens."""
     n = setup.args.ppo.samples_per_prompt
     printed = slice(0, min(n, 4) if n > 1 else 3)
@@ -240,7 +242,11 @@ def sample_rows(setup: rlvr_data.Setup, episodes: rlvr_data.Rollout, batch: rlvr
 
 
 def numbers_of_trace(
-    setup: rlvr_data.Setup, ppo: rlvr_args.PpoArgs, *, episodes: rlvr_data.Rollout, batch: rlvr_data.Batch
+    setup: rlvr_episodes.Setup,
+    ppo: rlvr_arguments.PpoArgs,
+    *,
+    episodes: rlvr_episodes.Rollout,
+    batch: rlvr_episodes.Batch,
 ) -> dict[str, Any]:
     """What a trace keeps of episodes, as the recorder of lib/services/traces.py takes it. ppo: of the update."""
     # Without a penalty there is no reference, and nothing to say about it.
@@ -262,16 +268,16 @@ def numbers_of_trace(
 
 def record_trace(
     this_run: run.Run,
-    setup: rlvr_data.Setup,
+    setup: rlvr_episodes.Setup,
     number: int,
     *,
-    episodes: rlvr_data.Rollout,
-    batch: rlvr_data.Batch,
+    episodes: rlvr_episodes.Rollout,
+    batch: rlvr_episodes.Batch,
     raw_advantages: Callable[[], Tensor],
     kl_coef: float,
-    ppo: rlvr_args.PpoArgs,
+    ppo: rlvr_arguments.PpoArgs,
     network: rlvr_policy.ActorCritic,
-    again: Callable[..., tuple[rlvr_data.Rollout, rlvr_data.Batch]],
+    again: Callable[..., tuple[rlvr_episodes.Rollout, rlvr_episodes.Batch]],
 ) -> None:
     """Write both traces of an update: whole groups of the batch, and of the same problems each time.
 
@@ -286,7 +292,7 @@ def record_trace(
     def after_update(_: dict[str, Any], rows: slice) -> dict[str, Tensor]:
         old = batch.rows(rows)
         new = network(old.query_responses, old.responses, episodes.mask[rows], setup.ids.pad)
-        _, clipped, _ = rlvr_math.token_losses(
+        _, clipped, _ = algebra.token_losses(
             new.logprobs, old.logprobs, old.advantages, mask=old.loss_mask, loss=ppo.loss, **ppo.bounds
         )
         ratio = torch.exp(new.logprobs - old.logprobs)
@@ -296,7 +302,7 @@ def record_trace(
     # are 0 at first, because NaN would leave all tokens out, and then unknown.
     known = rewards.keeps_nothing(setup.args.rewards.verifier, setup.args.rewards.format)
 
-    def with_known_scores(episodes: rlvr_data.Rollout) -> rlvr_data.Rollout:
+    def with_known_scores(episodes: rlvr_episodes.Rollout) -> rlvr_episodes.Rollout:
         names = () if known else ("scores", "raw_scores", "parts")
         nan = {name: torch.full_like(getattr(episodes, name), math.nan) for name in names}
         return dataclasses.replace(episodes, **nan)
@@ -329,7 +335,7 @@ def record_trace(
 
 
 def evaluate(
-    setup: rlvr_data.Setup, respond: Callable[..., rlvr_data.Sampled], *, with_samples: bool
+    setup: rlvr_episodes.Setup, respond: Callable[..., rlvr_episodes.Sampled], *, with_samples: bool
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Solve the held-out problems greedily and, with_samples, by eval_samples of each, too.
 

@@ -15,17 +15,17 @@ Each update does eight things, the steps of `train()` below:
     7. epochs over minibatches: one of six losses, one of four ways to aggregate it
     8. adapt the KL coefficient and log
 
-The arguments are in rlvr_args.py, the formulas of steps 5 to 7 in rlvr_math.py. Here the functions of the algorithm
-come after `train()` in its order, then traces, loading and saving. rlvr_async.py and rlvr_tools.py run this loop with
+The arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 in rlvr/algebra.py. Here the functions of the algorithm
+come after `train()` in its order, then traces, loading and saving. rlvr/asynchronous.py and rlvr/tools.py run this loop with
 another step 2. small/grpo.py is one setting of this script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/reference.
 
-    python ppo_rlhf/rlvr_policy.py --preset sums                # no network: a world of word problems, in minutes
-    python ppo_rlhf/rlvr_policy.py --preset gsm8k-grpo --ppo.advantage rloo
-    accelerate launch --num_processes 8 ppo_rlhf/rlvr_policy.py --preset gsm8k --ppo.local_micro_batch_size 8
-    python ppo_rlhf/rlvr_policy.py --resume runs/<run>          # resume after an interruption
+    python ppo_rlhf/rlvr/policy.py --preset sums                # no network: a world of word problems, in minutes
+    python ppo_rlhf/rlvr/policy.py --preset gsm8k-grpo --ppo.advantage rloo
+    accelerate launch --num_processes 8 ppo_rlhf/rlvr/policy.py --preset gsm8k --ppo.local_micro_batch_size 8
+    python ppo_rlhf/rlvr/policy.py --resume runs/<run>          # resume after an interruption
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import rlvr_checks, rlvr_math, rlvr_metrics, worlds
+from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, errors, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
 from ppo_rlhf.lib.nets.networks import AdaptiveKLController
 from ppo_rlhf.lib.services import cli, run
-from ppo_rlhf.rlvr_args import PRESETS, Args, PpoArgs, RewardsArgs, ppo_sizes
-from ppo_rlhf.rlvr_data import (
+from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics
+from ppo_rlhf.rlvr.algebra import response_mask
+from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, ppo_sizes
+from ppo_rlhf.rlvr.episodes import (
     Batch,
     Correction,
     Draw,
@@ -66,8 +68,7 @@ from ppo_rlhf.rlvr_data import (
     Setup,
     make_batch,
 )
-from ppo_rlhf.rlvr_math import response_mask
-from ppo_rlhf.rlvr_scores import has_ended, load_sources, punish, score_responses
+from ppo_rlhf.rlvr.scores import has_ended, load_sources, punish, score_responses
 
 # ---- Train -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ def draw_problems(setup: Setup, round_number: int, rank: int, local_prompts: int
 class Sampler:
     """Step 2 in this process, by the policy that learns.
 
-    rlvr_async.py has a sampler that is ahead of the learner; with that of rlvr_tools.py, responses call a tool.
+    rlvr/asynchronous.py has a sampler that is ahead of the learner; with that of rlvr/tools.py, responses call a tool.
     """
 
     def __init__(self, setup: Setup, actor_critic: ActorCritic, generate: Callable[..., Sampled] = lm.generate_until):
@@ -331,7 +332,7 @@ def token_rewards(episodes: Rollout, kl_coef: float, name: str) -> tuple[Tensor,
     if name == "full":
         # The exact KL takes the place of k1, which is logprobs - ref_logprobs.
         ref_logprobs, name = episodes.logprobs - episodes.exact_kl, "k1"
-    return rlvr_math.compute_rewards(
+    return algebra.compute_rewards(
         episodes.scores, episodes.logprobs, ref_logprobs, mask=episodes.mask, kl_coef=kl_coef, name=name
     )
 
@@ -362,7 +363,7 @@ def compute_advantages(
     """
     advantages, returns = estimate_advantages(episodes, rewards, ppo, weights)
     if ppo.whitens:
-        advantages = rlvr_math.whiten(advantages, episodes.mask, keep_mean=False, reduce=reduce)
+        advantages = algebra.whiten(advantages, episodes.mask, keep_mean=False, reduce=reduce)
     return advantages, torch.zeros_like(advantages) if returns is None else returns
 
 
@@ -373,7 +374,7 @@ def estimate_advantages(
     # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
     known = {"values": episodes.values, "baselines": episodes.baselines, "parts": episodes.parts, "weights": weights}
     numbers = {"gamma": ppo.gamma, "lam": ppo.lam, "critic_lam": ppo.critic_lam, "lam_alpha": ppo.lam_alpha}
-    return rlvr_math.ESTIMATORS[ppo.advantage](rewards, episodes.mask, episodes.groups, **known, **numbers)
+    return algebra.ESTIMATORS[ppo.advantage](rewards, episodes.mask, episodes.groups, **known, **numbers)
 
 
 # ---- Step 7: update --------------------------------------------------------------------------------------------
@@ -462,8 +463,8 @@ def micro_batch_loss(
     new: what the networks say now. counts, right_tokens: of the whole minibatch.
     """
     ppo, shaping = args.ppo, args.rewards
-    mean_of = partial(rlvr_math.aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
-    losses, clipped, clipped_below = rlvr_math.token_losses(
+    mean_of = partial(algebra.aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
+    losses, clipped, clipped_below = algebra.token_losses(
         new.logprobs, mb.logprobs, mb.advantages, mask=mb.loss_mask, loss=ppo.loss, **ppo.bounds
     )
     kl = kl_in_loss(new.logprobs, mb, exact_kl=new.exact_kl, shaping=shaping)
@@ -475,7 +476,7 @@ def micro_batch_loss(
         # [V84] Where the loss has no ratio, the weights are those of the policy of this step.
         factors = mb.reweigh(new.logprobs, mb)
         losses = factors * losses
-    v_losses, v_clipped = rlvr_math.value_losses(
+    v_losses, v_clipped = algebra.value_losses(
         new.values, mb.values, mb.returns, mask=mb.loss_mask, cliprange_value=ppo.cliprange_value
     )
     policy_loss, value_loss = mean_of(losses), mean_of(v_losses)
@@ -486,7 +487,7 @@ def micro_batch_loss(
     share |= {"loss/kl_avg": kl_loss, "loss/entropy_avg": entropy, "tokens": mb.loss_mask.sum()}
     if ppo.nll_coef:
         # [V108] The mean is over the tokens of correct responses in the minibatch. The weights above are not in it.
-        nll = rlvr_math.aggregate(-new.logprobs, mb.right_mask, "token-mean", tokens=right_tokens)
+        nll = algebra.aggregate(-new.logprobs, mb.right_mask, "token-mean", tokens=right_tokens)
         loss = loss + ppo.nll_coef * nll
         share |= {"objective/loss": loss, "loss/nll_avg": nll, "right_tokens": mb.right_mask.sum()}
     flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below, "val/clipfrac_avg": v_clipped}
@@ -501,7 +502,7 @@ def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: Rewar
     name = shaping.kl_loss_estimator
     if name == "full" or not shaping.kl_loss_coef:
         return exact_kl
-    kl = rlvr_math.kl_estimate(new_logprobs, mb.ref_logprobs, mask=mb.loss_mask, name=name)
+    kl = algebra.kl_estimate(new_logprobs, mb.ref_logprobs, mask=mb.loss_mask, name=name)
     # [V50] The detached ratio keeps the estimate correct when the policy has moved. With k3+ this is the unbiased
     #       estimate of DeepSeek-V3.2.   core_algos.py#L1841-L1864
     ratio = torch.exp((new_logprobs.detach() - mb.logprobs).masked_fill(~mb.loss_mask, 0).clamp(-20, 20))
@@ -588,7 +589,7 @@ class ActorCritic(models.MixedPrecision):
         """Log-probs of labels (tokens,), exact entropies and KLs there, from final hidden states (tokens, width)."""
         # [V13] [V15] At the temperature of the sampler, in float32 or better.   dp_actor.py#L259, dp_actor.py#L368
         logits = lm.scaled_logits(self.lm_backbone, hidden, self.vocab_size, self.temperature)
-        logprobs, entropies = rlvr_math.read_logits(logits, labels, entropy_learns=self.entropy_learns)
+        logprobs, entropies = algebra.read_logits(logits, labels, entropy_learns=self.entropy_learns)
         if reference is None:
             return logprobs, entropies, torch.zeros_like(logprobs)
         # [V51] The sum over the vocabulary, a few tokens at a time.

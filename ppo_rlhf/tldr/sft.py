@@ -7,14 +7,14 @@ and that a summary ends with the end-of-text token:
     1. one pass over the posts in random order: AdamW, with a learning rate that falls to zero on a cosine
     2. summarise held-out posts at a temperature near zero, and compare with the reference summaries (ROUGE)
 
-Next: `tldr_reward.py` and `tldr_policy.py`; `tldr_all.py` runs all three. Marks like [T21] name an implementation
+Next: `tldr/reward.py` and `tldr/policy.py`; `tldr/all.py` runs all three. Marks like [T21] name an implementation
 detail. The original is vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files
 and lines next to marks are the original's. Marks like [X21] are places where we differ on purpose: docs/reference.
 
-    python ppo_rlhf/tldr_sft.py --preset posts                            # no network, two minutes
-    python ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU
-    accelerate launch --num_processes 8 ppo_rlhf/tldr_sft.py --dtype bfloat16 --local_micro_batch_size 8 --track
-    python ppo_rlhf/tldr_sft.py --resume runs/<run>                       # resume after an interruption
+    python ppo_rlhf/tldr/sft.py --preset posts                            # no network, two minutes
+    python ppo_rlhf/tldr/sft.py --dtype bfloat16 --local_micro_batch_size 8             # Pythia 1B, one GPU
+    accelerate launch --num_processes 8 ppo_rlhf/tldr/sft.py --dtype bfloat16 --local_micro_batch_size 8 --track
+    python ppo_rlhf/tldr/sft.py --resume runs/<run>                       # resume after an interruption
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ PRESETS = {
 def train(args: Args, joint: dict | None = None) -> Path:
     """Fine-tune a language model and return the folder models/<run>/sft, on every process.
 
-    joint: of tldr_all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
+    joint: of tldr/all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
     disk fails.
     """
     accelerator = processes.make_accelerator()

@@ -1,4 +1,4 @@
-"""Arguments of chapter 3: what they mean, presets, and how a batch is divided. rlvr_checks.py refuses bad values.
+"""Arguments of chapter 3: what they mean, presets, and how a batch is divided. rlvr/checks.py refuses bad values.
 
 Marks like [V99] name an implementation detail; see docs/reference. verl is verl-project/verl at commit b178a3c.
 """
@@ -9,11 +9,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ppo_rlhf import rlvr_math
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import cli
+from ppo_rlhf.rlvr import algebra
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class PpoArgs(cli.MemoryArgs):
     @property
     def bounds(self) -> dict[str, float | None]:
         """How far a token may move, for token_losses."""
-        low = rlvr_math.lower_clip_range(self.loss, self.cliprange_low)
+        low = algebra.lower_clip_range(self.loss, self.cliprange_low)
         found = {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
         return found | {"trust_region": self.trust_region}
 
@@ -174,7 +174,7 @@ class PpoArgs(cli.MemoryArgs):
     @property
     def whitens(self) -> bool:
         """Whether advantages are whitened over the batch."""
-        return self.advantage in rlvr_math.WHITENED if self.whiten_advantages is None else self.whiten_advantages
+        return self.advantage in algebra.WHITENED if self.whiten_advantages is None else self.whiten_advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class Args(cli.PolicyRunArgs):
     """low-rank adapters"""
     # These are no arguments.
     script = "rlvr_policy"  # the other scripts have an Args of their own
-    tools = None  # in rlvr_tools.py ToolsArgs
+    tools = None  # in rlvr/tools.py ToolsArgs
 
 
 SUMS = Args(

@@ -1,20 +1,20 @@
 """Train a reward model from pairs of summaries: chapter 2, TL;DR summarisation, stage 2 of 3.
 
 People read two summaries of a post and say which is better (Stiennon et al. 2020). The reward model is the fine-tuned
-model of `tldr_sft.py` with a scalar head in place of the output layer, read at the end of the summary:
+model of `tldr/sft.py` with a scalar head in place of the output layer, read at the end of the summary:
 
     1. one pass over the comparisons in random order: minimise -log sigmoid(score of chosen - score of rejected)
     2. measure how often it agrees with people on held-out comparisons: overall, by split, batch and confidence
     3. normalise: shift the scores so that the mean score of the reference summaries is 0
 
-Next: `tldr_policy.py`. Marks like [T25] name an implementation detail. The original is
+Next: `tldr/policy.py`. Marks like [T25] name an implementation detail. The original is
 vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files and lines next to marks
 are the original's. [X22] and the like are places where we differ on purpose; see docs/reference.
 
-    python ppo_rlhf/tldr_reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
-    python ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
-    accelerate launch --num_processes 8 ppo_rlhf/tldr_reward.py --base_model models/<run>/sft --dtype bfloat16 --track
-    python ppo_rlhf/tldr_reward.py --resume runs/<run>                                 # resume after an interruption
+    python ppo_rlhf/tldr/reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
+    python ppo_rlhf/tldr/reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
+    accelerate launch --num_processes 8 ppo_rlhf/tldr/reward.py --base_model models/<run>/sft --dtype bfloat16 --track
+    python ppo_rlhf/tldr/reward.py --resume runs/<run>                                 # resume after an interruption
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ PRESETS = {
 def train(args: Args, joint: dict | None = None) -> Path:
     """Train a reward model and return the folder models/<run>/reward, on every process.
 
-    joint: of tldr_all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
+    joint: of tldr/all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
     disk fails.
     """
     accelerator = processes.make_accelerator()

@@ -17,12 +17,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import rlvr_args, rlvr_math
 from ppo_rlhf.lib import rewards as verifiers
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import networks
 from ppo_rlhf.lib.services import cli, traces
+from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments
 
 # ---- Steps 1 and 2: what a sampler gets and gives --------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Pool:
 
     def __init__(
         self,
-        ppo: rlvr_args.PpoArgs,
+        ppo: rlvr_arguments.PpoArgs,
         pad_id: int,
         accelerator: Accelerator,
         *,
@@ -243,8 +243,8 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
 def scores_differ(rollout: Rollout) -> Tensor:
     """Which rows (rows,) are in a group in which not all scores are equal. Rows without a score do not count."""
     live, scores, groups = rollout.mask.any(1), rollout.raw_scores, rollout.groups
-    largest = rlvr_math.by_group(scores.masked_fill(~live, -math.inf), groups, "amax")
-    return largest > rlvr_math.by_group(scores.masked_fill(~live, math.inf), groups, "amin")
+    largest = algebra.by_group(scores.masked_fill(~live, -math.inf), groups, "amax")
+    return largest > algebra.by_group(scores.masked_fill(~live, math.inf), groups, "amin")
 
 
 # ---- A run -----------------------------------------------------------------------------------------------------
@@ -257,9 +257,9 @@ Source = tuple[Callable[..., Tensor], float]
 class Setup:
     """The parts of a run that no update changes."""
 
-    typed_args: rlvr_args.Args  # with names such as `sums` that are not yet paths
-    args: rlvr_args.Args
-    sizes: rlvr_args.PpoSizes
+    typed_args: rlvr_arguments.Args  # with names such as `sums` that are not yet paths
+    args: rlvr_arguments.Args
+    sizes: rlvr_arguments.PpoSizes
     tokenizer: PreTrainedTokenizerBase
     ids: problems.TaskIds
     problems: problems.Problems  # to train on
