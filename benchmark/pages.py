@@ -30,8 +30,8 @@ from benchmark import lab
 from ppo_rlhf.lib.services import plots
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr_sft", "tldr_reward", "tldr_policy", "tldr_all")
-SCRIPTS += ("rlvr_policy", "rlvr_async", "rlvr_tools", "sample", "judge", "report")
+SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr/sft", "tldr/reward", "tldr/policy", "tldr/all")
+SCRIPTS += ("rlvr/policy", "rlvr/asynchronous", "rlvr/tools", "sample", "judge", "report")
 
 
 # ---- Numbers: what the templates call --------------------------------------------------------------------------
@@ -281,10 +281,10 @@ def arguments_page() -> str:
         "`train_both.py` and `tldr/all.py` also take the arguments of their stages, such as `--policy.ppo.lr`.",
         "",
     ]
-    lines += [f"- [{name}.py](#{name}py)" for name in SCRIPTS]
+    lines += [f"- [{name}.py](#{name.replace('/', '')}py)" for name in SCRIPTS]
     seen: set[tuple[str, str, str]] = set()
     for name in SCRIPTS:
-        rows = [row for row in arguments(import_module(f"ppo_rlhf.{name}").Args) if row not in seen]
+        rows = [row for row in arguments(import_module(f"ppo_rlhf.{name.replace('/', '.')}").Args) if row not in seen]
         lines += ["", f"## {name}.py", "", "| argument | default | meaning |", "|---|---|---|"]
         lines += [f"| `{flag}` | {default} | {meaning} |" for flag, default, meaning in rows]
         seen |= {*rows}

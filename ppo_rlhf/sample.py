@@ -35,10 +35,10 @@ from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTraine
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import console, errors, files, paths, processes
+from ppo_rlhf.lib.base import console, errors, files, launch, paths
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data import posts, problems, texts
-from ppo_rlhf.lib.nets import lm, models, passes
+from ppo_rlhf.lib.nets import foreign, lm, models, passes, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli
 
@@ -111,7 +111,7 @@ class Continuations:
 
     def query(self, prompt: str) -> list[int]:
         """Token ids of a query, at most query_length."""
-        return texts.encode_text(self.tokenizer, prompt)[: self.task.query_length]
+        return templates.encode_text(self.tokenizer, prompt)[: self.task.query_length]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
         """The context that the models read for queries (n, query_length): (n, context_length)."""
@@ -281,17 +281,17 @@ def load_judge(
     the device `meta` all is checked that can be without the weights, which are not read.
     """
     pad_id, length = texts.ids.pad, texts.task.query_length + texts.task.response_length
-    if models.foreign.is_foreign(model):
+    if foreign.is_foreign(model):
         kind = {"dtype": torch.float32, "device": device, "trust_remote_code": trust_remote_code, "field": argument}
-        classifier = models.foreign.Classifier(model, label, **kind)
-        score = models.foreign.scorer_of(classifier, texts.tokenizer, pad_id, texts.task, bare=texts.bare)
+        classifier = foreign.Classifier(model, label, **kind)
+        score = foreign.scorer_of(classifier, texts.tokenizer, pad_id, texts.task, bare=texts.bare)
         return lambda queries, scored, *_: score(queries, scored, messages=texts.dialogues(queries))
     what, folder = f"--{argument} {model}", Path(model)
-    models.check_kind(folder, what, "reward model")
-    models.find_head(folder, what)
-    models.check_vocabulary(model, what, policy, trust_remote_code)
-    backbone = models.empty_model(model, trust_remote_code, AutoModel)
-    models.check_size(backbone, what, length, pad_id)
+    pretrained.check_kind(folder, what, "reward model")
+    pretrained.find_head(folder, what)
+    pretrained.check_vocabulary(model, what, policy, trust_remote_code)
+    backbone = pretrained.empty_model(model, trust_remote_code, AutoModel)
+    pretrained.check_size(backbone, what, length, pad_id)
     scorer = lm.RewardModel(backbone)
     if device.type != "meta":
         scorer = models.load_reward_model(folder, torch.float32, trust_remote_code).to(device)
@@ -312,7 +312,7 @@ class Comparison:
                 f"--policy {folder} was not trained here, so it has no task; add --task_of models/<run>/policy, "
                 f"whose queries it then continues"
             )
-        info = models.read_info(folder)
+        info = pretrained.read_info(folder)
         if info["kind"] != "policy":
             raise InputError(f"{argument} {folder} is a {info['kind']}, not a policy that was trained here")
         kind = next((kind for kind in (Solutions, Summaries) if kind.source in info["task"]), Continuations)
@@ -332,23 +332,23 @@ class Comparison:
         for argument, judge in judges.items():
             if argument == "reward_model" and not args.reward_model and not Path(judge).is_dir():
                 continue  # it may be on the hub, or gone, and the policy can be sampled without it
-            if models.foreign.is_foreign(judge):
-                models.foreign.check_name(judge, argument)
+            if foreign.is_foreign(judge):
+                foreign.check_name(judge, argument)
             elif judge:
                 worlds.check_name("rewards.trained_model", judge, root)
-                models.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
+                pretrained.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
         base_model = meant("base_model", args.base_model, info["base_model"], root)
         worlds.check_name("base_model", base_model, root)
         if args.query_dataset:
-            with cli.typed_as({f"task.{kind.source}": "query_dataset"}):
+            with errors.typed_as({f"task.{kind.source}": "query_dataset"}):
                 worlds.check_name(f"task.{kind.source}", args.query_dataset, Path.cwd())
-        self.device = processes.default_device()
-        with cli.typed_as({"base_model": "policy"}):
-            self.tokenizer = models.load_tokenizer(args.policy, args.trust_remote_code)
+        self.device = launch.default_device()
+        with errors.typed_as({"base_model": "policy"}):
+            self.tokenizer = pretrained.load_tokenizer(args.policy, args.trust_remote_code)
             policy = models.load_pretrained(args.policy, torch.float32, args.trust_remote_code).to(self.device)
         more = {"generation_config": policy.generation_config} if kind is Solutions else {}
         with errors.input_errors(f"{folder / 'ppo_rlhf.json'} was damaged", InputError):
-            task = dataclasses.asdict(cli.FormatArgs()) | info["task"]  # older policies know no format
+            task = dataclasses.asdict(templates.FormatArgs()) | info["task"]  # older policies know no format
             self.texts = kind(task, self.tokenizer, source=args.query_dataset, root=root, **more)
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
         by_scorer = kind is Solutions and info["function"] == "reasoning_gym"
@@ -368,9 +368,9 @@ class Comparison:
             "base": models.load_pretrained(base_model, torch.float32, trust).to(self.device),
             "policy": policy,
         }
-        models.check_vocabulary(base_model, f"--base_model {base_model}", args.policy, trust)
-        models.check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
-        models.check_size(self.models["policy"], f"--policy {args.policy}", length, vocab_size)
+        pretrained.check_vocabulary(base_model, f"--base_model {base_model}", args.policy, trust)
+        pretrained.check_size(self.models["base"], f"--base_model {base_model}", length, vocab_size)
+        pretrained.check_size(self.models["policy"], f"--policy {args.policy}", length, vocab_size)
         # Each gets queries, of the responses what is scored and what is shown, and references or None; and may give
         # None, if it has nothing to say.
         self.scorers: dict[str, Callable[..., torch.Tensor | None]] = {}
@@ -419,7 +419,7 @@ class Comparison:
         contexts = self.texts.contexts(queries)  # (n, context_length)
         generator = lm.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
-        noise, temperature = noise.to(processes.device_of_noise(self.device)), max(self.temperature, problems.GREEDY)
+        noise, temperature = noise.to(launch.device_of_noise(self.device)), max(self.temperature, problems.GREEDY)
         asked = texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
         columns: dict[str, list[Any]] = {"query": asked}
         if references is not None:
@@ -461,7 +461,7 @@ class Comparison:
 
     def task_queries(self, n: int) -> tuple[torch.Tensor, torch.Tensor | list[str] | None]:
         """The first n queries of the task's held-out texts (n, query_length), and their references, if it has any."""
-        with cli.typed_as({f"task.{self.texts.source}": "query_dataset"}):
+        with errors.typed_as({f"task.{self.texts.source}": "query_dataset"}):
             return self.texts.held_out(n)
 
     def prompt_queries(self, prompts: tuple[str, ...]) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from ppo_rlhf import sample, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import files, paths
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.services import cli, run, sequence
 
 
@@ -86,14 +86,14 @@ def train(args: Args) -> tuple[Path, Path]:
         cli.check_ppo_arguments(policy_args)
         cli.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         worlds.check_names(policy_args, stages.joint, unused=["rewards.trained_model"])
-    cli.check_task(args.task)
+    templates.check_task(args.task)
     found = worlds.find_paths(args, stages.joint)
-    tokenizer = models.load_tokenizer(found.base_model, args.trust_remote_code)
+    tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):
-        cli.load_monitor(policy_args.rewards.monitor, tokenizer, cli.vocabulary_size(tokenizer))
+        cli.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
     texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="", root=stages.root)
     texts.held_out(1)  # the report at the end needs such queries
-    if args.label and not models.foreign.is_foreign(args.judge):
+    if args.label and not foreign.is_foreign(args.judge):
         raise InputError(f"--label {args.label}: only a judge from elsewhere has labels")
     if args.judge:
         no_weights = {"device": torch.device("meta"), "trust_remote_code": args.trust_remote_code}

@@ -46,15 +46,19 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
+from ppo_rlhf.lib.base import checkpoints, launch
+from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib.nets.pretrained import vocabulary_size
+from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import cli, run
-from ppo_rlhf.lib.services.cli import InputError, vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs(cli.FormatArgs):
+class TaskArgs(templates.FormatArgs):
     query_dataset: str = "books"
     """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
     reshuffle: bool = False
@@ -212,20 +216,20 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    with cli.launcher(sharding=False):
-        accelerator = Accelerator(cpu=cli.default_device().type == "cpu", kwargs_handlers=[cli.PATIENCE])
+    with launch.launcher(sharding=False):
+        accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
     args = cli.with_newest_reward_model(args)
     cli.check_ppo_arguments(args)
     worlds.check_names(args, joint)
     sizes, rank = cli.ppo_sizes(args.ppo, accelerator.num_processes), accelerator.process_index
     typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
-    task, device, noise_device = args.task, accelerator.device, cli.device_of_noise(accelerator.device)
-    tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
+    task, device, noise_device = args.task, accelerator.device, launch.device_of_noise(accelerator.device)
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
     stream = QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, ids, device)
-    reward, scale = load_reward(args, tokenizer, ids, device), cli.Scale()
+    reward, scale = load_reward(args, tokenizer, ids, device), Scale()
     monitor = cli.load_monitor(args.rewards.monitor, tokenizer, ids.pad)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     groups_of_weights = [{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]
@@ -234,7 +238,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     rows_of_batch = {"length": ids.context_length + task.response_length, "local_batch": sizes.local_batch}
     fitting = cli.rows_that_fit(args, accelerator, policy, frozen=(reference, reward), **rows_of_batch)
     ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
-    inputs = cli.weight_files(args) | worlds.data_files(task, "query_dataset")
+    inputs = pretrained.weight_files(args) | worlds.data_files(task, "query_dataset")
     this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
     this_run.rehearse(partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args))
     resumed = this_run.resume(policy, optimizer)  # from the newest checkpoint; {"step": 0} if there is none
@@ -246,7 +250,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     recorder = this_run.recorder_of_groups(ids, stream, roll_out, partial(group_advantages, ppo=ppo))
     if not isinstance(reward, RewardModel) and resumed["step"] == 0:
         scale.fit_samples(this_run, roll_out, stream, ids.pad, keyed_generator(args.seed, "scale of the function"))
-    this_run.start_logging(resumed["step"], cli.config_for_plots(typed_args, args), sources.left_out(stream))
+    this_run.start_logging(resumed["step"], pretrained.config_for_plots(typed_args, args), sources.left_out(stream))
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
@@ -280,7 +284,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             samples=partial(run.sample_rows, tokenizer, ids.pad, batch),
             trace=partial(recorder.record, update, batch, controller.value),
             # The counterpart of `resume` above.   train_policy.py#L474-L508
-            checkpoint=lambda state=state: (run.training_state(policy, optimizer), state),
+            checkpoint=lambda state=state: (checkpoints.training_state(policy, optimizer), state),
         )
     folder = this_run.save("policy")
     last = this_run.last_means("score", "kl", "kl_coef")
@@ -314,7 +318,7 @@ def make_rollout(
     policy: PolicyWithValueHead,
     reference: PreTrainedModel,
     reward: RewardModel | cli.Scorer,
-    scale: cli.Scale,
+    scale: Scale,
     monitor: dict[str, cli.Scorer],
     ids: TaskIds,
     task: TaskArgs,
@@ -325,7 +329,7 @@ def make_rollout(
     uniforms: (local_batch, response_length) random numbers in [0, 1), one for each token. rows: how many a model
     reads or writes at a time.
     """
-    cli.return_freed_memory()  # from training
+    launch.return_freed_memory()  # from training
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
     reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": task.temperature}
     with torch.autocast(queries.device.type, torch.bfloat16, enabled=policy.low_precision):
@@ -405,14 +409,14 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
-    cli.check_task(task)
-    prefix, suffix = cli.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
+    templates.check_task(task)
+    prefix, suffix = templates.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=cli.all_ends(tokenizer, cli.one_token(tokenizer, task.truncate_text, "truncate_text")),
+        stop=templates.all_ends(tokenizer, pretrained.one_token(tokenizer, task.truncate_text, "truncate_text")),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -430,8 +434,8 @@ class QueryStream:
         self.texts = sources.load_texts(task.query_dataset, split)
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.order, self.number = [], -1  # of the texts in one pass; which order it is
-        self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
-        self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
+        self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
             raise InputError(sources.no_query(self, split))
 
@@ -794,7 +798,7 @@ def ppo_update(
     micro_batch = ppo.local_micro_batch_size or groups * group_minibatch
     context_length, device = rollout.context_responses.shape[1] - rollout.rewards.shape[1], rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
-    cli.return_freed_memory()  # from sampling
+    launch.return_freed_memory()  # from sampling
     steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
@@ -1003,14 +1007,16 @@ def update_metrics(
     batch: Rollout, stats: dict[str, Tensor], this_run: run.Run, args: Args, update: int, ids: TaskIds, kl_coef: float
 ) -> dict[str, float]:
     """All metrics of an update, over all processes; all must call this. kl_coef: what its rewards were made with."""
-    of_batch = {f"objective/{name}": cli.widened(values).mean() for name, values in batch.objectives.items()} | stats
+    of_batch = {
+        f"objective/{name}": launch.widened(values).mean() for name, values in batch.objectives.items()
+    } | stats
     # [D75] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
-    flat = torch.stack([cli.widened(value.detach()) for value in of_batch.values()])
+    flat = torch.stack([launch.widened(value.detach()) for value in of_batch.values()])
     means = dict(zip(of_batch, this_run.accelerator.reduce(flat, "mean").tolist(), strict=True))
     eos_tokens = (batch.context_responses[:, ids.context_length :] == ids.eos).sum()
     means["ppo/val/num_eos_tokens"] = float(this_run.accelerator.reduce(eos_tokens, "sum"))
-    cli.check_update(means, update, args.dtype, monitored=batch.objectives.keys() - cli.OBJECTIVES)
-    cli.check_equal("objective/kl_coef", kl_coef, this_run.accelerator)
+    launch.check_update(means, update, args.dtype, monitored=batch.objectives.keys() - cli.OBJECTIVES)
+    launch.check_equal("objective/kl_coef", kl_coef, this_run.accelerator)
     seconds = {"update_seconds": this_run.seconds_of_update(), "run_seconds": this_run.seconds()}
     return finish_metrics(means, update, args, kl_coef=kl_coef, **seconds)
 
@@ -1068,10 +1074,10 @@ def load_pretrained(
     base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
-    with cli.model_errors(base_model) as (path, revision):
-        config = cli.read_config(path, revision, trust_remote_code, auto_class=auto_class)
+    with pretrained.model_errors(base_model) as (path, revision):
+        config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
         # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        ours = {name: 0.0 for name, value in vars(config).items() if cli.is_dropout(name, value)}
+        ours = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
@@ -1085,12 +1091,12 @@ def load_pretrained(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **cli.SAFETENSORS_ONLY,
+            **pretrained.SAFETENSORS_ONLY,
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
         # The model is saved with the settings that it came with.
-        return cli.checked_model(model, loading, own_settings)
+        return pretrained.checked_model(model, loading, own_settings)
 
 
 def load_policy_and_reference(
@@ -1098,12 +1104,12 @@ def load_policy_and_reference(
 ) -> tuple[PolicyWithValueHead, PreTrainedModel]:
     """Two copies of the pretrained model: one to train, with a value head, and one that never changes."""
     # [D45] Policy and reference are two copies, so that the first KL is 0.   train_policy.py#L441-L452
-    dtype = cli.dtype_of_weights(args, frozen=False)
-    frozen_dtype = cli.dtype_of_weights(args, frozen=True)
+    dtype = pretrained.dtype_of_weights(args, frozen=False)
+    frozen_dtype = pretrained.dtype_of_weights(args, frozen=True)
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     reference = load_pretrained(args.base_model, frozen_dtype, args.trust_remote_code).to(device)
     longest = ids.context_length + args.task.response_length
-    cli.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
+    pretrained.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
     if args.gradient_checkpointing:
         cli.checkpoint_layers(lm_backbone)
     if args.compile:
@@ -1119,11 +1125,11 @@ def load_reward(
     """The reward model that the arguments name, checked to fit the base model; or a function, or a foreign one."""
     if cli.has_own_scale(args.rewards):
         return cli.load_scorer(args, tokenizer, ids.pad, device)
-    folder, dtype = args.rewards.trained_model, cli.dtype_of_weights(args, frozen=True)
+    folder, dtype = args.rewards.trained_model, pretrained.dtype_of_weights(args, frozen=True)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
-    cli.load_head(reward_model, Path(folder))
-    cli.check_reward_model(reward_model.lm_backbone, args, ids.pad)
+    pretrained.load_head(reward_model, Path(folder))
+    pretrained.check_reward_model(reward_model.lm_backbone, args, ids.pad)
     if args.compile:
         reward_model.lm_backbone.base_model.compile(dynamic=False)
     return reward_model.requires_grad_(False).to(device)
@@ -1134,7 +1140,7 @@ def save_policy(
 ) -> None:
     """Save as an ordinary causal language model, with the value head next to its weights, if these are saved."""
     own, temperature = policy.lm_backbone.generation_config, args.task.temperature
-    policy.lm_backbone.generation_config = cli.sampling_config(own, tokenizer, temperature)
+    policy.lm_backbone.generation_config = templates.sampling_config(own, tokenizer, temperature)
     policy.lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")

@@ -37,15 +37,18 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
+from ppo_rlhf.lib.base import checkpoints, launch
+from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.services import cli, run
-from ppo_rlhf.lib.services.cli import InputError, NumericalError, vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs(cli.FormatArgs):
+class TaskArgs(templates.FormatArgs):
     query_dataset: str = "books"
     """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
     reshuffle: bool = False
@@ -142,13 +145,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
-    with cli.launcher(sharding=False):
-        accelerator = Accelerator(cpu=cli.default_device().type == "cpu", kwargs_handlers=[cli.PATIENCE])
+    with launch.launcher(sharding=False):
+        accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
     sizes, rank = cli.reward_sizes(args, accelerator.num_processes), accelerator.process_index
     worlds.check_names(args, joint)
     typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
     label_file = sources.find_labels(args.label_dataset, args.task.query_dataset)
-    tokenizer = cli.load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
@@ -162,7 +165,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     length = labels.samples.shape[1] * int(labels.lengths(ids.pad).max())  # tokens of a label
     rows = {"local_batch": sizes.local_batch, "local_rollout_batch": sizes.local_rollout_batch}
     fitting = cli.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
-    inputs = cli.weight_files(args) | worlds.data_files(args.task, "query_dataset") | {"label_dataset": [label_file]}
+    inputs = (
+        pretrained.weight_files(args)
+        | worlds.data_files(args.task, "query_dataset")
+        | {"label_dataset": [label_file]}
+    )
     this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
     info = {"base_model": typed_args.base_model, "label_dataset": typed_args.label_dataset}
     info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(typed_args.task)}
@@ -190,20 +197,20 @@ def train(args: Args, joint: dict | None = None) -> Path:
             optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
             mb_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
             stats = reward_update(reward_model, optimizer, labels, mb_inds=mb_inds, micro_batch=micro_batch, **shared)
-            means = cli.mean_over_processes(stats, accelerator)
-            cli.check_finite(means, step, cli.anew_with_lower("lr"))
+            means = launch.mean_over_processes(stats, accelerator)
+            launch.check_finite(means, step, launch.anew_with_lower("lr"))
             loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
             this_run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
             agreement = "corr" if labels.kind == "score" else "accuracy"
             advance(f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
-                checkpoint = run.training_state(reward_model, optimizer)
+                checkpoint = checkpoints.training_state(reward_model, optimizer)
                 this_run.save_checkpoint(step + 1, checkpoint, {"query_position": stream.position})
 
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
     measured = evaluate(reward_model, labels, held_out, rows=fitting["local_rollout_batch"], **shared)
-    cli.check_finite(measured, sizes.steps, cli.anew_with_lower("lr"))
+    launch.check_finite(measured, sizes.steps, launch.anew_with_lower("lr"))
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.   train_reward.py#L252-L254
@@ -261,7 +268,9 @@ def sample_and_normalize(
     queries = stream.next_batch(samples, ids.pad)[mine].to(accelerator.device)  # (n, query_length)
     # [X01] The noise belongs to the sample.
     keyed = {"generator": keyed_generator(args.seed, "normalize", stage), "dtype": torch.float64}
-    uniforms = torch.rand(samples, args.task.response_length, **keyed)[mine].to(cli.device_of_noise(queries.device))
+    uniforms = torch.rand(samples, args.task.response_length, **keyed)[mine].to(
+        launch.device_of_noise(queries.device)
+    )
     sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": args.task.temperature}
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
     write = partial(generate, language_model, **sampling)
@@ -408,7 +417,7 @@ def evaluate(
     if not len(inds):
         return {}
     device, n = reward_model.gain.device, labels.samples.shape[1]
-    scores = cli.widened(torch.zeros(len(inds), n, device=device))
+    scores = launch.widened(torch.zeros(len(inds), n, device=device))
     local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
     for places in local.split(rows) if len(local) else ():  # a process may have none
         scores[places] = score_samples(reward_model, labels, inds[places], pad_id).to(scores.dtype)
@@ -430,7 +439,7 @@ def correlation(x: Tensor, y: Tensor) -> Tensor:
 def ranks(values: Tensor) -> Tensor:
     """The rank of each value (n,), from 1, in float64. Equal values share the mean of their ranks."""
     _, groups, counts = values.unique(return_inverse=True, return_counts=True)
-    last = cli.widened(counts.cumsum(0))  # (distinct values,), the last rank of each
+    last = launch.widened(counts.cumsum(0))  # (distinct values,), the last rank of each
     return (last - (counts - 1) / 2)[groups]
 
 
@@ -485,14 +494,14 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Check the task's numbers and encode its texts."""
-    cli.check_task(task)
-    prefix, suffix = cli.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
+    templates.check_task(task)
+    prefix, suffix = templates.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=cli.all_ends(tokenizer, cli.one_token(tokenizer, task.truncate_text, "truncate_text")),
+        stop=templates.all_ends(tokenizer, pretrained.one_token(tokenizer, task.truncate_text, "truncate_text")),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -510,8 +519,8 @@ class QueryStream:
         self.texts = sources.load_texts(task.query_dataset, split)
         self.task, self.tokenizer, self.position = task, tokenizer, position
         self.order, self.number = [], -1  # of the texts in one pass; which order it is
-        self.start_id = cli.one_token(tokenizer, task.start_text, "start_text")
-        self.end_id = cli.one_token(tokenizer, task.end_text, "end_text")
+        self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
+        self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
             raise InputError(sources.no_query(self, split))
 
@@ -752,10 +761,10 @@ def load_pretrained(
     base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
-    with cli.model_errors(base_model) as (path, revision):
-        config = cli.read_config(path, revision, trust_remote_code, auto_class=auto_class)
+    with pretrained.model_errors(base_model) as (path, revision):
+        config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
         # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        ours = {name: 0.0 for name, value in vars(config).items() if cli.is_dropout(name, value)}
+        ours = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
@@ -769,22 +778,22 @@ def load_pretrained(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **cli.SAFETENSORS_ONLY,
+            **pretrained.SAFETENSORS_ONLY,
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
         # The model is saved with the settings that it came with.
-        return cli.checked_model(model, loading, own_settings)
+        return pretrained.checked_model(model, loading, own_settings)
 
 
 def load_models(
     args: Args, ids: TaskIds, labels: sources.Labels, device: torch.device
 ) -> tuple[RewardModel, PreTrainedModel]:
     """The reward model before it learns, and the pretrained model, which never changes."""
-    dtype = cli.dtype_of_weights(args, frozen=False)
+    dtype = pretrained.dtype_of_weights(args, frozen=False)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     longest = max(ids.context_length + args.task.response_length, labels.longest(args, language_model, ids.pad))
-    cli.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
+    pretrained.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
     # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
     torch.manual_seed(args.seed)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrained
 from ppo_rlhf.lib.base import launch, processes
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.posts import Comparisons, Posts, TaskArgs, TaskIds
-from ppo_rlhf.lib.nets import lm, models, networks, passes
+from ppo_rlhf.lib.nets import classifier, lm, models, networks, passes
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
@@ -124,7 +124,7 @@ def save_language_model(folder: Path, model: PreTrainedModel) -> None:
 
 def save_scalar_model(folder: Path, model: lm.RewardModel) -> None:
     info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
-    models.save_reward_model(folder, model, golden_tokenizer(), info)
+    classifier.save_reward_model(folder, model, golden_tokenizer(), info)
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------

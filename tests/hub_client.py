@@ -21,7 +21,7 @@ from benchmark.interoperability import hub_check
 from ppo_rlhf import train_both
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
-from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.nets import models, pretrained
 from ppo_rlhf.lib.services.tracking import upload_model
 from ppo_rlhf.tldr import all as tldr_all
 
@@ -30,20 +30,22 @@ CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 
 def labels(name: str) -> Any:
     preset = train_both.PRESETS[name]
-    read = label_files.read_labels(preset.reward.label_dataset, preset.task, models.load_tokenizer(preset.base_model))
+    read = label_files.read_labels(
+        preset.reward.label_dataset, preset.task, pretrained.load_tokenizer(preset.base_model)
+    )
     return [list(read.queries.shape), list(read.samples.shape), read.targets.tolist(), read.queries[0, :3].tolist()]
 
 
 def queries(name: str) -> Any:
     preset = train_both.PRESETS[name]
-    tokenizer = models.load_tokenizer(preset.base_model)
+    tokenizer = pretrained.load_tokenizer(preset.base_model)
     tokens = texts.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
     return sorted(texts.to_texts(tokenizer, tokens, len(tokenizer)))
 
 
 def posts_of(split: str) -> Any:
     preset = tldr_all.PRESETS["tldr"]
-    tokenizer = models.load_tokenizer(preset.base_model)
+    tokenizer = pretrained.load_tokenizer(preset.base_model)
     read = posts.read_posts(preset.task, tokenizer, split)
     return [
         texts.to_texts(tokenizer, read.queries, len(tokenizer)),
@@ -53,7 +55,7 @@ def posts_of(split: str) -> Any:
 
 def comparisons(split: str, articles: bool = False) -> Any:
     preset = tldr_all.PRESETS["tldr"]
-    tokenizer = models.load_tokenizer(preset.base_model)
+    tokenizer = pretrained.load_tokenizer(preset.base_model)
     read = posts.read_comparisons(preset.task, tokenizer, split, articles=articles)
     columns = (
         texts.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (read.queries, read.chosen, read.rejected)
@@ -62,7 +64,7 @@ def comparisons(split: str, articles: bool = False) -> Any:
 
 
 def problems_of(split: str) -> Any:
-    read = problems.read_problems(problems.TaskArgs(prompt_format="plain"), models.load_tokenizer("gpt2"), split)
+    read = problems.read_problems(problems.TaskArgs(prompt_format="plain"), pretrained.load_tokenizer("gpt2"), split)
     return [read.texts, read.answers]
 
 
@@ -92,7 +94,7 @@ LOADS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: logits(name) for name in ("gpt2", "EleutherAI/pythia-1b-deduped")},
     "pickle": lambda: logits("somebody/pickle"),
     "pickle's safe revision": lambda: (
-        [len(models.load_tokenizer("somebody/pickle@refs/pr/2")), *logits("somebody/pickle@refs/pr/2")]
+        [len(pretrained.load_tokenizer("somebody/pickle@refs/pr/2")), *logits("somebody/pickle@refs/pr/2")]
     ),
     "no such revision": lambda: logits("gpt2@v7"),
     "uploaded": lambda: logits("somebody/train_policy__tales__1__1700000000"),

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppo_rlhf.lib.base import launch, processes
+from ppo_rlhf.lib.base import launch
 from ppo_rlhf.lib.services import run
 
 NAME = "standin"
@@ -422,7 +422,7 @@ def install(*, autocast: Literal["cpu", "cuda"] = "cuda", float64: bool = True) 
 
     torch.nn.functional.scaled_dot_product_attention = attention
     torch.clear_autocast_cache = clear_autocast_cache
-    Accelerator.__init__, processes.default_device = prepare_for_device, lambda: device
+    Accelerator.__init__, launch.default_device = prepare_for_device, lambda: device
     _foreach_utils._foreach_supported_types.append(StandInTensor)
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     # In the thread that calls, so that a backward pass has our lines, and the modes, above it.

@@ -12,7 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from processes import launch_together
 from runs import policy_arguments, world_arguments
 
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib.base import launch
 
 FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
 CONFIGS = {  # processes, nodes, sharded, weights given back after the forward pass
@@ -81,7 +81,7 @@ finally:
 
 def test_the_others_wait_while_the_first_process_uploads(tmp_path):
     """As long as PATIENCE says, in place of the libraries' ten minutes on GPUs."""
-    assert datetime.timedelta(hours=1) <= cli.PATIENCE.timeout <= datetime.timedelta(hours=12)
+    assert datetime.timedelta(hours=1) <= launch.PATIENCE.timeout <= datetime.timedelta(hours=12)
     (tmp_path / "late.py").write_text(LATE)
     assert [result.status for result in launch_together(2, tmp_path / "late.py", "60", folder=tmp_path)] == [0, 0]
     (tmp_path / "gone").unlink()

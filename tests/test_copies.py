@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import re
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -26,7 +25,6 @@ SCRIPTS = {  # not the files in small/, which are complete, and so repeat what t
     for path in sorted([*FOLDER.glob("train_*.py"), *FOLDER.glob("tldr_*.py"), *FOLDER.glob("rlvr_*.py")])
 }
 LIB = {name: (FOLDER / f"lib/{room}/{name}.py").read_text() for room, name in (("nets", "lm"), ("data", "texts"))}
-LIB["texts"] = re.sub(r"\b(templates|pretrained)\.", "cli.", LIB["texts"])  # chapter 1 finds both there
 CHAPTER_1 = ("train_policy.py", "train_reward.py")
 DIFFERENT = {
     *("Args", "PRESETS", "train"),  # what makes a script

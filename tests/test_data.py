@@ -23,7 +23,7 @@ from ppo_rlhf import train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import hub, hub_files
 from ppo_rlhf.lib.data import label_files, posts as posts_of_chapter_2, published, sources, texts
 from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs
-from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.nets import models, pretrained
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.sample import Comparison, Continuations
 from ppo_rlhf.tldr import policy as tldr_policy
@@ -244,13 +244,13 @@ def test_a_folder_may_have_an_at_sign_in_its_name(monkeypatch, tiny_world, tmp_p
     """It names no revision."""
     shutil.copytree(tiny_world / "model", tmp_path / "model@refs")
     monkeypatch.chdir(tmp_path)
-    assert len(models.load_tokenizer("model@refs")) == len(models.load_tokenizer(str(tiny_world / "model")))
+    assert len(pretrained.load_tokenizer("model@refs")) == len(pretrained.load_tokenizer(str(tiny_world / "model")))
     assert models.load_pretrained("model@refs", torch.float32).config.n_layer == 1
 
 
 @pytest.mark.parametrize("path", ["models/a-run/sft", "./model", "../model", "/no/such/model", "~/model", "model/"])
 def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(connections, path):
-    message = error_line(models.load_tokenizer, path)
+    message = error_line(pretrained.load_tokenizer, path)
     assert message.startswith(f"--base_model {path}: no such folder; give the folder") and "hub" not in message
     assert not connections
 
@@ -318,12 +318,12 @@ def test_weight_files_are_those_of_folders_and_of_what_was_downloaded(tmp_path, 
 
     def of(base_model: str) -> dict[str, list[Path]]:
         rewards = train_policy.RewardsArgs(trained_model="r")
-        return models.weight_files(train_policy.Args(base_model=base_model, rewards=rewards))
+        return pretrained.weight_files(train_policy.Args(base_model=base_model, rewards=rewards))
 
     assert of("somebody/model") == {"base_model": files["main"], "rewards.trained_model": files["r"]}
     assert of("somebody/model@other")["base_model"] == files["other"]
     assert of("somebody/else")["base_model"] == []
-    assert models.weight_files(train_reward.Args(base_model="r")) == {"base_model": files["r"]}
+    assert pretrained.weight_files(train_reward.Args(base_model="r")) == {"base_model": files["r"]}
 
 
 def test_data_files_are_those_that_a_run_reads(tmp_path, monkeypatch):

@@ -15,12 +15,12 @@ from refusals import with_value
 from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.base.files import flatten
-from ppo_rlhf.lib.base.processes import anew_with_lower, check_finite
+from ppo_rlhf.lib.base.launch import anew_with_lower, check_finite
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.sources import load_texts
 from ppo_rlhf.lib.data.texts import task_ids
-from ppo_rlhf.lib.nets import models
-from ppo_rlhf.lib.services import cli as lib_cli, sequence
+from ppo_rlhf.lib.nets import models, pretrained
+from ppo_rlhf.lib.services import sequence
 from ppo_rlhf.lib.services.sequence import flags_of
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
@@ -42,10 +42,10 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
         raise Trains
 
     monkeypatch.setattr(sequence.Stages, "train", stop)
-    monkeypatch.setattr(models, "load_tokenizer", lambda *_: tiny_tokenizer)
+    monkeypatch.setattr(pretrained, "load_tokenizer", lambda *_: tiny_tokenizer)
     monkeypatch.setattr(worlds, "find_paths", lambda args, *_, **__: args)  # no world is built
     monkeypatch.setattr(sample, "Continuations", lambda *_, **__: SimpleNamespace(held_out=stop))
-    for module, name in ((posts, "read_posts"), (models, "empty_model")):
+    for module, name in ((posts, "read_posts"), (pretrained, "empty_model")):
         monkeypatch.setattr(module, name, stop)
     monkeypatch.chdir(tmp_path)
 
@@ -134,7 +134,7 @@ def offline(monkeypatch, tmp_path):
     """A folder with two bad modules, in which nothing can be loaded, built or downloaded."""
     (tmp_path / "needs.py").write_text(NEEDS_MORE)
     (tmp_path / "broken.py").write_text("score = (\n")
-    loads = [(models, "load_tokenizer"), (models, "load_pretrained"), (lib_cli, "load_tokenizer")]
+    loads = [(pretrained, "load_tokenizer"), (models, "load_pretrained")]
     for module, name in (*loads, (worlds.of("tales"), "find_world")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
     monkeypatch.chdir(tmp_path)

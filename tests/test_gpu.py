@@ -138,7 +138,7 @@ def test_constants_are_found_again():
 
 
 def test_the_command_with_vllm(rehearsal, monkeypatch):
-    """Its words are those of rlvr/asynchronous.py, and the line that it takes out is there. vLLM itself is not tried."""
+    """Its words are those of rlvr/asynchronous.py, and the line that it takes out is there. vLLM is not tried."""
     monkeypatch.setenv("PPO_RLHF_CACHE", str(rehearsal[0] / "worlds"))
     case = gpu.cases_of(few=True)["chapter 3, GRPO"]
     script, *words = map(str, gpu.vllm_words(ROOT, case, "bfloat16", "/x/python"))

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, memory, models, packing, pretrained
+from ppo_rlhf.lib.nets import classifier, lm, memory, models, packing, pretrained
+from ppo_rlhf.lib.nets.layers import checkpoint_layers
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, PpoSizes
 from ppo_rlhf.tldr.policy import ActorCritic
@@ -99,7 +100,7 @@ def test_tokens_that_fit_by_hand():
     assert fit == {0: 1, 2.2: 512, 2.4: 1024, 64: 32768}
     assert memory.pass_bytes(model, 1024, "training") == 1024 * (1_857_024 + 589_824)
     assert memory.pass_bytes(model, 32768, "training") == 32768 * 1_857_024 + 3 * 2**30
-    models.checkpoint_layers(model)
+    checkpoint_layers(model)
     assert memory.pass_bytes(model, 1, "training") == 1.2 * (276_480 + 99_840) + 589_824
     assert memory.bytes_per_token(SimpleNamespace(hidden_size=9), "training") == 0
     assert memory.tokens_that_fit(torch.nn.Linear(2, 2), 1, "training") == math.inf
@@ -263,7 +264,7 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny
         for _ in range(2)
     ]
     networks[1].load_state_dict(networks[0].state_dict())
-    models.checkpoint_layers(networks[1])
+    checkpoint_layers(networks[1])
     (expected, all_kept), (actual, kept) = map(one_pass, networks)
     assert len(expected) == len(actual) and all(map(torch.equal, actual, expected))
     assert kept < 0.5 * all_kept
@@ -341,7 +342,7 @@ def saved(request, tiny_models, tiny_tokenizer, tmp_path: Path) -> Path:
     reward_model = lm.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
     with torch.no_grad():
         reward_model.bias.fill_(1.5)
-    models.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})
+    classifier.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})
     return tmp_path
 
 

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import precision
 from ppo_rlhf.lib.nets import lm, models, packing, passes, pretrained
+from ppo_rlhf.lib.nets.layers import checkpoint_layers
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all
 
@@ -218,7 +219,7 @@ def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, cost, c
     update, model, real = case(tiny_models)
     if checkpointing:
         for network in networks_in(model):
-            models.checkpoint_layers(network)
+            checkpoint_layers(network)
     expected = numbers_of(update, model)
     for network in networks_in(model):
         packing.enable(network)

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import lm, models, packing
-from ppo_rlhf.lib.nets.models import check_model, read_info, same_logits
+from ppo_rlhf.lib.nets import classifier, lm, models, packing
+from ppo_rlhf.lib.nets.models import check_model
+from ppo_rlhf.lib.nets.pretrained import read_info, same_logits
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.tldr import policy as tldr_policy
 from ppo_rlhf.train_policy import (
@@ -264,7 +265,7 @@ def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenize
     loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
     assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
     loaded.save_pretrained(tmp_path / "saved")
-    models.save_reward_model(tmp_path / "reward", lm.RewardModel(loaded.base_model), tiny_tokenizer, {})
+    classifier.save_reward_model(tmp_path / "reward", lm.RewardModel(loaded.base_model), tiny_tokenizer, {})
     for kind in ("base", "saved", "reward"):
         config = json.loads((tmp_path / kind / "config.json").read_text())
         settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]

@@ -12,7 +12,7 @@ from test_rlvr_update import ARCHITECTURES, CONTEXT, PAD, RESPONSE, same_paramet
 from torch.testing import assert_close
 
 from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.nets import layers, lm, models, packing, passes
 from ppo_rlhf.rlvr.algebra import ESTIMATORS
 from ppo_rlhf.rlvr.policy import RewardsArgs
 
@@ -207,7 +207,7 @@ def update_of(tiny_models, monkeypatch):
 
         def update_in_layers(*arguments, actor_critic, **options):
             if checkpointing:
-                models.checkpoint_layers(actor_critic)
+                layers.checkpoint_layers(actor_critic)
             return right(*arguments, actor_critic=actor_critic, **options)
 
         def counted(module, ids):

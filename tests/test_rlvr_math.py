@@ -94,7 +94,7 @@ class StandIn(torch.nn.Module):
 def updated_stand_in(
     network: StandIn, episodes: Rollout, rewards: torch.Tensor, args: rlvr_async.Args
 ) -> dict[str, torch.Tensor]:
-    """The steps of an update as rlvr/asynchronous.py makes it of episodes of one update before; network.table.grad stays."""
+    """Steps of an update of rlvr/asynchronous.py, of episodes of one update before; network.table.grad stays."""
     correction = rlvr_async.correct(episodes, args, 1, ALONE)
     estimate = compute_advantages(correction.episodes, rewards, args.ppo, torch.clone)
     batch = make_batch(correction, (rewards, rewards, rewards), estimate, 1)

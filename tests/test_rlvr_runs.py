@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from benchmark.experiments import forgetting
 from ppo_rlhf import sample
+from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import foreign, lm, models, pretrained
@@ -283,7 +284,7 @@ def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, mo
     for folder, stops in ((tiny_qwen, [258, 256]), (plain, 258)):
         penalties = []
         for sharded in (False, True):
-            monkeypatch.setattr(models.processes, "sharding", lambda sharded=sharded: sharded)
+            monkeypatch.setattr(processes, "sharding", lambda sharded=sharded: sharded)
             model = models.load_pretrained(str(folder), torch.float32)
             assert model.get_input_embeddings().weight.is_meta == sharded
             assert model.generation_config.eos_token_id == stops
@@ -723,7 +724,7 @@ def test_a_run_that_learns_nothing_says_so_once(capsys):
 
 def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(tiny_sums, in_folder, monkeypatch):
     def too_short(*_, **__):
-        raise InputError(f"shorten {cli.flag('task.query_length')}")
+        raise InputError(f"shorten {errors.flag('task.query_length')}")
 
     monkeypatch.setattr(pretrained, "find_head", lambda _: None)  # as if there were a reward model x
     monkeypatch.setattr(foreign, "is_foreign", lambda _: False)

@@ -33,9 +33,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from torch import nn
 
 from ppo_rlhf import train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import console, errors, files, paths, processes
+from ppo_rlhf.lib.base import console, errors, files, paths
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, run_script
-from ppo_rlhf.lib.base.launch import advice
+from ppo_rlhf.lib.base.launch import advice, make_accelerator
 from ppo_rlhf.lib.scoring.scorers import import_function
 from ppo_rlhf.lib.services import cli, run as run_module
 from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
@@ -689,7 +689,7 @@ def test_accelerate_may_start_one_process_of_several(accelerator, monkeypatch, c
     for name, value in prepare_simple_launcher_cmd_env(launched)[1].items():
         monkeypatch.setenv(name, value)
     errors.say_once.cache_clear()
-    processes.make_accelerator()
+    make_accelerator()
     assert capsys.readouterr().out.count("torchrun --nproc_per_node") == lines
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import speed, speed_runs
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib.scoring import scale
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,
@@ -50,7 +50,7 @@ def update(model, batch: int, query: int) -> None:
         policy=policy,
         reference=model,
         reward=reward_model,
-        scale=cli.Scale(),
+        scale=scale.Scale(),
         monitor={},
         ids=ids,
         task=TaskArgs(response_length=RESPONSE, temperature=TEMPERATURE),

@@ -37,6 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.lib.nets import passes
+from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.lm import RewardModel, draw_minibatches, has_stop
 from ppo_rlhf.lib.nets.models import (
     LoraArgs,
@@ -44,7 +45,6 @@ from ppo_rlhf.lib.nets.models import (
     load_pretrained,
     load_reward_model,
     save_policy_and_critic,
-    save_reward_model,
 )
 from ppo_rlhf.lib.nets.networks import Reference, load_critic
 from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward

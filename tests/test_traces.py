@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ppo_rlhf import report, train_policy
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import derivation, traces
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import policy as tldr_policy
@@ -274,7 +274,7 @@ def test_the_ratio_is_that_of_the_policy_after_the_update(continuations, tiny_wo
     trace = traces.read(continuations.run, 3)
     folder = only(continuations.folder, "models/*/policy")
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    tokenizer = models.load_tokenizer(str(folder))
+    tokenizer = pretrained.load_tokenizer(str(folder))
     temperature = json.loads((continuations.run / "meta.json").read_text())["args"]["task"]["temperature"]
     for query, ids, new_logprobs in zip(
         trace.queries, trace.tokens["ids"], trace.tokens["new_logprobs"], strict=True
@@ -350,9 +350,9 @@ def test_tensors_can_be_read_without_us(continuations):
 
 
 def test_the_pieces_of_a_text_make_the_text(tiny_world):
-    tokenizer = models.load_tokenizer(f"{tiny_world}/model")
+    tokenizer = pretrained.load_tokenizer(f"{tiny_world}/model")
     text = "Mara gave Ömer a 🦜. "
-    tokens, pad = tokenizer.encode(text), models.vocabulary_size(tokenizer)
+    tokens, pad = tokenizer.encode(text), pretrained.vocabulary_size(tokenizer)
     assert len(tokens) > len(text.split())
     pieces = traces.pieces(tokenizer, [*tokens[:3], pad, *tokens[3:], pad], pad)
     assert "".join(pieces) == text and pieces[3] == pieces[-1] == "" and "🦜" in "".join(pieces[-8:])

@@ -29,10 +29,11 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import errors, launch, processes
+from ppo_rlhf.lib.base import errors, launch
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets.models import load_reward_model
 from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import cli, plots, run
 from ppo_rlhf.lib.services.cli import AdaptiveKLArgs, parse_args
 from ppo_rlhf.train_policy import (
@@ -489,7 +490,7 @@ def test_three_episodes_are_shown(tiny_tokenizer):
 
 def test_a_table_shows_sign_two_decimals_and_line_breaks_as_marks(args: Args, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    shown = run.Run(args, processes.make_accelerator(), {"batch": 1})
+    shown = run.Run(args, launch.make_accelerator(), {"batch": 1})
     shown.start_logging(0)
     shown.log_samples(
         0, [{"query": "one\n\ntwo", "score": 1.005, "kl": -0.125}, {"query": "", "score": 0.0, "kl": 20.0}]
@@ -508,9 +509,9 @@ def test_a_table_shows_sign_two_decimals_and_line_breaks_as_marks(args: Args, tm
     ("dtype", "rounding", "too_far"), [("float64", 1e-12, 2e-3), ("float32", 1e-5, 2e-3), ("bfloat16", 0.05, 0.2)]
 )
 def test_a_ratio_that_does_not_begin_at_one_is_an_error(dtype: str, rounding: float, too_far: float):
-    processes.check_update({"ppo/val/first_ratio_gap": rounding}, 7, dtype)
+    launch.check_update({"ppo/val/first_ratio_gap": rounding}, 7, dtype)
     with pytest.raises(NumericalError, match=r"ratio .* update 7"):
-        processes.check_update({"ppo/val/first_ratio_gap": too_far}, 7, dtype)
+        launch.check_update({"ppo/val/first_ratio_gap": too_far}, 7, dtype)
 
 
 def ends_with_one_line(call: Callable[[], object], capsys) -> str:
@@ -641,8 +642,8 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
 @pytest.mark.parametrize(("scores", "mean"), [([], 0.0), ([3.0, 3.0], 3.0), ([0.1] * 3, 0.1)])
 def test_a_scale_needs_scores_that_differ(scores: list[float], mean: float):
     """By more than rounding: the mean of three times 0.1 is not quite 0.1."""
-    scale, found = cli.Scale(), torch.tensor(scores, dtype=torch.float64)
-    scale.fit(found, processes.make_accelerator())
+    scale, found = Scale(), torch.tensor(scores, dtype=torch.float64)
+    scale.fit(found, launch.make_accelerator())
     assert (scale.mean, scale.std) == (pytest.approx(mean), 1.0)
     assert scale.undo(scale.apply(torch.tensor([5.0]))).item() == pytest.approx(5.0)
 

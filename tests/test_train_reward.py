@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 from ppo_rlhf import train_reward
 from ppo_rlhf.lib.data.label_files import LabelKind
 from ppo_rlhf.lib.nets import models
+from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
@@ -238,7 +239,7 @@ def test_a_reward_run_is_its_replay(kind: LabelKind, all_args, expected, tiny_wo
         query, sample = ([t for t in rows[TRAINED][name] if t != 50259] for name in ("query", key))
         assert (row["query"], row["sample"]) == (tokenizer.decode(query), tokenizer.decode(sample))
         with torch.no_grad():
-            score = saved(torch.tensor([query + sample]), models.vocabulary_size(tokenizer))
+            score = saved(torch.tensor([query + sample]), vocabulary_size(tokenizer))
         assert score.item() == pytest.approx(row["score"], abs=1e-9)
     with (only(tmp_path, "runs/*") / "lengths.csv").open(newline="") as file:
         lengths = {row["text"]: row for row in csv.DictReader(file)}

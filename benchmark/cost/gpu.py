@@ -44,9 +44,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import speed, speed_runs
 from benchmark.curves.compare import markdown
-from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import write_json
+from ppo_rlhf.lib.base.launch import default_device
 from ppo_rlhf.lib.nets import lm, packing, passes
 from ppo_rlhf.lib.services.run import commit, cpu_name
 from ppo_rlhf.worlds import posts, sums, tales
@@ -131,7 +131,7 @@ def seconds_of(function: Callable[[], Any], device: torch.device, count: int) ->
 
 
 def machine(args: Args) -> Iterator[Outcome]:
-    device, few = processes.default_device(), args.rehearse
+    device, few = default_device(), args.rehearse
     small, count = torch.zeros(64, device=device), 20 if few else 2000
     large = torch.zeros(2**18 if few else 2**30, dtype=torch.uint8, device=device)
 
@@ -386,7 +386,7 @@ def fit_passes(costs: dict[int, float]) -> dict[str, float]:
 
 
 def passes_step(args: Args) -> Iterator[Outcome]:
-    device, few, points = processes.default_device(), args.rehearse, {}
+    device, few, points = default_device(), args.rehearse, {}
     outcome, costs, rows = Outcome(), {}, []
     for shape in ("tales", "sums" if few else "gpt2"):
         model = AutoModelForCausalLM.from_config(speed.SHAPES[shape]()).eval().to(device)
@@ -434,7 +434,7 @@ def passes_step(args: Args) -> Iterator[Outcome]:
 
 def padding(args: Args) -> Iterator[Outcome]:
     """Rows of 100 to 500 tokens forward and backward: all at the longest; in passes of similar length; packed."""
-    device, few, pad_id = processes.default_device(), args.rehearse, 0
+    device, few, pad_id = default_device(), args.rehearse, 0
     model = AutoModelForCausalLM.from_config(speed.SHAPES["tales" if few else "pythia-160m"]()).eval().to(device)
     lengths = speed.spread_lengths(*((4, 16, 10, 6) if few else (100, 500, 300, 64)))
     columns = torch.arange(int(lengths.max()))
@@ -471,7 +471,7 @@ def vllm_words(code: Path, case: Case, dtype: str, python: str) -> list[str | Pa
 
 
 def vllm(args: Args) -> Iterator[Outcome]:
-    """Each way twice: an update of rlvr/asynchronous.py, whose first batch vLLM samples with the learner's own weights."""
+    """Each way twice: an update of rlvr/asynchronous.py; vLLM samples its first batch with the learner's weights."""
     if not args.vllm:
         yield Outcome(left_out=["vLLM: --vllm names no interpreter"])
         return

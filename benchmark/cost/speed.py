@@ -62,8 +62,8 @@ from transformers.pytorch_utils import Conv1D
 from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import write_json
+from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.lm import RewardModel
-from ppo_rlhf.lib.nets.models import save_reward_model
 from ppo_rlhf.lib.services.run import commit, cpu_name
 from ppo_rlhf.worlds import smollm, sums
 

@@ -47,7 +47,7 @@ import tyro
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import flatten
 from ppo_rlhf.lib.base.paths import find_path
-from ppo_rlhf.lib.nets.models import read_info
+from ppo_rlhf.lib.nets.pretrained import read_info
 from ppo_rlhf.lib.services.run import read_meta
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.data import posts, problems
-from ppo_rlhf.lib.nets import lm, models
+from ppo_rlhf.lib.nets import lm, models, pretrained
 from ppo_rlhf.lib.services import cli
 
 QUESTIONS = """
@@ -111,7 +111,7 @@ def mean_logprob(model: PreTrainedModel, contexts: torch.Tensor, answers: torch.
 def measure(policy: str, base_model: str) -> dict[str, Any]:
     """Log-probs before and after, and the first answers of both."""
     base_model = worlds.find_value("base_model", base_model, Path.cwd())
-    tokenizer = models.load_tokenizer(base_model)
+    tokenizer = pretrained.load_tokenizer(base_model)
     base, trained = (models.load_pretrained(folder, torch.float32).eval() for folder in (base_model, policy))
     contexts, answers, ids = answer(base, tokenizer, QUESTIONS)
     found = {"before": mean_logprob(base, contexts, answers, ids.pad)}

@@ -30,8 +30,8 @@ from benchmark import lab
 from benchmark.lab import Args, cell
 from ppo_rlhf import sample
 from ppo_rlhf.lib.base.files import read_json, write_json
-from ppo_rlhf.lib.nets import models
-from ppo_rlhf.lib.services import cli, traces
+from ppo_rlhf.lib.nets import models, pretrained
+from ppo_rlhf.lib.services import traces
 
 REWARDS = {  # few labels make small steps, so that there are at least 25
     "200": "--num_train 200 --batch_size 8",
@@ -66,7 +66,7 @@ def judge(folder: Path, texts: list[str]) -> list[float]:
     """What a reward model says of texts."""
     model = models.load_reward_model(folder, torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    pad_id, scores = cli.vocabulary_size(tokenizer), []
+    pad_id, scores = pretrained.vocabulary_size(tokenizer), []
     for start in range(0, len(texts), 32):
         rows = [torch.tensor(tokenizer.encode(text)) for text in texts[start : start + 32]]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)

@@ -1,8 +1,8 @@
 """The algebra of chapter 3: KL estimates, rewards, advantages, losses, and corrections for another sampler.
 
-These are functions of tensors and numbers; rlvr/policy.py and rlvr/asynchronous.py call them. They follow the eight steps of
-an update: masks (2), the KL estimates and rewards (5), the estimators of the advantages (6), the losses (7). The last
-part compares the policy that learns with the one that sampled.
+These are functions of tensors and numbers; rlvr/policy.py and rlvr/asynchronous.py call them. They follow the eight
+steps of an update: masks (2), the KL estimates and rewards (5), the estimators of the advantages (6), the losses (7).
+The last part compares the policy that learns with the one that sampled.
 
 Tensors are (batch, response_length) unless a docstring says otherwise. A mask is True where the policy wrote a token,
 its stop id included. Other entries, even NaN, reach no result and no gradient; results are 0 there.

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base import errors, launch
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import cli
@@ -376,7 +376,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     )
     cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens")
     cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
-    n, split, typed = ppo.samples_per_prompt, processes.split_evenly, cli.typed
+    n, split, typed = ppo.samples_per_prompt, launch.split_evenly, errors.typed
     prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
     split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     slices = num_processes * ppo.nminibatches
@@ -384,7 +384,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     if ppo.critic_minibatches:
         slices, what = num_processes * ppo.critic_minibatches, f"processes x {typed('ppo.critic_minibatches')}"
         split("ppo.batch_size", ppo.batch_size, slices, what)
-    processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
+    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
     local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")
     return PpoSizes(
@@ -395,6 +395,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         round_prompts=round_prompts,
         local_batch=ppo.batch_size // num_processes,
         local_round=local_round,
-        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_round),
+        local_rollout_batch=launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_round),
         local_minibatch=local_minibatch,
     )

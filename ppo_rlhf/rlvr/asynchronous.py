@@ -59,7 +59,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, console, errors, launch
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, engine, run
 from ppo_rlhf.rlvr import (
@@ -124,7 +124,7 @@ PRESETS = {name: preset(args) for name, args in rlvr_arguments.PRESETS.items()}
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, with samplers in processes of their own."""
-    processes.make_accelerator()
+    launch.make_accelerator()
     rlvr_checks.check_arguments(args)  # before Ray starts
     check_arguments(args)
     with connected(args) as ray:
@@ -171,7 +171,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         started = time.monotonic()
         # All trained parameters by name, tied weights once, are one object with one version.
         parameters = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
-        weights = {name: processes.gather_for_saving(parameter) for name, parameter in parameters.items()}
+        weights = {name: checkpoints.gather_for_saving(parameter) for name, parameter in parameters.items()}
         launch.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
         self.current, self.publishing = version, run.seconds_since(started)
@@ -313,7 +313,7 @@ class Workers:
                     console.say(f"a worker is lost ({type(error).__name__}); another takes its place")
             raise InputError(
                 f"a piece of a batch has cost {LIVES} workers; is there memory for them, are there as many free "
-                f"processors and GPUs, and are {cli.flag('time_out')} {self.time_out:g} seconds enough?"
+                f"processors and GPUs, and are {errors.flag('time_out')} {self.time_out:g} seconds enough?"
             )
         finally:
             self.free.put(worker)
@@ -385,7 +385,7 @@ def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
     except (OSError, RuntimeError, ValueError, OverflowError) as error:  # some are of other versions of Ray or Python
         hint = "; `ray start --head` prints the address of a cluster" * bool(args.ray_address)
         raise InputError(
-            f"{cli.flag('ray_address')} {args.ray_address or '(a cluster of its own)'}: {error}{hint}"
+            f"{errors.flag('ray_address')} {args.ray_address or '(a cluster of its own)'}: {error}{hint}"
         ) from error
     return ray
 
@@ -456,7 +456,7 @@ def correct(
         )
     # The mismatch is always logged, also where the weights are the same.
     metrics = {f"async/{name}": value.item() for name, value in algebra.mismatch(prox, mu, mask).items()}
-    age = processes.widened(number - versions)
+    age = launch.widened(number - versions)
     if not age.any():
         # [V94] Sampler and learner have the same weights, so their log-probs must agree.
         engine.check_gap(mean_of((prox - mu).abs()[mask]).item(), args.dtype)
@@ -503,7 +503,7 @@ def newest_factors(args: Args) -> rlvr_episodes.Reweigh | None:
 
 def mean_of(numbers: Tensor) -> Tensor:
     """Their mean, 0-d; 0 if there are none, as in a batch of which no response can be scored."""
-    return processes.widened(numbers).sum() / max(len(numbers), 1)
+    return launch.widened(numbers).sum() / max(len(numbers), 1)
 
 
 def correction_of(args: Args) -> str:
@@ -528,26 +528,28 @@ def check_arguments(args: Args) -> None:
     cli.above_zero("", args, "off_policy_mask")
     if not args.rejection_low <= 1 - ROUNDING < 1 + ROUNDING <= args.rejection_high:
         raise InputError(
-            f"{cli.flag('rejection_low')} {args.rejection_low} and {cli.flag('rejection_high')} "
+            f"{errors.flag('rejection_low')} {args.rejection_low} and {errors.flag('rejection_high')} "
             f"{args.rejection_high} must have 1 between them, the ratio of what has not changed, and {ROUNDING:g} on "
             f"either side for rounding; {Args.rejection_low} and {Args.rejection_high} would do"
         )
     for problem in without_effect(args):
         raise InputError(problem)
     if args.engine == "vllm" and not args.vllm_python:
-        raise InputError(f"{cli.flag('engine')} vllm needs {cli.flag('vllm_python')}, the interpreter that has vLLM")
+        raise InputError(
+            f"{errors.flag('engine')} vllm needs {errors.flag('vllm_python')}, the interpreter that has vLLM"
+        )
     if args.engine == "vllm" and (args.lora.rank or args.dtype == "float64"):
         raise InputError(
-            f"{cli.flag('engine')} vllm goes with {cli.flag('lora.rank')} 0, and {cli.flag('dtype')} float32 or "
-            f"bfloat16"
+            f"{errors.flag('engine')} vllm goes with {errors.flag('lora.rank')} 0, and "
+            f"{errors.flag('dtype')} float32 or bfloat16"
         )
     if args.engine == "vllm" and not 0.01 <= args.task.temperature <= 2:
-        raise InputError(f"{cli.flag('task.temperature')} {args.task.temperature}: vLLM takes 0.01 to 2")
+        raise InputError(f"{errors.flag('task.temperature')} {args.task.temperature}: vLLM takes 0.01 to 2")
     if args.engine == "vllm" and args.gpus_per_worker not in (None, 1):
-        raise InputError(f"{cli.flag('gpus_per_worker')} {args.gpus_per_worker}: vLLM takes a whole GPU")
+        raise InputError(f"{errors.flag('gpus_per_worker')} {args.gpus_per_worker}: vLLM takes a whole GPU")
     if args.ppo.filter_groups and args.staleness:
         raise InputError(
-            f"{cli.flag('ppo.filter_groups')} goes with {cli.flag('staleness')} 0: which rounds a batch needs, "
+            f"{errors.flag('ppo.filter_groups')} goes with {errors.flag('staleness')} 0: which rounds a batch needs, "
             f"and so what could be sampled ahead for it, is known only when the batch before it is full"
         )
     threads, busy, cores = torch.get_num_threads(), args.workers + (args.staleness > 0), os.cpu_count() or 1
@@ -559,14 +561,14 @@ def check_arguments(args: Args) -> None:
     if args.correction == "none" and (args.staleness or args.engine == "vllm"):
         # [V82] As open-instruct did until 7917d41 (March 2026).
         console.say(
-            f"{cli.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
+            f"{errors.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
             f"and nothing makes up for that"
         )
 
 
 def without_effect(args: Args) -> Iterator[str]:
     """Arguments of the corrections that were given although nothing reads them: they are not at their defaults."""
-    way, flag = correction_of(args), cli.flag
+    way, flag = correction_of(args), errors.flag
     # [V56] With bypass, only the loss reinforce has weights, because it has no ratio.
     weights = way == "decoupled" or (way == "bypass" and args.ppo.loss == "reinforce")
     acts = {"correction_level": weights, "correction_cap": weights, "correction_normalised": way == "decoupled"}

@@ -7,6 +7,7 @@ next to marks are the original's. See docs/reference.
 from collections.abc import Iterator
 from operator import attrgetter
 
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problem_rows, problems
 from ppo_rlhf.lib.nets import foreign
@@ -44,7 +45,7 @@ def evaluated(args: rlvr_arguments.Args) -> list[str]:
 
 def impossible(args: rlvr_arguments.Args) -> Iterator[str]:
     """Arguments that do not go together."""
-    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    ppo, shaping, flag = args.ppo, args.rewards, errors.flag
     for name in evaluated(args) if not shaping.evaluate_text else ():
         yield (
             f"{flag(name)} {attrgetter(name)(args)}: its scorer evaluates what the policy writes as Python, with "
@@ -144,7 +145,7 @@ def impossible(args: rlvr_arguments.Args) -> Iterator[str]:
 
 def without_effect(args: rlvr_arguments.Args) -> Iterator[str]:
     """Arguments that were given although nothing reads them: their value is not that of the preset."""
-    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    ppo, shaping, flag = args.ppo, args.rewards, errors.flag
     usual = rlvr_arguments.PRESETS.get(args.preset, rlvr_arguments.Args())
     of_critic, new_head = "ppo.lam ppo.cliprange_value rewards.value_model", "ppo.value_head"
     of_critic += " ppo.critic_lam ppo.lam_alpha ppo.critic_explains ppo.critic_epochs ppo.critic_minibatches"
@@ -178,7 +179,7 @@ def without_effect(args: rlvr_arguments.Args) -> Iterator[str]:
 
 def doubts(args: rlvr_arguments.Args) -> Iterator[str]:
     """Warnings about settings that may be a mistake."""
-    ppo, shaping, flag = args.ppo, args.rewards, cli.flag
+    ppo, shaping, flag = args.ppo, args.rewards, errors.flag
     estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
     # [V48] verl and TRL 1.16 offer these without a warning.   ray_trainer.py#L86-L108
     if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
@@ -223,7 +224,7 @@ def check_problems(source: problems.Problems, sizes: rlvr_arguments.PpoSizes) ->
     """Raise an InputError if there are fewer problems than a round of generation draws."""
     if len(source) < sizes.round_prompts:
         raise InputError(
-            f"{cli.flag('task.problems')} has {len(source)} problems, fewer than the {sizes.round_prompts} that are "
-            f"drawn at a time ({cli.flag('ppo.batch_size')} / {cli.flag('ppo.samples_per_prompt')}, or "
-            f"{cli.flag('ppo.prompts_per_round')})"
+            f"{errors.flag('task.problems')} has {len(source)} problems, fewer than the {sizes.round_prompts} that "
+            f"are drawn at a time ({errors.flag('ppo.batch_size')} / {errors.flag('ppo.samples_per_prompt')}, or "
+            f"{errors.flag('ppo.prompts_per_round')})"
         )

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import rewards as verifiers
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import networks
-from ppo_rlhf.lib.services import cli, traces
+from ppo_rlhf.lib.services import traces
 from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments
 
 # ---- Steps 1 and 2: what a sampler gets and gives --------------------------------------------------------------
@@ -202,8 +203,9 @@ class Pool:
         if filled < wanted and len(self.generated) == self.ppo.max_generation_rounds:
             mean = torch.cat([one.raw_scores for one in self.generated]).mean()
             raise InputError(
-                f"{cli.flag('ppo.max_generation_rounds')} {len(self.generated)} did not fill a batch: only {filled} "
-                f"of {wanted} episodes are in groups whose scores differ; the mean score is {mean.item():.3f}"
+                f"{errors.flag('ppo.max_generation_rounds')} {len(self.generated)} did not fill a batch: only "
+                f"{filled} of {wanted} episodes are in groups whose scores differ; the mean score is "
+                f"{mean.item():.3f}"
             )
         return filled >= wanted
 

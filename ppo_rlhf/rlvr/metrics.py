@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import console, paths, processes
+from ppo_rlhf.lib.base import console, launch, paths, processes
+from ppo_rlhf.lib.base.errors import flag
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, pretrained
-from ppo_rlhf.lib.services import cli, run, traces
+from ppo_rlhf.lib.services import run, traces
 from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, episodes as rlvr_episodes
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ def token_statistics(
 ) -> dict[str, Tensor]:
     """A micro-batch's shares of means over the tokens of its minibatch. tokens: how many the minibatch has."""
     log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0)
-    log_ratio = processes.widened(log_ratio)
+    log_ratio = launch.widened(log_ratio)
     square = (log_ratio.exp() - 1) ** 2
     numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
     numbers |= {"policy/entropy_avg": entropies, "val/ratio": log_ratio.exp(), SQUARED_RATIO_GAP: square}
     # Samples of an older policy do not start at a ratio of 1.
     numbers |= {FRESH_RATIO_GAP: square * mb.fresh.unsqueeze(1)}
     return {
-        name: algebra.aggregate(processes.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
+        name: algebra.aggregate(launch.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
         for name, x in numbers.items()
     }
 
@@ -81,8 +82,8 @@ def update_metrics(
         "val/sequence_lengths": lengths,
         "val/stop_token_rate": one["stopped"],
         "val/groups_zero_std": ~torch.cat([rlvr_episodes.scores_differ(part) for part in generated]),
-        "val/groups_all_right": algebra.by_group(processes.widened(right | ~live), one["groups"], "amin"),
-        "val/groups_all_wrong": algebra.by_group(processes.widened(~right | ~live), one["groups"], "amin"),
+        "val/groups_all_right": algebra.by_group(launch.widened(right | ~live), one["groups"], "amin"),
+        "val/groups_all_wrong": algebra.by_group(launch.widened(~right | ~live), one["groups"], "amin"),
     }
     if setup.args.tools:
         of_responses["val/tool_tokens"] = one["from_tool"].sum(1)
@@ -101,11 +102,11 @@ def update_metrics(
     of_tokens = {"objective/sampler_gap": (episodes.logprobs - episodes.sampler_logprobs).abs()}
     of_tokens |= {"objective/kl_per_token": batch.kl} if has_reference else {}
     of_advantages = {"val/advantages_mean": batch.advantages, "val/advantages_abs_mean": batch.advantages.abs()}
-    errors = processes.widened(batch.returns - batch.values)
+    errors = launch.widened(batch.returns - batch.values)
     of_values = {
         "val/mean": batch.values,
         "val/returns": batch.returns,
-        "square_of_return": processes.widened(batch.returns) ** 2,
+        "square_of_return": launch.widened(batch.returns) ** 2,
     }
     of_values |= {"error": errors, "square_of_error": errors**2}
     critic = "value/grad_norm" in steps
@@ -130,7 +131,7 @@ def update_metrics(
             inds = live_steps["right_tokens" if name == "loss/nll_avg" else counted]
             shares[name] = x[inds].sum() / max(len(inds), 1)
     shares |= {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0], "val/num_stop_token_ids": one["stopped"].sum()}
-    m |= processes.sum_over_processes(shares, accelerator)
+    m |= launch.sum_over_processes(shares, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
     off = m["val/ratio"] - 1 if len(live_steps["tokens"]) else 0
     m |= {"val/ratio_var": m[SQUARED_RATIO_GAP] - off**2, "val/first_ratio_gap": math.sqrt(m[FRESH_RATIO_GAP])}
@@ -145,7 +146,7 @@ def update_metrics(
     left_out = () if critic else ("loss/value_avg", "val/clipfrac_avg")
     left_out += () if setup.args.rewards.kl_loss_coef else ("loss/kl_avg",)
     metrics = {name: m[name] for name in m if "/" in name and name not in left_out}
-    processes.check_update(metrics, number, setup.args.dtype, gap="val/first_ratio_gap")
+    launch.check_update(metrics, number, setup.args.dtype, gap="val/first_ratio_gap")
     return metrics
 
 
@@ -165,7 +166,7 @@ PATIENCE = 3  # updates
 
 def say_if_nothing_is_learned(setup: rlvr_episodes.Setup, this_run: run.Run) -> None:
     """Say once if nothing gets a score, nothing is correct, or all responses to a problem always score the same."""
-    rows, args, flag = this_run.rows, setup.args, cli.flag
+    rows, args = this_run.rows, setup.args
     if not this_run.is_main:  # the others have no rows
         return
     if rows[-1]["val/unscorable"] == 1:

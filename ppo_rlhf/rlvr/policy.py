@@ -15,9 +15,9 @@ Each update does eight things, the steps of `train()` below:
     7. epochs over minibatches: one of six losses, one of four ways to aggregate it
     8. adapt the KL coefficient and log
 
-The arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 in rlvr/algebra.py. Here the functions of the algorithm
-come after `train()` in its order, then traces, loading and saving. rlvr/asynchronous.py and rlvr/tools.py run this loop with
-another step 2. small/grpo.py is one setting of this script in a few lines; read it first.
+The arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 in rlvr/algebra.py. Here the functions of the
+algorithm come after `train()` in its order, then traces, loading and saving. rlvr/asynchronous.py and rlvr/tools.py
+run this loop with another step 2. small/grpo.py is one setting of this script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/reference.
@@ -45,10 +45,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, errors, processes
+from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
+from ppo_rlhf.lib.nets import layers, lm, models, networks, packing, passes, pretrained
 from ppo_rlhf.lib.nets.networks import AdaptiveKLController
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics
@@ -179,7 +179,7 @@ def draw_problems(setup: Setup, round_number: int, rank: int, local_prompts: int
     groups = round_number * round_prompts + torch.arange(len(of_all))[rows] // n
     queries = setup.problems.batch(of_all.tolist(), setup.ids.pad)[rows]  # (local_round, context_length)
     uniforms = lm.episode_noise(args.seed, round_number, len(of_all), args.task.response_length)[rows]
-    uniforms = uniforms.to(processes.device_of_noise(device))
+    uniforms = uniforms.to(launch.device_of_noise(device))
     requests = [Request(queries.to(device), uniforms, args.task.temperature)]
     if args.ppo.advantage == "remax":
         # [V41] Each prompt gets one more response, the greedy one. It is no episode.   ray_trainer.py#L1404-L1443
@@ -191,7 +191,7 @@ def draw_problems(setup: Setup, round_number: int, rank: int, local_prompts: int
 class Sampler:
     """Step 2 in this process, by the policy that learns.
 
-    rlvr/asynchronous.py has a sampler that is ahead of the learner; with that of rlvr/tools.py, responses call a tool.
+    rlvr/asynchronous.py has a sampler that is ahead of the learner; that of rlvr/tools.py lets responses call a tool.
     """
 
     def __init__(self, setup: Setup, actor_critic: ActorCritic, generate: Callable[..., Sampled] = lm.generate_until):
@@ -273,7 +273,7 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
     # [V109] Only scores of 0 and 1 have a mean that is the share of correct responses.
     if args.ppo.advantage == "maxrl" and (scores < 0).any():
         errors.say_once(
-            f"{cli.flag('ppo.advantage')} maxrl: there are negative scores; it divides by the mean of the scores, "
+            f"{errors.flag('ppo.advantage')} maxrl: there are negative scores; it divides by the mean of the scores, "
             f"which ought to be the share of right responses, and leaves out groups in which that is not above 0"
         )
     baselines = torch.zeros_like(scores)
@@ -675,20 +675,20 @@ def trace_episodes(
 
 def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     """Check the arguments, read the problems and load the networks. Nothing is written yet."""
-    accelerator = processes.make_accelerator()
+    accelerator = launch.make_accelerator()
     rlvr_checks.check_arguments(args)
     worlds.check_names(args)
     for doubt in rlvr_checks.doubts(args):
         console.say(doubt)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args, args = args, worlds.find_paths(args)
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
     for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
         console.say(doubt)
-    with cli.typed_as({"task.query_length": "task.prompt_length"}):
+    with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
         sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages)
@@ -715,9 +715,9 @@ def load_networks(
     They are sharded over the processes if the launcher asks for it. Without a penalty there is no reference.
     """
     if args.lora.rank and processes.sharding():
-        raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
+        raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
     task = args.task
-    length, vocab_size = task.prompt_length + task.response_length, models.vocabulary_size(tokenizer)
+    length, vocab_size = task.prompt_length + task.response_length, pretrained.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
     packing.enable(lm_backbone, share_prefixes=args.ppo.share_prefixes)
     critic = None
@@ -728,7 +728,7 @@ def load_networks(
     modes = {"low_precision": args.dtype == "bfloat16", "entropy_learns": args.ppo.entropy_coef > 0}
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
-        models.checkpoint_layers(actor_critic)
+        layers.checkpoint_layers(actor_critic)
     models.place(actor_critic, accelerator)
     with processes.gathered(actor_critic):
         models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
@@ -782,7 +782,7 @@ def start_run(
         for name, network in networks_of(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
-    inputs = models.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
+    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
     prompt, rows, tokens = setup.problems.longest(), setup.sizes.local_minibatch, math.inf
     if passes.is_packed(actor_critic, "shares_prefixes"):  # a prompt is read once for all its responses
         tokens = setup.sizes.local_batch // args.ppo.samples_per_prompt * prompt + rows * args.task.response_length

@@ -45,10 +45,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems, texts
-from ppo_rlhf.lib.nets import lm, passes, pretrained
+from ppo_rlhf.lib.data import problems
+from ppo_rlhf.lib.nets import lm, passes, pretrained, templates
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy
@@ -93,8 +93,8 @@ def train(args: Args) -> Path:
     cli.above_zero("tools.", args.tools, "time_limit")
     if args.tools.time_limit > tools.LONGEST_LIMIT:
         raise InputError(
-            f"{cli.flag('tools.time_limit')} {args.tools.time_limit:g} is more than {tools.LONGEST_LIMIT:g} seconds, "
-            f"a day; a call that takes so long holds up the whole run"
+            f"{errors.flag('tools.time_limit')} {args.tools.time_limit:g} is more than {tools.LONGEST_LIMIT:g} "
+            f"seconds, a day; a call that takes so long holds up the whole run"
         )
     if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
         raise InputError("tools cannot be combined with FSDP")
@@ -191,19 +191,21 @@ def put(whole: Tensor, new: Tensor, places: Tensor, fits: Tensor) -> Tensor:
 def conversation(setup: rlvr_episodes.Setup, tool: tools.Tool) -> Conversation:
     """What a tool needs to answer calls. Raises an InputError if something does not fit."""
     args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
-    with cli.typed_as({"task.call_end": "tools.call_end"}):
+    with errors.typed_as({"task.call_end": "tools.call_end"}):
         call_end = pretrained.one_token(tokenizer, args.call_end, "call_end")
     if call_end in ids.stops:
-        raise InputError(f"{cli.flag('tools.call_end')} {args.call_end!r} ends a response; a call must end otherwise")
+        raise InputError(
+            f"{errors.flag('tools.call_end')} {args.call_end!r} ends a response; a call must end otherwise"
+        )
     if not args.call_start:
-        raise InputError(f"{cli.flag('tools.call_start')} is empty; a call begins with a text, such as [")
+        raise InputError(f"{errors.flag('tools.call_start')} is empty; a call begins with a text, such as [")
 
     def encode(text: str) -> list[int]:
-        return [i for i in texts.encode_text(tokenizer, text) if i not in ids.stops]
+        return [i for i in templates.encode_text(tokenizer, text) if i not in ids.stops]
 
     most = max(len(encode(error)) for error in tools.ERRORS)
     if args.max_answer < most:
-        raise InputError(f"{cli.flag('tools.max_answer')} {args.max_answer}: error texts have up to {most} tokens")
+        raise InputError(f"{errors.flag('tools.max_answer')} {args.max_answer}: error texts have up to {most} tokens")
 
     def answer(written: list[int]) -> list[int]:
         turn = tokenizer.decode(written).removesuffix(args.call_end)

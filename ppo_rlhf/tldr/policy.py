@@ -46,12 +46,13 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, files, processes
+from ppo_rlhf.lib.base import checkpoints, errors, files, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import lm, models, networks, packing, passes
+from ppo_rlhf.lib.nets import foreign, layers, lm, models, networks, packing, passes, pretrained
 from ppo_rlhf.lib.nets.networks import AdaptiveKLController
 from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import cli, run, traces
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -202,15 +203,15 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
     cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
     cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
-    slices, what = num_processes * ppo.nminibatches, f"processes x {cli.typed('ppo.nminibatches')}"
-    local_minibatch = processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
+    local_minibatch = launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     local_batch = ppo.batch_size // num_processes
-    processes.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
+    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
         batch=ppo.batch_size,
         local_batch=local_batch,
-        local_rollout_batch=processes.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
+        local_rollout_batch=launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
     )
 
 
@@ -298,7 +299,7 @@ class Setup(Checked):
     """The parts of a run that no update changes."""
 
     score: scorers.Scorer  # (queries, responses, references) -> (rows,), on the scale below
-    scale: scorers.Scale  # of the scores of a function
+    scale: Scale  # of the scores of a function
     accelerator: Accelerator
 
 
@@ -378,7 +379,7 @@ def make_rollout(
         # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
         #    (rows, response_length).
         sampling = {"stop_ids": ids.stops, "temperature": task.temperature, "new_tokens": task.response_length}
-        uniforms = uniforms.to(processes.device_of_noise(device))
+        uniforms = uniforms.to(launch.device_of_noise(device))
         sampled = by_length(respond, actor_critic, queries, uniforms, **sampling)
         responses = sampled.responses
 
@@ -796,7 +797,7 @@ def token_statistics(
 
 def moments(name: str, values: Tensor, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
     """A process's share of the mean and the mean square of the entries that the mask keeps, in float64."""
-    values = processes.widened(values)
+    values = launch.widened(values)
     return {name: masked_mean(values, mask, count), f"square_of_{name}": masked_mean(values**2, mask, count)}
 
 
@@ -829,11 +830,11 @@ def update_metrics(
     if cli.has_own_scale(args.rewards):
         objectives["function_score"] = setup.scale.undo(episodes.raw_scores)
     shares = {
-        f"objective/{name}": processes.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
+        f"objective/{name}": launch.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
     }
     shares |= {name: x.mean() for name, x in steps.items() if name != "gradient_norm"}
     shares |= {"first": steps["square_of_ratio_minus_1"][0], "stopped": episodes.stopped.sum()}
-    means = processes.sum_over_processes(shares, accelerator)
+    means = launch.sum_over_processes(shares, accelerator)
     # [X34] Variances over tokens and values; summaries that end.
     return_var = variance(means["square_of_return"], means["return"])
     episode = (update + 1) * args.ppo.batch_size
@@ -865,8 +866,8 @@ def update_metrics(
         "eps": episode / seconds,
         "time": seconds,
     }
-    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=episodes.monitored)
-    processes.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
+    launch.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=episodes.monitored)
+    launch.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
     return metrics
 
 
@@ -970,12 +971,12 @@ def evaluate_policy(
         numbers |= {name: values, f"reference_{name}": reference_scores[name]}
     tokens = (held_out.queries, responses, held_out.references)
     rows = posts.evaluation_rows(setup.tokenizer, ids, *tokens, **numbers)
-    means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = processes.widened(lm.has_stop(responses, ids.stops, 0)).mean().item()
-    means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
+    means = {f"eval/{name}": launch.widened(values).mean().item() for name, values in numbers.items()}
+    means["eval/eos_rate"] = launch.widened(lm.has_stop(responses, ids.stops, 0)).mean().item()
+    means["eval/response_length"] = launch.widened((responses != ids.pad).sum(1)).mean().item()
     monitored = {f"eval/{prefix}{name}" for name in setup.monitor for prefix in ("", "reference_")}
     trained = {name: mean for name, mean in means.items() if name not in monitored}
-    processes.check_finite(trained, update, "the reward model or function must give every summary a number")
+    launch.check_finite(trained, update, "the reward model or function must give every summary a number")
     if update == 0:
         this_run.write_evaluation("before", rows)
     return means, rows
@@ -996,18 +997,18 @@ def check_arguments(args: Args, num_processes: int) -> PpoSizes:
     cli.above_zero("lora.", args.lora, "alpha")
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
-        errors.say_once(f"{cli.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
+        errors.say_once(f"{errors.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
         raise InputError(
-            f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
+            f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
     return ppo_sizes(args.ppo, num_processes)
 
 
 def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.Reference]:
     """Check the arguments, read the posts and load the networks. Nothing is written yet. joint: as of `train`."""
-    accelerator = processes.make_accelerator()
-    found, scale = check(args, accelerator.num_processes, joint), scorers.Scale()
+    accelerator = launch.make_accelerator()
+    found, scale = check(args, accelerator.num_processes, joint), Scale()
     actor_critic, reference = load_networks(found.args, found.tokenizer, accelerator)
     score = load_scorer(found.args, found.tokenizer, found.ids, accelerator)
     few_rows = partial(passes.few_rows_at_a_time, score, found.sizes.local_rollout_batch)
@@ -1026,15 +1027,15 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
     worlds.check_names(args, joint, unused=["task.comparisons", *unmade])
     typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons", *unmade])
     if args.lora.rank and processes.sharding():
-        raise InputError(f"{cli.flag('lora.rank')} does not go with FSDP")
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+        raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     if args.lora.rank:
-        base = models.empty_model(args.base_model, args.trust_remote_code, AutoModelForCausalLM)
+        base = pretrained.empty_model(args.base_model, args.trust_remote_code, AutoModelForCausalLM)
         models.add_adapters(base, args.lora, args.seed)
     if folder := args.rewards.value_model:
-        critic = models.empty_model(folder, args.trust_remote_code, AutoModel)
-        models.check_reward_model(critic, args, ids.vocab_size, "value_model")
+        critic = pretrained.empty_model(folder, args.trust_remote_code, AutoModel)
+        pretrained.check_reward_model(critic, args, ids.vocab_size, "value_model")
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
     return Checked(
@@ -1053,12 +1054,12 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, networks.Reference]:
     """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
-    length, vocab_size = args.task.query_length + args.task.response_length, models.vocabulary_size(tokenizer)
+    length, vocab_size = args.task.query_length + args.task.response_length, pretrained.vocabulary_size(tokenizer)
     lm_backbone, critic = models.load_base_model(args), networks.load_critic(args, vocab_size)
     packing.enable(lm_backbone, critic.lm_backbone)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
-        models.checkpoint_layers(actor_critic)
+        layers.checkpoint_layers(actor_critic)
     models.place(actor_critic, accelerator)
     with processes.gathered(actor_critic):
         models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
@@ -1080,10 +1081,10 @@ def load_scorer(
     """The scorer of (queries, truncated responses, reference summaries); a reward model reads no references."""
     if args.rewards.function:
         return posts.text_scorer(args.rewards.function, "rewards.function", tokenizer, ids)
-    pad_id = models.vocabulary_size(tokenizer)
-    if models.foreign.is_foreign(args.rewards.trained_model):
+    pad_id = pretrained.vocabulary_size(tokenizer)
+    if foreign.is_foreign(args.rewards.trained_model):
         bare = partial(posts.bare, ids=ids)
-        return models.foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
+        return foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
     models.place(reward_model, accelerator)
@@ -1113,7 +1114,7 @@ def start_run(
 
     Returns the run, the first update to make, and the newest evaluation.
     """
-    inputs = models.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
+    inputs = pretrained.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
     task, local_minibatch = setup.args.task, setup.sizes.local_batch // setup.args.ppo.nminibatches
     minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
     of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)

@@ -34,10 +34,11 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, processes
+from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.nets import layers, lm, models, packing, passes, pretrained
+from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.services import cli, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -89,21 +90,21 @@ def train(args: Args, joint: dict | None = None) -> Path:
     joint: of tldr/all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
     disk fails.
     """
-    accelerator = processes.make_accelerator()
+    accelerator = launch.make_accelerator()
     typed_args, found = args, check(args, accelerator.num_processes, joint)  # meta.json keeps what was typed
     args, sizes, tokenizer, ids, comparisons = found.args, found.sizes, found.tokenizer, found.ids, found.comparisons
     reward_model = load_reward_model(args, found.longest, ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 
-    inputs = models.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
+    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
     length = 2 * int(comparisons.lengths(ids.pad).max())  # both texts of a comparison
     of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
     this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
     info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
     saved = {"tokenizer": tokenizer, "info": info, "trust_remote_code": args.trust_remote_code}
-    this_run.rehearse(partial(models.save_reward_model, reward_model=reward_model, **saved))
+    this_run.rehearse(partial(save_reward_model, reward_model=reward_model, **saved))
     first_step = this_run.resume(reward_model, optimizer)["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
@@ -132,7 +133,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator=accelerator,
                 **limits,
             )
-            processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
+            launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/rm/lr": lr})
             advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
@@ -146,7 +147,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             accuracy, table = agreement(reward_model, rows, ids.pad, chunk, accelerator)
             sides = ("chosen_reward", "rejected_reward")
             means = {f"{name}/{side}": fmean(row[side] for row in table) for side in sides}
-            processes.check_finite(means, sizes.steps, processes.anew_with_lower("lr"))
+            launch.check_finite(means, sizes.steps, launch.anew_with_lower("lr"))
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
             this_run.write_table(name, table)
             if name == "validation":
@@ -154,14 +155,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
         # 3. Normalise.
         normalised = shift_to_references(reward_model, found.train_posts, ids.pad, chunk, accelerator)
-        processes.check_finite(normalised, sizes.steps, processes.anew_with_lower("lr"))
+        launch.check_finite(normalised, sizes.steps, launch.anew_with_lower("lr"))
         results |= normalised
 
     texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
     this_run.write_table("lengths", console.rows_of_lengths(ids.pad, **texts))
     folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
-        models.save_reward_model(folder, plain, **saved)
+        save_reward_model(folder, plain, **saved)
     this_run.finish(**results)
     this_run.upload("reward")
     return folder
@@ -196,7 +197,7 @@ def pairs_update(
     """
     device = reward_model.gain.device
     count = accelerator.reduce(counts.sum().to(device), "sum")
-    sums = processes.widened(torch.zeros(4, device=device))
+    sums = launch.widened(torch.zeros(4, device=device))
     # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[mb_inds]  # (local_batch,), of the longer text of each
@@ -209,9 +210,7 @@ def pairs_update(
         losses = pairwise_losses(*scores)
         loss = (losses * weights).sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
-        numbers = processes.widened(
-            torch.stack([losses, prefers_chosen(*scores), *scores]).detach()
-        )  # (4, micro_batch)
+        numbers = launch.widened(torch.stack([losses, prefers_chosen(*scores), *scores]).detach())  # (4, micro_batch)
         sums += (numbers * weights).sum(1)
     processes.average_gradients(reward_model, accelerator)
     gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
@@ -219,7 +218,7 @@ def pairs_update(
     # The names are the reproduction's.   reward.py#L420-L503
     names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards")
     shares = {f"train/rm/{name}": total / count for name, total in zip(names, sums, strict=True)}
-    return processes.sum_over_processes(shares, accelerator) | {"train/rm/gradient_norm": gradient_norm.item()}
+    return launch.sum_over_processes(shares, accelerator) | {"train/rm/gradient_norm": gradient_norm.item()}
 
 
 def score_pairs(
@@ -307,7 +306,7 @@ def shift_to_references(
         return (reward_model(tokens.to(device), pad_id),)
 
     (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator, some_posts.lengths(pad_id))
-    scores = processes.widened(scores)
+    scores = launch.widened(scores)
     mean = scores.mean().item()
     reward_model.bias.sub_(mean)
     # Of the scores after the shift, with the biased deviation.   reward.py#L495
@@ -337,7 +336,7 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     check_arguments(args, num_processes)
     worlds.check_names(args, joint)
     args = worlds.find_paths(args, joint)
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
     held_out = read_held_out(args.task, tokenizer)
@@ -348,10 +347,14 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     # Messages name the arguments that limit the longest rows.
     names = {"task.query_length": "task.article_query_length"} if longest == "validation_cnndm" else {}
     names |= {"task.response_length": "task.comparison_length"} if longest != "posts" else {}
-    with cli.typed_as(names):
+    with errors.typed_as(names):
         # The library must have a classifier for the model, as which it is saved.
-        classifier = models.empty_model(args.base_model, args.trust_remote_code, AutoModelForSequenceClassification)
-        models.check_size(classifier, f"{cli.flag('base_model')} {args.base_model}", lengths[longest], ids.vocab_size)
+        classifier = pretrained.empty_model(
+            args.base_model, args.trust_remote_code, AutoModelForSequenceClassification
+        )
+        pretrained.check_size(
+            classifier, f"{errors.flag('base_model')} {args.base_model}", lengths[longest], ids.vocab_size
+        )
     return Checked(
         args=args,
         sizes=pair_sizes(args, len(comparisons), num_processes),
@@ -373,7 +376,7 @@ def check_arguments(args: Args, num_processes: int) -> None:
     cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
     if not args.base_model:
         raise InputError(
-            f"{cli.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
+            f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
     pair_sizes(args, 1, num_processes)
 
@@ -391,13 +394,13 @@ class PairSizes:
 
 def pair_sizes(args: Args, comparisons: int, num_processes: int) -> PairSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    local_batch = launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
     return PairSizes(
         comparisons=comparisons,
         steps=math.ceil(comparisons / args.batch_size),
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=processes.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
+        local_micro_batch=launch.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
     )
 
 
@@ -420,7 +423,7 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
     torch.manual_seed(args.seed)
     reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16").to(backbone.dtype)
     if args.gradient_checkpointing:
-        models.checkpoint_layers(reward_model)
+        layers.checkpoint_layers(reward_model)
     models.place(reward_model, accelerator)
     return reward_model
 

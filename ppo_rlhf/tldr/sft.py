@@ -33,9 +33,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, processes
+from ppo_rlhf.lib.base import checkpoints, launch, processes
 from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import lm, models, packing, passes
+from ppo_rlhf.lib.nets import layers, lm, models, packing, passes, pretrained
 from ppo_rlhf.lib.services import cli, run
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     joint: of tldr/all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
     disk fails.
     """
-    accelerator = processes.make_accelerator()
+    accelerator = launch.make_accelerator()
     typed_args, found = args, check(args, accelerator.num_processes, joint)  # meta.json keeps what was typed
     args, sizes, tokenizer, ids = found.args, found.sizes, found.tokenizer, found.ids
     task, device, train_posts = args.task, accelerator.device, found.train_posts
@@ -107,7 +107,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     packing.enable(lm_backbone)
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
-        models.checkpoint_layers(model)
+        layers.checkpoint_layers(model)
     models.place(model, accelerator)
     length = task.query_length + task.response_length
     with processes.gathered(model):
@@ -116,7 +116,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
 
-    inputs = models.weight_files(args) | worlds.data_files(task, "posts")
+    inputs = pretrained.weight_files(args) | worlds.data_files(task, "posts")
     of_pass = passes.limit(args, accelerator, model, rows=sizes.local_batch, length=length)
     this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
     info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
@@ -145,7 +145,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
             metrics = sft_update(model, optimizer, tokens, pad_id=ids.pad, accelerator=accelerator, **limits)
-            processes.check_finite(metrics, step, processes.anew_with_lower("lr"))
+            launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
@@ -157,7 +157,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         scores, rows = summarise_held_out(
             model, split_posts, split, tokenizer=tokenizer, ids=ids, args=args, accelerator=accelerator
         )
-        processes.check_finite(scores, sizes.steps, processes.anew_with_lower("lr"))
+        launch.check_finite(scores, sizes.steps, launch.anew_with_lower("lr"))
         results |= scores
         this_run.write_evaluation(split, rows)
         if split == "validation":
@@ -239,7 +239,7 @@ def sft_update(
     gradient_norm = processes.full_tensor(processes.gradient_norm(model))
     optimizer.step()
     # The names are the reproduction's.   sft.py#L407-L425
-    metrics = processes.sum_over_processes({"train/sft/loss": total}, accelerator)
+    metrics = launch.sum_over_processes({"train/sft/loss": total}, accelerator)
     return metrics | {"train/sft/tokens": count.item(), "train/sft/gradient_norm": gradient_norm.item()}
 
 
@@ -274,9 +274,9 @@ def summarise_held_out(
         )
     finished = lm.has_stop(responses, ids.stops, 0)  # (posts,)
     rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references)
-    results = {f"{split}/sft/loss": -processes.widened(logprobs).sum().item() / counts.sum().item()}
+    results = {f"{split}/sft/loss": -launch.widened(logprobs).sum().item() / counts.sum().item()}
     results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
-    return results | {f"{split}/sft/eos_rate": processes.widened(finished).mean().item()}, rows
+    return results | {f"{split}/sft/eos_rate": launch.widened(finished).mean().item()}, rows
 
 
 # ---- Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass) -----------
@@ -299,7 +299,7 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     check_arguments(args, num_processes)
     worlds.check_names(args, joint, unused=["task.comparisons"])
     args = worlds.find_paths(args, joint, unused=["task.comparisons"])
-    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
     train_posts = read_posts("train", args.num_train)
     return Checked(
@@ -336,7 +336,7 @@ class SftSizes:
 
 def sft_sizes(args: Args, posts: int, num_processes: int) -> SftSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    local_batch = launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
     steps_per_epoch = math.ceil(posts / args.batch_size)
     return SftSizes(
         posts=posts,
@@ -344,7 +344,7 @@ def sft_sizes(args: Args, posts: int, num_processes: int) -> SftSizes:
         steps=args.epochs * steps_per_epoch,
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=processes.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
+        local_micro_batch=launch.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
     )
 
 

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib.base import errors, files, processes
+from ppo_rlhf.lib.base import errors, files, launch
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import building, tales
@@ -367,7 +367,7 @@ def train_model(place: Path, args: PostsArgs) -> dict[str, Any]:
     threads = [write_thread(rng, args) for _ in range(args.lm_threads)]
     tokenizer = tales.train_tokenizer([*threads[:4_000], "TL;DR:"], args.vocab_size)
     print("posts: training a GPT-NeoX", flush=True)
-    model, loss = train_language_model(quotes, threads, tokenizer, args, processes.default_device())
+    model, loss = train_language_model(quotes, threads, tokenizer, args, launch.default_device())
     model.save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
     return {"settings": dataclasses.asdict(args), "parameters": model.num_parameters(), "lm_loss": loss}

@@ -41,7 +41,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import errors, files, processes
+from ppo_rlhf.lib.base import errors, files, launch
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems, texts
 from ppo_rlhf.lib.nets import lm
@@ -340,7 +340,7 @@ def measure_start(
     start = {}
     for name, temperature in {"greedy": 0.01, "samples": task.temperature}.items():
         responses, _, _ = lm.generate(
-            model, prompts, uniforms.to(processes.device_of_noise(model.device)), pad_id, pad_id, temperature
+            model, prompts, uniforms.to(launch.device_of_noise(model.device)), pad_id, pad_id, temperature
         )
         responses = lm.truncate_at(responses, tokenizer.eos_token_id, 0, pad_id)
         right = list(map(rewards.gsm8k_strict, texts.to_texts(tokenizer, responses, pad_id), held_out.answers))
@@ -371,7 +371,7 @@ def train_model(place: Path, rng: random.Random, args: SumsArgs, taken: set[str]
     solved = [prompt + solution for prompt, solution in pairs[:4_000]]
     tokenizer = tales.train_tokenizer(solved, args.vocab_size, digits=True)
     print(f"sums: training a Llama on {len(pairs):,} solutions, {args.lm_steps} steps", flush=True)
-    model, loss = train_language_model(pairs, tokenizer, args, processes.default_device())
+    model, loss = train_language_model(pairs, tokenizer, args, launch.default_device())
     model.save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
     return {

@@ -32,7 +32,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors, launch
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import label_files, texts
 from ppo_rlhf.lib.nets import lm
@@ -362,7 +362,7 @@ def train_model(place: Path, stories: list[str], args: TalesArgs, device: torch.
 
 def build_world(folder: Path, args: TalesArgs) -> None:
     """Write stories, tokenizer, language model and comparisons to a new folder; it appears when all is there."""
-    device = processes.default_device()
+    device = launch.default_device()
     with building.new_world(folder, "tales") as place:
         print(f"tales: writing {args.stories:,} stories", flush=True)
         rng = random.Random(args.seed)

@@ -20,19 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ppo_rlhf.lib.base.checkpoints import gather_for_saving
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.base.launch import (  # noqa: F401 scripts find them here
-    FIRST_RATIO_TOLERANCE,
-    anew_with_lower,
-    check_equal,
-    check_finite,
-    check_update,
-    default_device,
-    device_of_noise,
-    fail_together,
-    keep_freed_memory,
-    make_accelerator,
-    rows_at_a_time,
-    split_evenly,
+from ppo_rlhf.lib.base.launch import (
     sum_over_processes,
     widened,
 )

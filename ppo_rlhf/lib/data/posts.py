@@ -30,10 +30,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, files, hub_files, processes
+from ppo_rlhf.lib.base import errors, files, hub_files, launch, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import texts
-from ppo_rlhf.lib.nets import lm, models, pretrained, templates
+from ppo_rlhf.lib.nets import lm, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
@@ -129,7 +129,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
             f"{len(prefix) + len(suffix)} tokens"
         )
     stops = templates.end_ids(tokenizer) if stop is None else (stop,)
-    return TaskIds(pad=models.vocabulary_size(tokenizer), eos=eos, stops=stops, prefix=prefix, suffix=suffix)
+    return TaskIds(pad=pretrained.vocabulary_size(tokenizer), eos=eos, stops=stops, prefix=prefix, suffix=suffix)
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Encoder:
     def encode(self, text: str) -> list[int]:
         # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
         #       tldr_dataset.py#L154, tldr_dataset.py#L202-L212
-        return texts.encode_text(self.tokenizer, text)
+        return templates.encode_text(self.tokenizer, text)
 
     def in_place(self, text: str) -> list[int]:
         """The text of a query in its chat template, or after the first token."""
@@ -531,7 +531,7 @@ def summarise(
         responses, _ = lm.generate_until(
             lm_backbone,
             contexts,
-            uniforms[inds].to(processes.device_of_noise(accelerator.device)),
+            uniforms[inds].to(launch.device_of_noise(accelerator.device)),
             pad_id=ids.pad,
             vocab_size=ids.vocab_size,
             temperature=temperature,

@@ -14,7 +14,6 @@ from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import sources
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
-from ppo_rlhf.lib.nets.templates import encode_text  # noqa: F401 others find it here
 
 
 @dataclass(frozen=True, kw_only=True)

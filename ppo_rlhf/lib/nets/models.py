@@ -25,10 +25,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.lib.base import errors, files, precision, processes
+from ppo_rlhf.lib.base import errors, files, launch, precision, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import (
-    foreign,  # noqa: F401 scripts find it here
     lm,
     packing,
     passes,
@@ -36,27 +35,19 @@ from ppo_rlhf.lib.nets import (
     templates,
 )
 from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.nets.layers import checkpoint_layers, layers  # noqa: F401 scripts find them here
-from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401 scripts find them here
-    PAD_TOKEN,
+from ppo_rlhf.lib.nets.layers import layers
+from ppo_rlhf.lib.nets.pretrained import (
     SAFETENSORS_ONLY,
-    check_kind,
     check_reward_model,
-    check_size,
-    check_vocabulary,
     checked_model,
     dtype_of_weights,
-    empty_model,
     find_head,
     is_dropout,
     load_head,
-    load_tokenizer,
     model_errors,
     read_config,
-    read_info,
     same_logits,
     vocabulary_size,
-    weight_files,
 )
 
 # ---- Load ------------------------------------------------------------------------------------------------------
@@ -179,7 +170,7 @@ def read_slices(model: PreTrainedModel, device: torch.device) -> None:
                 raise OSError(f"its weights hold {name} of shape {there}, but config.json means {wanted}")
             processes.copy_slice(weight, parameter)
             finite = finite and bool(parameter.to_local().isfinite().all())
-    processes.fail_together("" if finite else f"{model.source}: its weights hold numbers that are not finite")
+    launch.fail_together("" if finite else f"{model.source}: its weights hold numbers that are not finite")
 
 
 def files_with_weights(path: str, revision: str | None) -> list[Path]:

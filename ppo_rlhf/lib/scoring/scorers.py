@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import console, launch
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import templates
-from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401 chapter 2 finds it here
 
 # Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
 Scorer = Callable[..., torch.Tensor]

@@ -25,42 +25,14 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import console, errors, files, launch
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as  # noqa: F401
-from ppo_rlhf.lib.base.launch import (  # noqa: F401
-    PATIENCE,
+from ppo_rlhf.lib.base.errors import InputError, flag, typed
+from ppo_rlhf.lib.base.launch import (
     WITHOUT_FLOAT64,
-    anew_with_lower,
-    check_equal,
-    check_finite,
-    check_update,
     default_device,
-    device_of_noise,
-    launcher,
-    mean_over_processes,
-    return_freed_memory,
     rows_at_a_time,
     split_evenly,
-    widened,
 )
 from ppo_rlhf.lib.nets import templates
-from ppo_rlhf.lib.nets.pretrained import (  # noqa: F401
-    SAFETENSORS_ONLY,
-    check_model,
-    check_reward_model,
-    checked_model,
-    config_for_plots,
-    dtype_of_weights,
-    is_dropout,
-    load_head,
-    load_tokenizer,
-    model_errors,
-    one_token,
-    read_config,
-    vocabulary_size,
-    weight_files,
-)
-from ppo_rlhf.lib.nets.templates import FormatArgs, affixes, all_ends, check_task, sampling_config  # noqa: F401
-from ppo_rlhf.lib.scoring.scale import Scale  # noqa: F401
 from ppo_rlhf.lib.services import run
 
 if TYPE_CHECKING:

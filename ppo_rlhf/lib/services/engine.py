@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, precision, processes
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.base import checkpoints, launch, precision
+from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, models, packing
-from ppo_rlhf.lib.services.cli import flag
+from ppo_rlhf.lib.nets import lm, models, packing, pretrained
 
 Weights = Mapping[str, np.ndarray]
 
@@ -67,9 +66,9 @@ class BuiltIn:
 
     def __init__(self, spec: Spec):
         torch.set_num_threads(spec.threads)
-        self.device = processes.default_device()
+        self.device = launch.default_device()
         if self.device.type == "cpu":
-            processes.keep_freed_memory()
+            launch.keep_freed_memory()
         self.spec, self.version = spec, -1
         self.model = models.load_base_model(spec)
         packing.enable(self.model)
@@ -96,7 +95,7 @@ class BuiltIn:
         """
         check_version(version, self.version)
         spec, contexts = self.spec, torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
-        uniforms = torch.tensor(noise).to(processes.device_of_noise(self.device))
+        uniforms = torch.tensor(noise).to(launch.device_of_noise(self.device))
         with precision.mixed_precision(self.device, enabled=spec.dtype == "bfloat16"):
             responses, logprobs = lm.generate_until(
                 self.model, contexts, uniforms, spec.pad, spec.pad, temperature, spec.stops
@@ -121,7 +120,7 @@ class VLLM:
 
     def __init__(self, spec: Spec):
         self.spec, self.version = spec, -1
-        with models.model_errors(spec.base_model) as (path, revision):
+        with pretrained.model_errors(spec.base_model) as (path, revision):
             config = {"model": path, "revision": revision, "trust_remote_code": spec.trust_remote_code}
         self.pipe, theirs = Pipe()
         script, descriptor = Path(__file__).with_name("engine_vllm.py"), theirs.fileno()

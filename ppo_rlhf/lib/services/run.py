@@ -48,7 +48,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import checkpoints, console, errors, files, launch, paths
-from ppo_rlhf.lib.base.checkpoints import training_state  # noqa: F401 scripts find it here
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, Stopped, flag
 from ppo_rlhf.lib.nets import pretrained
 
@@ -643,7 +642,11 @@ class Run:
 
 def script_of(args: cli.RunArgs) -> str:
     """The training script whose Args these are, such as train_policy: their `script`, or the file that has them."""
-    return vars(type(args)).get("script") or Path(sys.modules[type(args).__module__].__file__ or "").stem
+    if script := vars(type(args)).get("script"):
+        return script
+    file = Path(sys.modules[type(args).__module__].__file__ or "")
+    chapter = f"{file.parent.name}_" if file.parent.name in ("tldr", "rlvr") else ""
+    return chapter + file.stem
 
 
 def run_name(args: cli.RunArgs, timestamp: int) -> str:
