@@ -6,6 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from processes import launch
 
 import ppo_rlhf
 from benchmark import mass
@@ -195,3 +196,19 @@ def test_functions_of_a_run_are_counted_where_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [])
     found = mass.functions_of_run(script, [])
     assert found == {"lib/base/paths.py": {"functions": 1, "lines": 3}}
+
+
+# ---- Paths of older versions -----------------------------------------------------------------------------------
+
+OLD = sorted(path.name for path in PACKAGE.glob("*_*.py") if "Moved to" in path.read_text())
+
+
+def test_old_paths_lead_to_scripts(tmp_path):
+    """Each names a script that is there; one of them is started."""
+    assert len(OLD) == 7
+    for name in OLD:
+        source = (PACKAGE / name).read_text()
+        place = source.split("Moved to ")[1].split(".py")[0]
+        assert (PACKAGE / f"{place}.py").is_file() and f'"ppo_rlhf.{place.replace("/", ".")}"' in source
+    result = launch("tldr_policy.py", "--help", folder=tmp_path)
+    assert result.status == 0 and "--rewards.trained-model" in result.stdout
