@@ -661,10 +661,16 @@ def leaks(*places: Path | str, known: tuple[Path, ...] = ()) -> list[str]:
     ]
 
 
+def scripts() -> list[Path]:
+    """Those of all chapters; the paths of older versions have no function."""
+    folders = (SCRIPTS, SCRIPTS / "tldr", SCRIPTS / "rlvr")
+    return [path for folder in folders for path in folder.glob("*.py") if "\ndef " in path.read_text()]
+
+
 def sources_in(folder: Path) -> list[Path]:
     """Files that hold the longest definition of one of the scripts, or changes to a checkout."""
-    texts = [path.read_text() for path in SCRIPTS.glob("*.py")]
-    lines = [max(re.findall(r"^def .*", text, re.MULTILINE), key=len).encode() for text in texts if text]
+    functions = [re.findall(r"^def .*", path.read_text(), re.MULTILINE) for path in scripts()]
+    lines = [max(found, key=len).encode() for found in functions]
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [
         path
@@ -755,10 +761,9 @@ def test_the_search_finds_secrets_and_sources(tmp_path: Path) -> None:
         (folder / "file").unlink()
         (folder / f"run-{secret}").touch()
         assert len(leaks(folder)) == 1
-    for script in SCRIPTS.glob("*.py"):
-        if script.name != "__init__.py":
-            (tmp_path / "run.wandb").write_bytes(b"\0" + script.read_bytes())
-            assert sources_in(tmp_path) == [tmp_path / "run.wandb"]
+    for script in scripts():
+        (tmp_path / "run.wandb").write_bytes(b"\0" + script.read_bytes())
+        assert sources_in(tmp_path) == [tmp_path / "run.wandb"]
 
 
 def test_no_library_is_taken_from_the_current_folder(tracked: tuple[Machine, Watched]) -> None:
