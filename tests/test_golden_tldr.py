@@ -610,7 +610,7 @@ ADVANTAGES, LOSSES = partial(check_advantages, "advantages_default"), partial(ch
 FORWARD, POLICY = partial(check_forward, "forward_neox_leftpad"), partial(check_policy_run, "ppo_neox")
 SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_run, "reward_neox")
 
-FILES = tuple(f"tldr_{name}.py" for name in ("sft", "reward", "policy"))
+FILES = tuple(f"tldr/{name}.py" for name in ("sft", "reward", "policy"))
 FILES += tuple(f"lib/{name}.py" for name in ("nets/lm", "nets/models", "services/run", "data/posts"))
 # mistake of the book: the checks that must fail if it is in the functions of these files
 MISTAKES: dict[str, list[Callable]] = {

@@ -88,7 +88,8 @@ def test_the_published_command(two_runs, tiny_world):
 @pytest.mark.parametrize("script", [tldr_policy, rlvr_policy], ids=["chapter 2", "chapter 3"])
 def test_runs_of_the_later_chapters(tmp_path, script):
     """With TRL's metrics, of which chapter 3 has most; the first 100 of 150 updates are not in the table."""
-    exp_name, (preset, args) = script.__name__.split(".")[-1], list(script.PRESETS.items())[1]
+    (preset, args) = list(script.PRESETS.items())[1]
+    exp_name = args.exp_name
     left_out = "val/num_stop_token_ids" if script is tldr_policy else "val/num_eos_tokens"
     metrics = [name for name in replay.LATER_METRICS if name != left_out]
     assert len(metrics) == 16

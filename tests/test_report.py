@@ -166,6 +166,7 @@ def test_a_panel_says_what_its_metrics_mean(tmp_path):
 def test_what_shows_the_danger_of_sampling_ahead_has_a_panel(tmp_path):
     """Each metric of rlvr/asynchronous.py, and what rlvr/policy.py says of sampler and staleness."""
     names = [name for name in explained_metrics(3) if name.startswith(("async/", "time/"))]
+    names.remove("time/from_scratch")  # the same as time
     names += ["objective/sampler_gap", "train/staleness_mean", "val/first_ratio_gap"]
     assert {"async/kl", "async/staleness_mean", "async/ess", "async/rejected_share"} < set(names)
     folder = make_run(tmp_path, "a", chapter=3)

@@ -726,7 +726,7 @@ def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments
     def too_short(*_, **__):
         raise InputError(f"shorten {errors.flag('task.query_length')}")
 
-    monkeypatch.setattr(pretrained, "find_head", lambda _: None)  # as if there were a reward model x
+    monkeypatch.setattr(pretrained, "find_head", lambda *_: None)  # as if there were a reward model x
     monkeypatch.setattr(foreign, "is_foreign", lambda _: False)
     monkeypatch.setattr(models, "load_scalar_model", too_short)
     words = [*sums_arguments(tiny_sums), *RLOO.split(), "--rewards.trained_model", "x"]

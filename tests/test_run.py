@@ -634,10 +634,10 @@ def test_a_fork_ends_when_it_is_told_to(request):
 ONE_FAILS = """
 import itertools, os, types
 import torch
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors, launch
 
 def main():
-    accelerator = processes.make_accelerator()
+    accelerator = launch.make_accelerator()
     accelerator.reduce(torch.ones(1), "sum")
     if os.environ["RANK"] == "1":
         raise errors.InputError("it is only here")
@@ -727,7 +727,7 @@ def test_a_table_takes_any_text(capsys):
 
 ALLOCATE = """
 import resource, torch
-from ppo_rlhf.lib.base import launch, processes
+from ppo_rlhf.lib.base import launch
 from ppo_rlhf.lib.nets import memory
 
 def new_pages():
@@ -739,7 +739,7 @@ def new_pages():
     return faults[-1] - faults[2]
 
 print(new_pages())
-processes.keep_freed_memory()
+launch.keep_freed_memory()
 print(new_pages())
 tensors = [torch.ones(2**21) for _ in range(200)]  # 8 MB each
 del tensors[:-1]  # what stays lies behind what was freed

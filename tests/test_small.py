@@ -536,7 +536,7 @@ def test_grpo_has_the_constants_of_the_preset():
         ("#### 8\n#### 9", True),
         ("#### 9\n#### 8", False),
         ("9", False),
-        ("####9", False),
+        ("####9", True),
         ("#### 09 ", True),
         ("#### -9", False),
         ("", False),

@@ -536,7 +536,7 @@ RECORDING = """
 import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
-from ppo_rlhf import {module} as script
+from ppo_rlhf.tldr import {module} as script
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.services import cli
 
@@ -559,7 +559,7 @@ def test_every_row_is_trained_on_once_in_each_pass(kind, request, tmp_path):
     """[T27] Also those of the last, short batch, which weigh as much as others. On two processes."""
     expected = request.getfixturevalue(kind)
     script = tmp_path / "recording.py"
-    script.write_text(RECORDING.format(module=f"tldr_{kind}"))
+    script.write_text(RECORDING.format(module=kind))
     arguments = [*expected.arguments, *STILL.split()]
     run = train(tmp_path, script, arguments, processes=2)
     by_rank = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -98,7 +98,7 @@ def train(args, policy: PreTrainedModel, tokenizer, problems: list[tuple[str, st
 
 def is_right(response: str, answer: str) -> bool:
     """The verifier: a response is correct if its last number after #### is the answer."""
-    numbers = re.findall(r"#### (-?[0-9]+)", response)
+    numbers = re.findall(r"#### *(-?[0-9]+)", response)
     return bool(numbers) and int(numbers[-1]) == int(answer)
 
 
