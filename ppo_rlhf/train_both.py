@@ -80,17 +80,17 @@ def train(args: Args) -> tuple[Path, Path]:
     # Whatever is wrong with the policy's arguments or the judge is said before the reward model is trained. All else
     # that the policy needs, such as a base model that is long enough, the reward model needs too.
     with sequence.flags_of("reward", reward_args, SHARED):
-        cli.reward_sizes(reward_args, accelerator.num_processes)
+        train_reward.reward_sizes(reward_args, accelerator.num_processes)
         worlds.check_names(reward_args, stages.joint)
     with sequence.flags_of("policy", policy_args, SHARED):
-        cli.check_ppo_arguments(policy_args)
-        cli.ppo_sizes(policy_args.ppo, accelerator.num_processes)
+        train_policy.check_ppo_arguments(policy_args)
+        train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
         worlds.check_names(policy_args, stages.joint, unused=["rewards.trained_model"])
     templates.check_task(args.task)
     found = worlds.find_paths(args, stages.joint)
     tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):
-        cli.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
+        train_policy.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
     texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="", root=stages.root)
     texts.held_out(1)  # the report at the end needs such queries
     if args.label and not foreign.is_foreign(args.judge):

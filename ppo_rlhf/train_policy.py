@@ -13,9 +13,9 @@ started from (the reference) keeps the text fluent. Each update has eight steps:
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-`train()` is the loop. `make_rollout()` has steps 2 to 5, and `ppo_update()` steps 6 and 7, because each minibatch
-whitens its own rewards and advantages. Four modules of ours are imported, and you can skip them: run (the run's
-folder and logs), cli (command line, checks, memory), worlds (small worlds by name), sources (where texts come from).
+`train()` is the loop and shows steps 1 to 5 and 8. `ppo_update()` has steps 6 and 7, because each minibatch whitens
+its own rewards and advantages. What is imported of ours is machinery, which you can skip: a run's folder and logs,
+the command line, files of models and texts, and memory.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
 and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose: docs/reference.
@@ -36,6 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,13 +47,14 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, launch
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.base import checkpoints, console, launch
+from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib.nets import foreign, layers, memory, pretrained, templates
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
+from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.scoring.scale import Scale
-from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib.services import cli, run, traces
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -218,26 +220,40 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     with launch.launcher(sharding=False):
         accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
-    args = cli.with_newest_reward_model(args)
-    cli.check_ppo_arguments(args)
+    device = accelerator.device
+    noise_device = launch.device_of_noise(device)
+    args = with_newest_reward_model(args)
+    check_ppo_arguments(args)
     worlds.check_names(args, joint)
-    sizes, rank = cli.ppo_sizes(args.ppo, accelerator.num_processes), accelerator.process_index
-    typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
-    task, device, noise_device = args.task, accelerator.device, launch.device_of_noise(accelerator.device)
+    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
+    typed_args = args
+    args = worlds.find_paths(args, joint)  # names such as `tales` become paths
+    task = args.task
+
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
     # [D11] Every stage begins with the first text.   train_policy.py#L454-L457
     stream = QueryStream(task, tokenizer)
     policy, reference = load_policy_and_reference(args, ids, device)
-    reward, scale = load_reward(args, tokenizer, ids, device), Scale()
-    monitor = cli.load_monitor(args.rewards.monitor, tokenizer, ids.pad)
+    reward = load_reward(args, tokenizer, ids, device)
+    scale = Scale()
+    monitor = load_monitor(args.rewards.monitor, tokenizer, ids.pad)
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     groups_of_weights = [{"params": part.parameters()} for part in (policy.lm_backbone, policy.value_head)]
     optimizer = AdamTensorFlowStyle(groups_of_weights, lr=args.ppo.lr)
-    controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
-    rows_of_batch = {"length": ids.context_length + task.response_length, "local_batch": sizes.local_batch}
-    fitting = cli.rows_that_fit(args, accelerator, policy, frozen=(reference, reward), **rows_of_batch)
+    adaptive_kl = args.rewards.adaptive_kl
+    controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
+    fitting = memory.rows_that_fit(
+        args,
+        accelerator,
+        policy,
+        frozen=(reference, reward),
+        length=ids.context_length + task.response_length,
+        local_batch=sizes.local_batch,
+    )
+    pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
     ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
+
     inputs = pretrained.weight_files(args) | worlds.data_files(task, "query_dataset")
     this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
     this_run.rehearse(partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args))
@@ -245,12 +261,24 @@ def train(args: Args, joint: dict | None = None) -> Path:
     controller.value = resumed.get("kl_coef", controller.value)
     stream.position = resumed.get("query_position", stream.position)
     scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
-    models = {"policy": policy, "reference": reference, "reward": reward, "scale": scale, "monitor": monitor}
-    roll_out = partial(make_rollout, **models, ids=ids, task=task, rows=fitting["local_rollout_batch"])
-    recorder = this_run.recorder_of_groups(ids, stream, roll_out, partial(group_advantages, ppo=ppo))
-    if not isinstance(reward, RewardModel) and resumed["step"] == 0:
-        scale.fit_samples(this_run, roll_out, stream, ids.pad, keyed_generator(args.seed, "scale of the function"))
-    this_run.start_logging(resumed["step"], pretrained.config_for_plots(typed_args, args), sources.left_out(stream))
+    if not isinstance(reward, RewardModel) and args.rewards.normalize_samples and resumed["step"] == 0:
+        # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
+        scores = scores_of_base_model(args, accelerator, stream, ids, policy=policy, reward=reward, rows=pass_rows)
+        scale.fit(scores, accelerator)
+    recorder = make_recorder(
+        this_run,
+        stream,
+        ids,
+        policy=policy,
+        reference=reference,
+        reward=reward,
+        scale=scale,
+        monitor=monitor,
+        rows=pass_rows,
+    )
+    note = sources.left_out(stream)
+    this_run.start_logging(resumed["step"], pretrained.config_for_plots(typed_args, args), note)
+    rank = accelerator.process_index
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
@@ -259,10 +287,95 @@ def train(args: Args, joint: dict | None = None) -> Path:
         queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
         uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(noise_device)
 
-        # 2. Generate responses, 3. compute the reference's log-probs, 4. score, and 5. compute rewards per token.
-        # [D53] The penalty uses the coefficient that the last update left.   train_policy.py#L293-L297
-        with this_run.saved_if_it_fails():
-            batch = roll_out(queries, uniforms, controller.value)
+        launch.return_freed_memory()  # from training
+        with this_run.saved_if_it_fails(), torch.no_grad():
+            with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
+                # 2. Generate responses. Keep their log-probs and values, all (local_batch, response_length).
+                contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
+                responses, sampled_logprobs, hidden_states = few_rows_at_a_time(
+                    lambda contexts, uniforms: generate(
+                        policy.lm_backbone,
+                        contexts,
+                        uniforms,
+                        pad_id=ids.pad,
+                        vocab_size=ids.pad,
+                        temperature=task.temperature,
+                    ),
+                    pass_rows,
+                    contexts,
+                    uniforms,
+                )
+                # (local_batch, context_length + response_length)
+                context_responses = torch.cat([contexts, responses], dim=1)
+                if policy.low_precision:
+                    # In low precision the sampler rounds otherwise than training does, and the ratio would not
+                    # start at 1. So the policy reads what it wrote.
+                    logprobs, _, values = few_rows_at_a_time(
+                        lambda tokens: policy(tokens, ids.pad, ids.context_length, task.temperature),
+                        pass_rows,
+                        context_responses,
+                    )
+                else:
+                    # [D25] [D26] The log-probs and values that the sampler saw become the old ones. So the ratio
+                    #       starts at 1.
+                    logprobs = sampled_logprobs
+                    values = read_scalar(policy.value_head, hidden_states)
+
+                # 3. Compute the reference's log-probs, at the policy's temperature: (local_batch, response_length).
+                ref_logprobs, _, _ = few_rows_at_a_time(
+                    lambda tokens: response_logprobs(
+                        reference,
+                        tokens,
+                        pad_id=ids.pad,
+                        context_length=ids.context_length,
+                        temperature=task.temperature,
+                        vocab_size=ids.pad,
+                    ),
+                    pass_rows,
+                    context_responses,
+                )
+
+                # 4. Truncate the responses, (local_batch, response_length), and score them, (local_batch,).
+                truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+                # [D28] [D49] Scored are the query alone and the truncated response.   train_policy.py#L396-L402
+                own_scores = score_responses(reward, queries, truncated_responses, pad_id=ids.pad, rows=pass_rows)
+                # [X18] The scores of a function get the scale that a normalised reward model has.
+                raw_scores = scale.apply(own_scores)
+                # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
+                stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
+                scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+
+                # 5. Compute per-token rewards. The score judges the whole text, so it is on the last token. The KL
+                #    divergence is a sum over tokens, so each token pays for its own part.
+                # [D53] The penalty uses the coefficient that the last update left.   train_policy.py#L293-L297
+                rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, controller.value)
+
+            # Of each episode, (local_batch,), this is logged.
+            objectives = {
+                "kl": kl.sum(1),
+                "entropy": -logprobs.sum(1),
+                "score": scores,
+                "non_score_reward": non_score_rewards.sum(1),
+                "raw_score": raw_scores,
+                "stopped": stopped,
+            }
+            for name, function in monitor.items():
+                objectives[name] = function(queries, truncated_responses)
+            if not isinstance(reward, RewardModel):
+                objectives["function_score"] = own_scores
+            objectives["response_length"] = (truncated_responses != ids.pad).sum(1)
+            objectives["sampler_gap"] = (logprobs - sampled_logprobs).abs().mean(1)
+        batch = Rollout(
+            context_responses=context_responses,
+            logprobs=logprobs,
+            values=values,
+            rewards=rewards,
+            queries=queries,
+            truncated_responses=truncated_responses,
+            ref_logprobs=ref_logprobs,
+            kl=kl,
+            objectives=objectives,
+        )
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
         # [X17] The value head starts at 0, so it may need larger steps than what was pretrained.
@@ -281,7 +394,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             metrics,
             f"score {metrics['objective/score']:+.2f}, KL {metrics['objective/kl']:.2f}, "
             f"{100 * metrics['objective/stopped']:.0f} % end",
-            samples=partial(run.sample_rows, tokenizer, ids.pad, batch),
+            samples=partial(sample_rows, tokenizer, ids.pad, batch),
             trace=partial(recorder.record, update, batch, controller.value),
             # The counterpart of `resume` above.   train_policy.py#L474-L508
             checkpoint=lambda state=state: (checkpoints.training_state(policy, optimizer), state),
@@ -307,89 +420,6 @@ class Rollout:
     kl: Tensor | None = None  # (local_batch, response_length)
     objectives: dict[str, Tensor] = field(default_factory=dict)  # (local_batch,) each: what is logged of an episode
     seen: list = field(default_factory=list)  # rows and numbers of each pass of training; ppo_update appends them
-
-
-@torch.no_grad()
-def make_rollout(
-    queries: Tensor,
-    uniforms: Tensor,
-    kl_coef: float,
-    *,
-    policy: PolicyWithValueHead,
-    reference: PreTrainedModel,
-    reward: RewardModel | cli.Scorer,
-    scale: Scale,
-    monitor: dict[str, cli.Scorer],
-    ids: TaskIds,
-    task: TaskArgs,
-    rows: int,
-) -> Rollout:
-    """Steps 2 to 5: sample responses to queries (local_batch, query_length), score them, and compute their rewards.
-
-    uniforms: (local_batch, response_length) random numbers in [0, 1), one for each token. rows: how many a model
-    reads or writes at a time.
-    """
-    launch.return_freed_memory()  # from training
-    contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-    reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": task.temperature}
-    with torch.autocast(queries.device.type, torch.bfloat16, enabled=policy.low_precision):
-        # 2. Generate responses; record their log-probs and values: all of (local_batch, response_length).
-        sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": task.temperature}
-        write = partial(generate, policy.lm_backbone, **sampling)
-        responses, sampled_logprobs, hidden_states = few_rows_at_a_time(write, rows, contexts, uniforms)
-        context_responses = torch.cat([contexts, responses], dim=1)  # (local_batch, context_length + response_length)
-        if policy.low_precision:
-            # In low precision the sampler rounds otherwise than training does, and the ratio would not start at 1.
-            logprobs, _, values = few_rows_at_a_time(partial(policy, **reading), rows, context_responses)
-        else:
-            # [D25] [D26] The log-probs and values that the sampler saw become the old ones, so the ratio starts at 1.
-            logprobs, values = sampled_logprobs, read_scalar(policy.value_head, hidden_states)
-
-        # 3. Compute the reference's log-probs, at the policy's temperature: (local_batch, response_length).
-        read = partial(response_logprobs, reference, **reading, vocab_size=ids.pad)
-        ref_logprobs, _, _ = few_rows_at_a_time(read, rows, context_responses)
-
-        # 4. Truncate the responses and score them: (local_batch,).
-        truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        if isinstance(reward, RewardModel):
-            # [D28] [D49] It reads the query alone and the truncated response.   train_policy.py#L396-L402
-            query_responses = torch.cat([queries, truncated_responses], dim=1)
-            raw_scores = few_rows_at_a_time(partial(reward, pad_id=ids.pad), rows, query_responses)
-        else:
-            # [X18] The scores of a function get the scale that a normalised reward model has.
-            function_scores = reward(queries, truncated_responses)
-            raw_scores = scale.apply(function_scores)
-        # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
-        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
-        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
-
-        # 5. Compute per-token rewards. The score judges the whole text, so it is on the last token. The KL
-        #    divergence is a sum over tokens, so each token pays for its own part.
-        rewards, non_score_rewards, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
-    monitored = {name: function(queries, truncated_responses) for name, function in monitor.items()}
-    if not isinstance(reward, RewardModel):
-        monitored["function_score"] = function_scores
-    return Rollout(
-        context_responses=context_responses,
-        logprobs=logprobs,
-        values=values,
-        rewards=rewards,
-        queries=queries,
-        truncated_responses=truncated_responses,
-        ref_logprobs=ref_logprobs,
-        kl=kl,
-        objectives={
-            "kl": kl.sum(1),
-            "entropy": -logprobs.sum(1),
-            "score": scores,
-            "non_score_reward": non_score_rewards.sum(1),
-            "raw_score": raw_scores,
-            "stopped": stopped,
-            **monitored,
-            "response_length": (truncated_responses != ids.pad).sum(1),
-            "sampler_gap": (logprobs - sampled_logprobs).abs().mean(1),
-        },
-    )
 
 
 # ---- Step 1: queries -------------------------------------------------------------------------------------------
@@ -727,6 +757,16 @@ class RewardModel(nn.Module):
         return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
+def score_responses(
+    reward: RewardModel | scorers.Scorer, queries: Tensor, truncated_responses: Tensor, *, pad_id: int, rows: int
+) -> Tensor:
+    """Scores (batch,) of a reward model, which reads so many rows at a time, or of a function, which gets all."""
+    if not isinstance(reward, RewardModel):
+        return reward(queries, truncated_responses)
+    query_responses = torch.cat([queries, truncated_responses], dim=1)  # (batch, query_length + response_length)
+    return few_rows_at_a_time(lambda tokens: reward(tokens, pad_id), rows, query_responses)
+
+
 def truncate_at(responses: Tensor, stop_id: int | tuple[int, ...] | None, after: int, pad_id: int) -> Tensor:
     """Replace everything after the first stop token at index >= after by padding; the stop token itself stays.
 
@@ -1003,22 +1043,48 @@ def learning_rate(ppo: PpoArgs, update: int, first_lr: float | None = None) -> f
 # ---- Step 8: metrics, KL coefficient ---------------------------------------------------------------------------
 
 
+# Names under objective/ that a run logs anyway, so no function to monitor can have them.
+OBJECTIVES = {
+    "kl",
+    "entropy",
+    "score",
+    "non_score_reward",
+    "raw_score",
+    "stopped",
+    "response_length",
+    "sampler_gap",
+    "kl_coef",
+    "score_total",
+    "scores",
+    "function_score",
+}
+
+
 def update_metrics(
     batch: Rollout, stats: dict[str, Tensor], this_run: run.Run, args: Args, update: int, ids: TaskIds, kl_coef: float
 ) -> dict[str, float]:
     """All metrics of an update, over all processes; all must call this. kl_coef: what its rewards were made with."""
-    of_batch = {
-        f"objective/{name}": launch.widened(values).mean() for name, values in batch.objectives.items()
-    } | stats
+    accelerator = this_run.accelerator
+    of_batch = {}
+    for name, values in batch.objectives.items():
+        of_batch[f"objective/{name}"] = launch.widened(values).mean()
+    for name, value in stats.items():
+        of_batch[name] = launch.widened(value.detach())
     # [D75] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
-    flat = torch.stack([launch.widened(value.detach()) for value in of_batch.values()])
-    means = dict(zip(of_batch, this_run.accelerator.reduce(flat, "mean").tolist(), strict=True))
+    flat = accelerator.reduce(torch.stack(list(of_batch.values())), "mean")
+    means = dict(zip(of_batch, flat.tolist(), strict=True))
     eos_tokens = (batch.context_responses[:, ids.context_length :] == ids.eos).sum()
-    means["ppo/val/num_eos_tokens"] = float(this_run.accelerator.reduce(eos_tokens, "sum"))
-    launch.check_update(means, update, args.dtype, monitored=batch.objectives.keys() - cli.OBJECTIVES)
-    launch.check_equal("objective/kl_coef", kl_coef, this_run.accelerator)
-    seconds = {"update_seconds": this_run.seconds_of_update(), "run_seconds": this_run.seconds()}
-    return finish_metrics(means, update, args, kl_coef=kl_coef, **seconds)
+    means["ppo/val/num_eos_tokens"] = float(accelerator.reduce(eos_tokens, "sum"))
+    launch.check_update(means, update, args.dtype, monitored=batch.objectives.keys() - OBJECTIVES)
+    launch.check_equal("objective/kl_coef", kl_coef, accelerator)
+    return finish_metrics(
+        means,
+        update,
+        args,
+        kl_coef=kl_coef,
+        update_seconds=this_run.seconds_of_update(),
+        run_seconds=this_run.seconds(),
+    )
 
 
 def finish_metrics(
@@ -1038,12 +1104,17 @@ def finish_metrics(
     metrics["ppo/val/var_explained"] = 1 - means["ppo/val/error"] / max(means["ppo/returns/var"], 1e-12)
     for name in ("loss/policy", "loss/value", "policy/entropy", "policy/approxkl", "policy/clipfrac", "val/clipfrac"):
         metrics[f"ppo/{name}_avg"] = means[f"ppo/{name}"]
-    metrics |= {"ppo/lr": learning_rate(ppo, update), "ppo/global_step": update}
-    metrics["ppo/episode"] = metrics["elapsed/episodes"] = (update + 1) * ppo.batch_size
-    tokens = ppo.batch_size * args.task.response_length
-    metrics |= {"elapsed/steps/serial": (update + 1) * args.task.response_length}
-    metrics |= {"elapsed/updates": update + 1, "elapsed/steps/total": (update + 1) * tokens}
-    return metrics | {"elapsed/fps": int(tokens / update_seconds), "elapsed/time": run_seconds}
+    tokens = ppo.batch_size * args.task.response_length  # of an update
+    metrics["ppo/lr"] = learning_rate(ppo, update)
+    metrics["ppo/global_step"] = update
+    metrics["ppo/episode"] = (update + 1) * ppo.batch_size
+    metrics["elapsed/episodes"] = (update + 1) * ppo.batch_size
+    metrics["elapsed/steps/serial"] = (update + 1) * args.task.response_length
+    metrics["elapsed/updates"] = update + 1
+    metrics["elapsed/steps/total"] = (update + 1) * tokens
+    metrics["elapsed/fps"] = int(tokens / update_seconds)
+    metrics["elapsed/time"] = run_seconds
+    return metrics
 
 
 class AdaptiveKLController:
@@ -1067,7 +1138,206 @@ class AdaptiveKLController:
             self.value *= 1 + error * episodes / self.horizon
 
 
-# ---- Plumbing: checks, loading, saving -------------------------------------------------------------------------
+# ---- What is shown of an update: samples and traces ------------------------------------------------------------
+
+
+def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, batch: Rollout) -> list[dict[str, str | float]]:
+    """The first three episodes as texts, with their numbers."""
+    # [D80] The log shows some samples at intervals.   train_policy.py#L264-L279
+    numbers = batch.objectives
+    # [X06] The total uses the KL coefficient that made these rewards.
+    total = numbers["score"] + numbers["non_score_reward"]  # (local_batch,)
+    rows = []
+    for i in range(min(3, len(total))):
+        query = [token for token in batch.queries[i].tolist() if token != pad_id]
+        response = [token for token in batch.truncated_responses[i].tolist() if token != pad_id]
+        row = {
+            "query": tokenizer.decode(query),
+            "response": tokenizer.decode(response),
+            "score": numbers["score"][i].item(),
+            "kl": numbers["kl"][i].item(),
+            "score - kl_coef * kl": total[i].item(),
+        }
+        rows.append(row)
+    return rows
+
+
+def make_recorder(
+    this_run: run.Run,
+    stream: QueryStream,
+    ids: TaskIds,
+    *,
+    policy: PolicyWithValueHead,
+    reference: PreTrainedModel,
+    reward: RewardModel | scorers.Scorer,
+    scale: Scale,
+    monitor: dict[str, scorers.Scorer],
+    rows: int,
+) -> traces.Recorder[Rollout]:
+    """Keeps a few episodes of the batch, and the policy's responses to the first queries, with the same noise each
+    time. rows: how many a model reads or writes at a time.
+    """
+    args = this_run.args
+    task = args.task
+    device = this_run.accelerator.device
+    group = args.ppo.batch_size // args.ppo.whiten_groups
+    queries = stream.first(traces.TRACED, ids.pad).to(device)  # (n, query_length)
+    contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
+    uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(launch.device_of_noise(device))
+    # A trace must not call functions of the user's.
+    if not isinstance(reward, RewardModel):
+        reward = traces.scorer_of_traces(reward, args.rewards.function)
+    monitor = {name: traces.scorer_of_traces(score, args.rewards.monitor) for name, score in monitor.items()}
+
+    def after_update(batch: Rollout, first_rows: slice) -> dict[str, Tensor]:
+        """Numbers of a few episodes that the policy has just learned from."""
+        new_logprobs, entropies, new_values = few_rows_at_a_time(
+            lambda tokens: policy(tokens, ids.pad, ids.context_length, task.temperature),
+            rows,
+            batch.context_responses[first_rows],
+        )
+        # Whitened over all episodes of the first group: what the losses had, if there is one minibatch.
+        advantages, returns = group_advantages(batch.rewards[None, :group], batch.values[None, :group], args.ppo)
+        return {
+            "new_logprobs": new_logprobs,
+            "entropies": entropies,
+            "new_values": new_values,
+            "advantages": advantages[0, first_rows],
+            "returns": returns[0, first_rows],
+        }
+
+    def answer_again(kl_coef: float) -> Rollout:
+        """Responses to the first queries, with the numbers that episodes of the batch have."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
+            responses, logprobs, hidden_states = few_rows_at_a_time(
+                lambda contexts, uniforms: generate(
+                    policy.lm_backbone,
+                    contexts,
+                    uniforms,
+                    pad_id=ids.pad,
+                    vocab_size=ids.pad,
+                    temperature=task.temperature,
+                ),
+                rows,
+                contexts,
+                uniforms,
+            )
+            context_responses = torch.cat([contexts, responses], dim=1)  # (n, context_length + response_length)
+            ref_logprobs, _, _ = few_rows_at_a_time(
+                lambda tokens: response_logprobs(
+                    reference, tokens, ids.pad, ids.context_length, task.temperature, vocab_size=ids.pad
+                ),
+                rows,
+                context_responses,
+            )
+            truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+            own_scores = score_responses(reward, queries, truncated_responses, pad_id=ids.pad, rows=rows)
+        raw_scores = scale.apply(own_scores)
+        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
+        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
+        objectives = {"score": scores, "raw_score": raw_scores, "stopped": stopped}
+        for name, function in monitor.items():
+            objectives[name] = function(queries, truncated_responses)
+        if not isinstance(reward, RewardModel):
+            objectives["function_score"] = own_scores
+        return Rollout(
+            context_responses=context_responses,
+            logprobs=logprobs,
+            values=read_scalar(policy.value_head, hidden_states),
+            rewards=rewards,
+            truncated_responses=truncated_responses,
+            ref_logprobs=ref_logprobs,
+            kl=kl,
+            objectives=objectives,
+        )
+
+    def numbers(batch: Rollout) -> dict[str, Any]:
+        """The tensors under the names that report.py knows."""
+        of_tokens = ("kl", "entropy", "non_score_reward", "response_length", "sampler_gap")  # a trace has these
+        plural = {"score": "scores", "raw_score": "raw_scores"}
+        shown = {plural.get(name, name): x for name, x in batch.objectives.items() if name not in of_tokens}
+        return vars(batch) | {
+            "query_responses": batch.context_responses,
+            "scored": batch.truncated_responses != ids.pad,
+            "objectives": shown,
+        }
+
+    return this_run.recorder(
+        stream.tokenizer,
+        ids.pad,
+        episodes=min(args.trace_episodes, group),
+        after_update=after_update,
+        again=answer_again,
+        cliprange=args.ppo.cliprange,
+        numbers=numbers,
+    )
+
+
+# ---- Plumbing: checks, sizes, loading, saving ------------------------------------------------------------------
+
+
+def check_ppo_arguments(args: Args) -> None:
+    """Refuse numbers that cannot be meant."""
+    cli.check_values(args)
+    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
+    cli.at_least(1, "", args, "trace_episodes")
+    cli.at_least(0, "rewards.", args.rewards, "kl_coef", "normalize_samples")
+    cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
+    cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "value_head_lr")
+    cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoSizes:
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
+    local_groups: int
+    group_batch: int
+
+
+def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
+    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    local_groups = launch.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
+    slices = ppo.whiten_groups * ppo.nminibatches
+    what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
+    group_minibatch = launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    # The original asks for eight episodes.   train_policy.py#L69-L75
+    if ppo.whiten_rewards and group_minibatch < 8:
+        raise InputError(
+            f"{typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
+            f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
+            f"{flag('ppo.batch_size')} {8 * slices} is enough; fewer {flag('ppo.whiten_groups')} need less"
+        )
+    launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", ppo.batch_size // num_processes)
+    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
+    return PpoSizes(
+        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
+        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
+        batch=ppo.batch_size,
+        local_batch=ppo.batch_size // num_processes,
+        local_groups=local_groups,
+        group_batch=ppo.batch_size // ppo.whiten_groups,
+    )
+
+
+def with_newest_reward_model(args: Args) -> Args:
+    """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
+    if args.rewards.trained_model or args.rewards.function or args.resume:
+        return args
+    newest = launch.from_main(lambda: run.newest_model(args.preset, "reward", "query_dataset"))
+    if not newest:
+        raise InputError(
+            f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
+            f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"
+        )
+    console.say(f"reward model {newest}, the newest of the preset {args.preset}")
+    return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
 
 
 def load_pretrained(
@@ -1111,7 +1381,7 @@ def load_policy_and_reference(
     longest = ids.context_length + args.task.response_length
     pretrained.check_model(lm_backbone, args.base_model, longest, ids.pad, read_tokens)
     if args.gradient_checkpointing:
-        cli.checkpoint_layers(lm_backbone)
+        layers.checkpoint_layers(lm_backbone)
     if args.compile:
         lm_backbone.base_model.compile(dynamic=False)
         reference.base_model.compile(dynamic=False)
@@ -1121,11 +1391,16 @@ def load_policy_and_reference(
 
 def load_reward(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: TaskIds, device: torch.device
-) -> RewardModel | cli.Scorer:
-    """The reward model that the arguments name, checked to fit the base model; or a function, or a foreign one."""
-    if cli.has_own_scale(args.rewards):
-        return cli.load_scorer(args, tokenizer, ids.pad, device)
-    folder, dtype = args.rewards.trained_model, pretrained.dtype_of_weights(args, frozen=True)
+) -> RewardModel | scorers.Scorer:
+    """The source of scores, checked to fit the base model: a function of the user's, which all processes call
+    together, a model from elsewhere, or a reward model that was trained here.
+    """
+    if name := args.rewards.function:
+        return scorers.text_scorer(name, "rewards.function", tokenizer, ids.pad, on_all_processes=True)
+    if foreign.is_foreign(args.rewards.trained_model):
+        return foreign.load_scorer(args, tokenizer, ids.pad, device=device)
+    folder = args.rewards.trained_model
+    dtype = pretrained.dtype_of_weights(args, frozen=True)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     pretrained.load_head(reward_model, Path(folder))
@@ -1135,18 +1410,73 @@ def load_reward(
     return reward_model.requires_grad_(False).to(device)
 
 
+def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, scorers.Scorer]:
+    """The function that is only logged, under its name; an empty dictionary if there is none."""
+
+    def of_texts(name: str, field: str) -> scorers.Scorer:
+        return scorers.text_scorer(name, field, tokenizer, pad_id, on_all_processes=True)
+
+    return scorers.load_monitor(name, OBJECTIVES, of_texts)
+
+
+@torch.no_grad()
+def scores_of_base_model(
+    args: Args,
+    accelerator: Accelerator,
+    stream: QueryStream,
+    ids: TaskIds,
+    *,
+    policy: PolicyWithValueHead,
+    reward: scorers.Scorer,
+    rows: int,
+) -> Tensor:
+    """What a function says, (n,), of responses that the policy writes before it learns: those of the base model.
+
+    Each process writes its share of normalize_samples responses, to the first queries. rows: how many at a time.
+    """
+    samples = args.rewards.normalize_samples
+    mine = slice(accelerator.process_index, None, accelerator.num_processes)
+    queries = stream.first(samples, ids.pad)[mine].to(accelerator.device)  # (n, query_length)
+    # [X01] The noise belongs to the sample.
+    generator = keyed_generator(args.seed, "scale of the function")
+    uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
+    noise = uniforms[mine][: len(queries)].to(launch.device_of_noise(accelerator.device))  # (n, response_length)
+    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=policy.low_precision):
+        responses, _, _ = few_rows_at_a_time(
+            lambda contexts, noise: generate(
+                policy.lm_backbone,
+                contexts,
+                noise,
+                pad_id=ids.pad,
+                vocab_size=ids.pad,
+                temperature=args.task.temperature,
+            ),
+            rows,
+            add_affixes(queries, ids.prefix, ids.suffix),  # (n, context_length)
+            noise,
+        )
+        return reward(queries, truncate_at(responses, ids.stop, args.task.truncate_after, ids.pad))
+
+
 def save_policy(
     folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, args: Args, weights: bool = True
 ) -> None:
     """Save as an ordinary causal language model, with the value head next to its weights, if these are saved."""
-    own, temperature = policy.lm_backbone.generation_config, args.task.temperature
-    policy.lm_backbone.generation_config = templates.sampling_config(own, tokenizer, temperature)
+    own = policy.lm_backbone.generation_config
+    policy.lm_backbone.generation_config = templates.sampling_config(own, tokenizer, args.task.temperature)
     policy.lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
-    info = {"kind": "policy", "base_model": args.base_model, "reward_model": args.rewards.trained_model}
-    info |= {name: getattr(args.rewards, name) for name in ("function", "monitor", "label")}
-    info |= {"vocab_size": vocabulary_size(tokenizer), "task": dataclasses.asdict(args.task)}
+    info = {
+        "kind": "policy",
+        "base_model": args.base_model,
+        "reward_model": args.rewards.trained_model,
+        "function": args.rewards.function,
+        "monitor": args.rewards.monitor,
+        "label": args.rewards.label,
+        "vocab_size": vocabulary_size(tokenizer),
+        "task": dataclasses.asdict(args.task),
+    }
     run.describe_model(folder, info)
 
 

@@ -38,9 +38,9 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTr
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, launch
-from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
+from ppo_rlhf.lib.data import label_files, sources
+from ppo_rlhf.lib.nets import classifier, layers, memory, pretrained, templates
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.services import cli, run
 
@@ -147,16 +147,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     with launch.launcher(sharding=False):
         accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
-    sizes, rank = cli.reward_sizes(args, accelerator.num_processes), accelerator.process_index
+    sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
     worlds.check_names(args, joint)
     typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
-    label_file = sources.find_labels(args.label_dataset, args.task.query_dataset)
+    label_file = label_files.find_label_file(args.label_dataset, args.task.query_dataset).absolute()
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
-    labels = sources.labels_of(args.label_dataset, args.task, tokenizer, args.num_train)
+    labels = label_files.read_labels(args.label_dataset, args.task, tokenizer, args.num_train)
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
     stream = QueryStream(args.task, tokenizer)
@@ -164,17 +164,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
     length = labels.samples.shape[1] * int(labels.lengths(ids.pad).max())  # tokens of a label
     rows = {"local_batch": sizes.local_batch, "local_rollout_batch": sizes.local_rollout_batch}
-    fitting = cli.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
+    fitting = memory.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
     inputs = (
         pretrained.weight_files(args)
         | worlds.data_files(args.task, "query_dataset")
         | {"label_dataset": [label_file]}
     )
     this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
-    info = {"base_model": typed_args.base_model, "label_dataset": typed_args.label_dataset}
-    info |= {"vocab_size": ids.pad, "task": dataclasses.asdict(typed_args.task)}
-    about = {"tokenizer": tokenizer, "info": info, "trust": args.trust_remote_code}
-    this_run.rehearse(partial(run.save_reward_model, reward_model=reward_model, **about))
+    this_run.rehearse(partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args))
     state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
     stream.position = state.get("query_position", stream.position)
     this_run.start_logging(state["step"], note=sources.left_out(stream))
@@ -219,7 +216,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder = this_run.save("reward")
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
-    this_run.show_labels(labels, tokenizer, ids.pad, partial(score_samples, reward_model, labels, pad_id=ids.pad))
+    if accelerator.is_main_process:
+        samples, lengths = label_files.tables_of(
+            labels, tokenizer, ids.pad, lambda inds: score_samples(reward_model, labels, inds, ids.pad)
+        )
+        this_run.log_samples(sizes.steps, samples)
+        this_run.write_table("lengths", lengths)
     this_run.finish(**labels.known, skipped_queries=stream.position - queries, **measured)
     this_run.upload("reward")
     return folder
@@ -331,7 +333,7 @@ def learning_rate_at(args: Args, step: int) -> float:
 def reward_update(
     reward_model: RewardModel,
     optimizer: torch.optim.Optimizer,
-    labels: sources.Labels,
+    labels: label_files.Labels,
     mb_inds: Tensor,
     pad_id: int,
     accelerator: Accelerator,
@@ -360,7 +362,7 @@ def reward_update(
     return {f"train/{name}": value for name, value in (statistics | own).items()}
 
 
-def score_samples(reward_model: RewardModel, labels: sources.Labels, inds: Tensor, pad_id: int) -> Tensor:
+def score_samples(reward_model: RewardModel, labels: label_files.Labels, inds: Tensor, pad_id: int) -> Tensor:
     """Scores (batch, n) of the samples of the labels with these indices (batch,)."""
     samples, n = labels.samples[inds], labels.samples.shape[1]
     query_responses = torch.cat([labels.queries[inds].unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
@@ -408,7 +410,12 @@ def label_statistics(kind: str, scores: Tensor, targets: Tensor) -> dict[str, Te
 
 @torch.no_grad()
 def evaluate(
-    reward_model: RewardModel, labels: sources.Labels, inds: Tensor, pad_id: int, rows: int, accelerator: Accelerator
+    reward_model: RewardModel,
+    labels: label_files.Labels,
+    inds: Tensor,
+    pad_id: int,
+    rows: int,
+    accelerator: Accelerator,
 ) -> dict[str, float]:
     """How good the scores of the labels with these indices are: loss and accuracy or, for ratings, correlations.
 
@@ -754,7 +761,50 @@ class RewardModel(nn.Module):
             return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
-# ---- Plumbing: loading, saving ---------------------------------------------------------------------------------
+# ---- Plumbing: sizes, loading, saving --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSizes:
+    """Sizes, from the arguments and the number of processes: labels, or samples to normalise on."""
+
+    steps: int
+    batch: int
+    local_batch: int
+    normalize_samples: int
+    local_normalize_samples: int
+    local_rollout_batch: int
+
+
+def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
+    """Divide the global sizes exactly, or say which size does not divide and what would."""
+    cli.check_values(args)
+    cli.above_zero("", args, "lr")
+    cli.at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
+    cli.at_least(0, "", args, "normalize_samples", "save_interval")
+    cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
+    local_batch = launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    local_rollout_batch = launch.split_evenly(
+        "rollout_batch_size", args.rollout_batch_size, num_processes, "processes"
+    )
+    if args.num_train % args.batch_size:
+        fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
+        raise InputError(
+            f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
+            f"{flag('num_train')} {fitting} is"
+        )
+    # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
+    #       train_reward.py#L197-L199
+    normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
+    return RewardSizes(
+        steps=args.num_train // args.batch_size,
+        batch=args.batch_size,
+        local_batch=local_batch,
+        normalize_samples=normalize_samples,
+        local_normalize_samples=normalize_samples // num_processes,
+        local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
+    )
 
 
 def load_pretrained(
@@ -787,7 +837,7 @@ def load_pretrained(
 
 
 def load_models(
-    args: Args, ids: TaskIds, labels: sources.Labels, device: torch.device
+    args: Args, ids: TaskIds, labels: label_files.Labels, device: torch.device
 ) -> tuple[RewardModel, PreTrainedModel]:
     """The reward model before it learns, and the pretrained model, which never changes."""
     dtype = pretrained.dtype_of_weights(args, frozen=False)
@@ -799,9 +849,25 @@ def load_models(
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)
     if args.gradient_checkpointing:
-        cli.checkpoint_layers(lm_backbone)
+        layers.checkpoint_layers(lm_backbone)
     reward_model = RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16")
     return reward_model.to(device, dtype), language_model.requires_grad_(False)
+
+
+def save_reward_model(
+    folder: Path, reward_model: RewardModel, tokenizer: PreTrainedTokenizerBase, args: Args, weights: bool = True
+) -> None:
+    """Save as an ordinary sequence-classification model that gives the same scores; the weights only if asked for."""
+    info = {
+        "kind": "reward model",
+        "base_model": args.base_model,
+        "label_dataset": args.label_dataset,
+        "vocab_size": vocabulary_size(tokenizer),
+        "task": dataclasses.asdict(args.task),
+    }
+    classifier.save_reward_model(
+        folder, reward_model, tokenizer, info, trust_remote_code=args.trust_remote_code, weights=weights
+    )
 
 
 if __name__ == "__main__":

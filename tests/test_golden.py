@@ -33,7 +33,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import label_files
-from ppo_rlhf.lib.services import cli
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32, so one unit in the last place of the stored number comes on top.
@@ -154,7 +153,7 @@ def check_policy_learning_rate(name: str) -> None:
     case = load_json("case9_lr_schedule")[name]
     sizes = {name: case[name] for name in ("total_episodes", "batch_size")}
     ppo = train_policy.PpoArgs(**sizes, lr=case["lr"], whiten_groups=1, whiten_rewards=False)
-    assert cli.ppo_sizes(ppo, 1).updates == case["nupdates"]
+    assert train_policy.ppo_sizes(ppo, 1).updates == case["nupdates"]
     rates = [train_policy.learning_rate(ppo, update) for update in case["updates"]]
     assert rates == pytest.approx(case["lr_at_update"], rel=0, abs=case["lr"] * 1.2e-7)  # float32
 
@@ -162,7 +161,7 @@ def check_policy_learning_rate(name: str) -> None:
 def check_reward_learning_rate(name: str) -> None:
     case = load_json("case9_lr_schedule")[name]
     args = train_reward.Args(lr=case["lr"], num_train=case["num_train"], batch_size=case["batch_size"])
-    assert cli.reward_sizes(args, 1).steps == case["n_updates"]
+    assert train_reward.reward_sizes(args, 1).steps == case["n_updates"]
     rates = [train_reward.learning_rate_at(args, step) for step in range(case["n_updates"])]
     assert rates == pytest.approx(case["lr_at_update"], rel=1e-12)
 

@@ -22,15 +22,10 @@ def name_of(path: Path) -> str:
 SOURCES: Sources = {name_of(path): path.read_text() for path in PACKAGE.rglob("*.py")}
 
 
-FOR_TYPES = "TYPE_CHECKING"  # False when a module runs
-
-
 def imports(source: str, names: set[str]) -> tuple[set[str], set[str]]:
-    """What a module imports from ppo_rlhf when it runs, anywhere in it: modules, and bare names as module:name."""
-    modules, bare, tree = set(), set(), ast.parse(source)
-    branches = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == FOR_TYPES)
-    never_run = {part for branch in branches for line in branch.body for part in ast.walk(line)}
-    for node in set(ast.walk(tree)) - never_run:
+    """What a module imports from ppo_rlhf, in functions and for types too: modules, and bare names as module:name."""
+    modules, bare = set(), set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             modules |= {
                 name.name.removeprefix("ppo_rlhf.") for name in node.names if name.name.startswith("ppo_rlhf.")
@@ -124,7 +119,7 @@ HOUSE = {
     "": "",
     "lib": "",
     "lib.base": "",
-    "lib.base.a": "if TYPE_CHECKING:\n    from ppo_rlhf import script",
+    "lib.base.a": "import torch",
     "lib.base.b": "from ppo_rlhf.lib.base import a",
     "worlds": "",
     "script": "",
@@ -137,6 +132,7 @@ HOUSE = {
         ("lib.base.a", "from ppo_rlhf.lib.base import b"),
         ("lib.base.a", "def f():\n    from ppo_rlhf.lib.base.b import name"),
         ("lib.base.a", "import ppo_rlhf.lib.base.b"),
+        ("lib.base.a", "if TYPE_CHECKING:\n    from ppo_rlhf.lib.base import b"),
     ],
 )
 def test_a_circle_is_found(module, source):
@@ -147,7 +143,7 @@ def test_a_circle_is_found(module, source):
     ("module", "source", "other"),
     [
         ("lib.base.a", "from ppo_rlhf import script", "script"),
-        ("lib.base.a", "if TYPE_CHECKING:\n    pass\nelse:\n    from ppo_rlhf import script", "script"),
+        ("lib.base.a", "if TYPE_CHECKING:\n    from ppo_rlhf.script import name", "script"),
         ("lib.nets.a", "from ppo_rlhf.lib.data import b", "lib.data"),
         ("lib.base.a", "from ppo_rlhf import worlds", "worlds"),
         ("lib.base.a", "from ppo_rlhf.script import name", "script"),

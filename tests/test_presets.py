@@ -11,9 +11,9 @@ from ppo_rlhf import train_both, train_policy, train_reward
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets.templates import FormatArgs
-from ppo_rlhf.lib.services.cli import parse_args, ppo_sizes, reward_sizes
-from ppo_rlhf.train_policy import PpoArgs
-from ppo_rlhf.train_reward import learning_rate_at
+from ppo_rlhf.lib.services.cli import parse_args
+from ppo_rlhf.train_policy import PpoArgs, ppo_sizes
+from ppo_rlhf.train_reward import learning_rate_at, reward_sizes
 
 PUBLISHED = ["sentiment", "descriptiveness", "cnndm", "tldr"]
 ALL = [*PUBLISHED, "tales", "tales-descriptiveness", "reviews"]

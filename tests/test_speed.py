@@ -18,16 +18,18 @@ from transformers import AutoModelForCausalLM
 
 from benchmark.cost import speed, speed_runs
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.scoring import scale
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,
     PpoArgs,
-    TaskArgs,
-    TaskIds,
+    Rollout,
+    compute_rewards,
     draw_permutations,
     episode_noise,
+    few_rows_at_a_time,
+    generate,
     ppo_update,
+    score_responses,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -40,21 +42,20 @@ RESPONSE, TEMPERATURE = 5, 0.7
 
 
 def update(model, batch: int, query: int) -> None:
-    """A rollout and the epochs of PPO on it."""
+    """Responses that are generated and scored, and the epochs of PPO on them."""
     policy, reward_model = PolicyWithValueHead(model, VOCAB), train_policy.RewardModel(model)
-    ids = TaskIds(prefix=[], suffix=[], pad=PAD, eos=VOCAB - 1, stop=None, context_length=query)
-    rollout = train_policy.make_rollout(
-        torch.ones(batch, query, dtype=torch.long),
-        episode_noise(1, 0, batch, RESPONSE),
-        0.15,
-        policy=policy,
-        reference=model,
-        reward=reward_model,
-        scale=scale.Scale(),
-        monitor={},
-        ids=ids,
-        task=TaskArgs(response_length=RESPONSE, temperature=TEMPERATURE),
-        rows=batch // 2,
+    queries, rows = torch.ones(batch, query, dtype=torch.long), batch // 2
+    responses, logprobs, _ = few_rows_at_a_time(
+        lambda *parts: generate(model, *parts, PAD, VOCAB, TEMPERATURE),
+        *(rows, queries, episode_noise(1, 0, batch, RESPONSE)),
+    )
+    with torch.no_grad():
+        scores = score_responses(reward_model, queries, responses, pad_id=PAD, rows=rows)
+    rollout = Rollout(
+        context_responses=torch.cat([queries, responses], dim=1),
+        logprobs=logprobs.detach(),
+        values=torch.zeros_like(logprobs),
+        rewards=compute_rewards(scores, logprobs, logprobs, 0.15)[0],
     )
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-4)
     ppo = PpoArgs(batch_size=batch, whiten_groups=2, noptepochs=2)

@@ -260,13 +260,12 @@ def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):
 
 # ---- Negative controls: the replay rejects each of these mistakes ----------------------------------------------
 
-FILES = ("train_reward.py", "lib/services/cli.py")
+FILES = ("train_reward.py",)
 MISTAKES = titles(
     "train_reward.py",
     *("train", "sample_and_normalize", "normalize", "gain_and_bias", "target_scale", "label_loss", "load_models"),
-    "evaluate",
+    *("evaluate", "reward_sizes"),
 )
-MISTAKES += titles("lib/services/cli.py", "reward_sizes")
 KIND_OF: dict[str, LabelKind] = {  # of label, where it isn't a choice
     "normalize: learned bias is kept": "score",
     "normalize: ratings on another scale": "score",

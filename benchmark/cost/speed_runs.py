@@ -124,9 +124,20 @@ def ours(settings: Settings) -> Result:
         watch.spans.clear()
         log_untimed(run, step, metrics)
 
+    add_affixes, compute_rewards, begun = train_policy.add_affixes, train_policy.compute_rewards, []
+
+    def begin_rollout(*args: Any) -> Any:
+        begun.append(watch.mark())
+        return add_affixes(*args)
+
+    def end_rollout(*args: Any) -> Any:
+        watch.spans["scoring"].append((begun[-1], watch.mark()))  # with the generation in it
+        return compute_rewards(*args)
+
     log_untimed, Run.log = Run.log, log
     train_policy.generate = watch.around("generation", train_policy.generate)
-    train_policy.make_rollout = watch.around("scoring", train_policy.make_rollout)  # with the generation in it
+    train_policy.add_affixes = begin_rollout
+    train_policy.compute_rewards = end_rollout
     train_policy.ppo_update = watch.around("training", train_policy.ppo_update)
 
     flags = {

@@ -12,10 +12,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, launch, paths, processes
@@ -24,9 +24,6 @@ from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, pretrained
 from ppo_rlhf.lib.services import run, traces
 from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, episodes as rlvr_episodes
-
-if TYPE_CHECKING:
-    from ppo_rlhf.rlvr import policy as rlvr_policy
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -277,7 +274,7 @@ def record_trace(
     raw_advantages: Callable[[], Tensor],
     kl_coef: float,
     ppo: rlvr_arguments.PpoArgs,
-    network: rlvr_policy.ActorCritic,
+    network: nn.Module,
     again: Callable[..., tuple[rlvr_episodes.Rollout, rlvr_episodes.Batch]],
 ) -> None:
     """Write both traces of an update: whole groups of the batch, and of the same problems each time.

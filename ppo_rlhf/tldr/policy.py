@@ -827,7 +827,7 @@ def update_metrics(
     """
     args, accelerator, seconds = setup.args, setup.accelerator, this_run.seconds()
     objectives = {name: of_each(episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
-    if cli.has_own_scale(args.rewards):
+    if has_own_scale(args.rewards):
         objectives["function_score"] = setup.scale.undo(episodes.raw_scores)
     shares = {
         f"objective/{name}": launch.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
@@ -1075,6 +1075,11 @@ def load_networks(
 TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
 
 
+def has_own_scale(shaping: RewardsArgs) -> bool:
+    """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
+    return bool(shaping.function) or foreign.is_foreign(shaping.trained_model)
+
+
 def load_scorer(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, accelerator: Accelerator
 ) -> scorers.Scorer:
@@ -1125,7 +1130,7 @@ def start_run(
     controller.value = state.get("kl_coef", controller.value)
     setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
     shaping = setup.args.rewards
-    if cli.has_own_scale(shaping) and shaping.normalize_samples and state["step"] == 0:
+    if has_own_scale(shaping) and shaping.normalize_samples and state["step"] == 0:
         setup.scale.fit(scores_of_base_model(setup, actor_critic), setup.accelerator)
     this_run.start_logging(state["step"])
     evaluation = {name: math.nan if x is None else x for name, x in state.get("evaluation", {}).items()}

@@ -20,17 +20,12 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import Subset
-from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.base.files import check_text
-
-if TYPE_CHECKING:
-    from ppo_rlhf.lib.data.label_files import Labels
-    from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs
 
 HUB_TEXTS = ("books", "cnndm", "tldr")
 HELD_OUT = 50  # where a source has no test split, the last of every 50 texts is held out for comparisons
@@ -71,24 +66,10 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     )
 
 
-def find_labels(label_dataset: str, query_dataset: str) -> Path:
-    """The absolute path of a label file, which is downloaded if it is a published one."""
-    from ppo_rlhf.lib.data import label_files
-
-    return label_files.find_label_file(label_dataset, query_dataset).absolute()
-
-
-def labels_of(label_dataset: str, task: "TaskArgs", tokenizer: PreTrainedTokenizerBase, num_train: int) -> "Labels":
-    """The labels of a file, of which there are at least num_train besides those that are held out."""
-    from ppo_rlhf.lib.data import label_files
-
-    return label_files.read_labels(label_dataset, task, tokenizer, num_train)
-
-
 LOOKED_AT = 1_000  # texts, to say how many give no query
 
 
-def no_query(stream: "QueryStream", split: str) -> str:
+def no_query(stream: Any, split: str) -> str:
     """What is wrong if no text of a QueryStream gives a query."""
     which = f"texts that are held out, one of {HELD_OUT}," if split == "test" else "texts"
     return (
@@ -97,7 +78,7 @@ def no_query(stream: "QueryStream", split: str) -> str:
     )
 
 
-def left_out(stream: "QueryStream") -> str:
+def left_out(stream: Any) -> str:
     """A line that says how many of the first texts of a QueryStream give no query, and why; empty if all do."""
     reasons, looked_at, task = Counter(), min(LOOKED_AT, len(stream.texts)), stream.task
     for tokens in map(stream.tokens, range(looked_at)):

@@ -1,43 +1,26 @@
 """The command line: presets, --resume, and checks of what the arguments name.
 
-User errors end in a one-line message. Re-exported for scripts: names of arguments in messages (errors.py),
-the launcher's processes (launch.py), files of models (pretrained.py), and the rows that fit into memory (memory.py).
-
-Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
+User errors end in a one-line message.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import os
 import re
 import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-import torch
 import tyro
-from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import console, errors, files, launch
+from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
-from ppo_rlhf.lib.base.launch import (
-    WITHOUT_FLOAT64,
-    default_device,
-    rows_at_a_time,
-    split_evenly,
-)
+from ppo_rlhf.lib.base.launch import WITHOUT_FLOAT64, default_device
 from ppo_rlhf.lib.nets import templates
 from ppo_rlhf.lib.services import run
-
-if TYPE_CHECKING:
-    from ppo_rlhf import train_policy, train_reward
-    from ppo_rlhf.tldr import policy as tldr_policy
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 
@@ -301,160 +284,3 @@ def check_controller(adaptive_kl: AdaptiveKLArgs, episodes: int) -> None:
             f"episodes could take the KL coefficient to 0 or below; {flag('rewards.adaptive_kl.horizon')} "
             f"{episodes // 5 + 1} would do"
         )
-
-
-# ---- Chapter 1 -------------------------------------------------------------------------------------------------
-
-# Names under objective/ that are taken, so no function to monitor can have them.
-OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
-OBJECTIVES |= {"kl_coef", "score_total", "scores", "function_score"}
-
-
-def check_ppo_arguments(args: train_policy.Args) -> None:
-    """Refuse numbers of a policy's script that cannot be meant."""
-    check_values(args)
-    at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
-    at_least(1, "", args, "trace_episodes")
-    at_least(0, "rewards.", args.rewards, "kl_coef", "normalize_samples")
-    at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
-    above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "value_head_lr")
-    check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PpoSizes:
-    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
-
-    updates: int
-    batch: int
-    local_batch: int
-    local_groups: int
-    group_batch: int
-
-
-def ppo_sizes(ppo: train_policy.PpoArgs, num_processes: int) -> PpoSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
-    slices = ppo.whiten_groups * ppo.nminibatches
-    what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
-    group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
-    # The original asks for eight episodes.   train_policy.py#L69-L75
-    if ppo.whiten_rewards and group_minibatch < 8:
-        raise InputError(
-            f"{typed('ppo.whiten_rewards')} needs at least 8 episodes per group and minibatch, and "
-            f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
-            f"{flag('ppo.batch_size')} {8 * slices} is enough; fewer {flag('ppo.whiten_groups')} need less"
-        )
-    rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", ppo.batch_size // num_processes)
-    rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
-    return PpoSizes(
-        # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
-        updates=math.ceil(ppo.total_episodes / ppo.batch_size),
-        batch=ppo.batch_size,
-        local_batch=ppo.batch_size // num_processes,
-        local_groups=local_groups,
-        group_batch=ppo.batch_size // ppo.whiten_groups,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardSizes:
-    """Sizes, from the arguments and the number of processes: labels, or samples to normalise on."""
-
-    steps: int
-    batch: int
-    local_batch: int
-    normalize_samples: int
-    local_normalize_samples: int
-    local_rollout_batch: int
-
-
-def reward_sizes(args: train_reward.Args, num_processes: int) -> RewardSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    check_values(args)
-    above_zero("", args, "lr")
-    at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
-    at_least(0, "", args, "normalize_samples", "save_interval")
-    at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
-    local_batch = split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    local_rollout_batch = split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
-    if args.num_train % args.batch_size:
-        fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
-        raise InputError(
-            f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
-            f"{flag('num_train')} {fitting} is"
-        )
-    # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
-    #       train_reward.py#L197-L199
-    normalize_samples = math.ceil(args.normalize_samples / args.rollout_batch_size) * args.rollout_batch_size
-    return RewardSizes(
-        steps=args.num_train // args.batch_size,
-        batch=args.batch_size,
-        local_batch=local_batch,
-        normalize_samples=normalize_samples,
-        local_normalize_samples=normalize_samples // num_processes,
-        local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
-    )
-
-
-def with_newest_reward_model(args: train_policy.Args) -> train_policy.Args:
-    """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
-    if args.rewards.trained_model or args.rewards.function or args.resume:
-        return args
-    newest = launch.from_main(lambda: run.newest_model(args.preset, "reward", "query_dataset"))
-    if not newest:
-        raise InputError(
-            f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
-            f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"
-        )
-    console.say(f"reward model {newest}, the newest of the preset {args.preset}")
-    return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
-
-
-def rows_that_fit(args: RunArgs, accelerator: Accelerator, network: torch.nn.Module, **sizes: Any) -> dict[str, int]:
-    """Rows of a pass; see lib/nets/memory.py."""
-    from ppo_rlhf.lib.nets import memory
-
-    return memory.rows_that_fit(args, accelerator, network, **sizes)
-
-
-def checkpoint_layers(network: torch.nn.Module) -> None:
-    """For --gradient_checkpointing; see lib/nets/layers.py."""
-    from ppo_rlhf.lib.nets import layers
-
-    layers.checkpoint_layers(network)
-
-
-Scorer = Callable[..., torch.Tensor]  # token ids of queries and truncated responses -> scores (batch,)
-
-
-def has_own_scale(shaping: train_policy.RewardsArgs | tldr_policy.RewardsArgs) -> bool:
-    """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
-    from ppo_rlhf.lib.nets import foreign
-
-    return bool(shaping.function) or foreign.is_foreign(shaping.trained_model)
-
-
-def load_scorer(
-    args: train_policy.Args, tokenizer: PreTrainedTokenizerBase, pad_id: int, device: torch.device
-) -> Scorer:
-    """The user's function `package.module:name`, which all processes call together, or a model from elsewhere."""
-    from ppo_rlhf.lib.nets import foreign
-    from ppo_rlhf.lib.scoring import scorers
-
-    if name := args.rewards.function:
-        return scorers.text_scorer(name, "rewards.function", tokenizer, pad_id, on_all_processes=True)
-    return foreign.load_scorer(args, tokenizer, pad_id, device=device)
-
-
-def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, Scorer]:
-    """The function that is only logged, under its name; an empty dictionary if there is none."""
-    if not name:
-        return {}
-    from ppo_rlhf.lib.scoring import scorers
-
-    of_texts = functools.partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
-    return scorers.load_monitor(name, OBJECTIVES, of_texts)

@@ -532,7 +532,7 @@ logprobs: log-prob
     log π(y_t | x, y_<t)
     {logprobs}
     How likely the policy found the token when it sampled it, in nats, read from the model.
-    train_policy.py make_rollout D25, tldr/policy.py respond T36, rlvr/policy.py read_responses V76
+    train_policy.py train D25, tldr/policy.py respond T36, rlvr/policy.py read_responses V76
 ref_logprobs: log-prob, reference; when reference
     log ρ(y_t | x, y_<t)
     {ref_logprobs}

@@ -38,7 +38,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -50,11 +50,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import checkpoints, console, errors, files, launch, paths
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, Stopped, flag
 from ppo_rlhf.lib.nets import pretrained
-
-if TYPE_CHECKING:
-    from ppo_rlhf.lib.data.label_files import Labels
-    from ppo_rlhf.lib.services import cli, traces
-    from ppo_rlhf.train_policy import QueryStream, Rollout, TaskIds
+from ppo_rlhf.lib.services import traces
 
 
 def checksum(parts: list[Path]) -> str:
@@ -162,14 +158,15 @@ class Run:
 
     def __init__(
         self,
-        args: cli.RunArgs,
+        args: Any,
         accelerator: Accelerator,
         sizes: dict[str, int],
         joint: dict[str, Any] | None = None,
         inputs: dict[str, list[Path]] | None = None,
     ):
-        """args: the script's Args; sizes: derived sizes; joint: what train_both.py gives both runs; inputs: files of
-        the models and the data that the arguments name, which must be the same when the run is resumed.
+        """args: the script's Args, with the fields of cli.RunArgs; sizes: derived sizes; joint: what train_both.py
+        gives both runs; inputs: files of the models and the data that the arguments name, which must be the same
+        when the run is resumed.
 
         Nothing is written before start_logging.
         """
@@ -325,8 +322,6 @@ class Run:
         files.replace_file(metrics_file, kept.getvalue())
         files.replace_file(samples_file, "".join(samples))
         if (self.folder / "traces").exists():
-            from ppo_rlhf.lib.services import traces
-
             traces.cut(self.folder, first_step)
 
     def _open_csv(self) -> None:
@@ -375,15 +370,6 @@ class Run:
             for write in self.table_writers:
                 write(name, rows, len(self.rows))
 
-    def show_labels(self, labels: Labels, tokenizer: PreTrainedTokenizerBase, pad_id: int, score: Callable) -> None:
-        """Tables of a reward model of chapter 1: see label_files.tables_of."""
-        if self.is_main:
-            from ppo_rlhf.lib.data import label_files
-
-            samples, lengths = label_files.tables_of(labels, tokenizer, pad_id, score)
-            self.log_samples(len(self.rows), samples)
-            self.write_table("lengths", lengths)
-
     def write_evaluation(self, split: str, rows: list[dict[str, Any]]) -> None:
         """Answers to held-out queries: evaluation.jsonl of the validation split, else evaluation_<split>.jsonl."""
         if self.is_main:
@@ -397,18 +383,7 @@ class Run:
 
     def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> traces.Recorder:
         """What keeps episodes of updates in traces/: a traces.Recorder with these options."""
-        from ppo_rlhf.lib.services import traces
-
         return traces.Recorder(self.folder, self.accelerator, tokenizer, pad_id, **options)
-
-    def recorder_of_groups(
-        self, ids: TaskIds, stream: QueryStream, roll_out: Callable[..., Rollout], advantages: Callable
-    ) -> traces.Recorder[Rollout]:
-        """The same for chapter 1, whose groups are whitened by themselves. Arguments: of traces.options_of_groups."""
-        from ppo_rlhf.lib.services import traces
-
-        options = traces.options_of_groups(self.args, self.accelerator.device, ids, stream, roll_out, advantages)
-        return self.recorder(stream.tokenizer, ids.pad, **options)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -640,7 +615,7 @@ class Run:
 # ---- Names, tables, learning rates -----------------------------------------------------------------------------
 
 
-def script_of(args: cli.RunArgs) -> str:
+def script_of(args: Any) -> str:
     """The training script whose Args these are, such as train_policy: their `script`, or the file that has them."""
     if script := vars(type(args)).get("script"):
         return script
@@ -649,7 +624,7 @@ def script_of(args: cli.RunArgs) -> str:
     return chapter + file.stem
 
 
-def run_name(args: cli.RunArgs, timestamp: int) -> str:
+def run_name(args: Any, timestamp: int) -> str:
     return f"{args.exp_name}__{args.preset}__{args.seed}__{timestamp}"
 
 
@@ -672,36 +647,6 @@ def newest_model(preset: str, part: str, task_field: str) -> Path | None:
         if own_preset == preset and timestamp.isdigit() and task_field in pretrained.read_info(info.parent)["task"]:
             found[int(timestamp)] = info.parent
     return found[max(found)] if found else None
-
-
-def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, rollout: Rollout) -> list[dict[str, Any]]:
-    """The first three episodes of a Rollout of train_policy.py as texts, with their numbers."""
-    # [D80] The log shows some samples at intervals.   train_policy.py#L264-L279
-    numbers = rollout.objectives
-    # [X06] The total uses the KL coefficient that made these rewards.
-    total = numbers["score"] + numbers["non_score_reward"]  # (local_batch,)
-    shown = {"score": numbers["score"], "kl": numbers["kl"], "score - kl_coef * kl": total}
-    rows = []
-    for i, tokens in enumerate(zip(rollout.queries[:3], rollout.truncated_responses[:3], strict=True)):
-        texts = (tokenizer.decode([token for token in row.tolist() if token != pad_id]) for row in tokens)
-        texts = dict(zip(("query", "response"), texts, strict=True))
-        rows.append(texts | {name: values[i].item() for name, values in shown.items()})
-    return rows
-
-
-def save_reward_model(
-    folder: Path,
-    reward_model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    info: dict[str, Any],
-    trust: bool,
-    weights: bool = True,
-) -> None:
-    """Save as an ordinary sequence-classification model that gives the same scores, with ppo_rlhf.json next to it."""
-    from ppo_rlhf.lib.nets import classifier
-
-    info = {"kind": "reward model", **info}
-    classifier.save_reward_model(folder, reward_model, tokenizer, info, trust, weights)
 
 
 def describe_model(folder: Path, info: dict[str, Any]) -> None:

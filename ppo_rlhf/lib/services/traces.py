@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -29,10 +29,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import files, launch
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import lm, passes
-
-if TYPE_CHECKING:
-    from ppo_rlhf import train_policy
 
 TRACED = 8  # queries that are answered again each time
 PARTS = ("tokens", "episodes", "epochs", "statistics")  # of a Trace, with tensors by name
@@ -305,60 +301,3 @@ def scorer_of_traces(score: Callable[..., Tensor], function: str) -> Callable[..
     if not function or function.startswith("ppo_rlhf."):
         return score
     return lambda queries, *_: torch.full((len(queries),), math.nan, device=queries.device)
-
-
-# ---- Of chapter 1 ----------------------------------------------------------------------------------------------
-
-
-def numbers_of_rollout(rollout: train_policy.Rollout, pad_id: int) -> dict[str, Any]:
-    """The tensors of a Rollout of train_policy.py under the names that report.py knows."""
-    of_episodes = rollout.objectives
-    scores = {f"{name}s": of_episodes[name] for name in ("score", "raw_score")}
-    own = {"kl", "entropy", "score", "raw_score", "non_score_reward", "response_length", "sampler_gap"}
-    return vars(rollout) | {
-        "query_responses": rollout.context_responses,
-        "scored": rollout.truncated_responses != pad_id,
-        "objectives": scores | {name: x for name, x in of_episodes.items() if name not in own},
-    }
-
-
-def options_of_groups(
-    args: train_policy.Args,
-    device: torch.device,
-    ids: train_policy.TaskIds,
-    stream: train_policy.QueryStream,
-    roll_out: partial,
-    advantages: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-) -> dict[str, Any]:
-    """Of a Recorder. Arguments, ids and QueryStream: of chapter 1's script. The policy reads after the update, and
-    answers the first queries of the stream with the same noise each time.
-
-    roll_out: make_rollout with all but queries, noise and the KL coefficient. advantages: rewards and values
-    (groups, rows, response_length) -> advantages and returns. They are those of the first group, whitened over all
-    its episodes: what the losses had, if there is one minibatch.
-    """
-    models, length = roll_out.keywords, args.task.response_length
-    queries = stream.first(TRACED, ids.pad).to(device)  # (n, query_length)
-    uniforms = lm.episode_noise(args.seed, 0, len(queries), length).to(launch.device_of_noise(device))
-    group = args.ppo.batch_size // args.ppo.whiten_groups
-    reading = {"pad_id": ids.pad, "context_length": ids.context_length, "temperature": args.task.temperature}
-    harmless = {"reward": scorer_of_traces(models["reward"], args.rewards.function)}
-    harmless["monitor"] = {
-        name: scorer_of_traces(score, args.rewards.monitor) for name, score in models["monitor"].items()
-    }
-
-    def after_update(rollout: train_policy.Rollout, rows: slice) -> dict[str, Tensor]:
-        new_logprobs, entropies, new_values = passes.few_rows_at_a_time(
-            partial(models["policy"], **reading), models["rows"], rollout.context_responses[rows]
-        )
-        of_group, returns = advantages(rollout.rewards[:group][None], rollout.values[:group][None])
-        numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
-        return numbers | {"advantages": of_group[0, rows], "returns": returns[0, rows]}
-
-    return {
-        "episodes": min(args.trace_episodes, group),
-        "after_update": after_update,
-        "again": partial(roll_out, queries, uniforms, **harmless),
-        "cliprange": args.ppo.cliprange,
-        "numbers": partial(numbers_of_rollout, pad_id=ids.pad),
-    }

@@ -1,7 +1,7 @@
 """Where a run is shown: TensorBoard; Weights & Biases or Trackio, and the Hugging Face hub, if it asks for them.
 
-Results at the end come to the step after the last. Files and lines next to marks are those of
-openai/lm-human-preferences at commit cbfd210.
+`run` is a Run of run.py. Results at the end come to the step after the last. Files and lines next to marks are those
+of openai/lm-human-preferences at commit cbfd210.
 """
 
 import importlib.util
@@ -11,16 +11,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppo_rlhf.lib.base.errors import InputError, flag
 
-if TYPE_CHECKING:
-    from ppo_rlhf.lib.services.cli import RunArgs
-    from ppo_rlhf.lib.services.run import Run
 
-
-def open_tensorboard(run: "Run") -> None:
+def open_tensorboard(run: Any) -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
@@ -50,7 +46,7 @@ def numbers(results: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in results.items() if isinstance(value, int | float)}
 
 
-def open_wandb(run: "Run", config: dict[str, Any]) -> None:
+def open_wandb(run: Any, config: dict[str, Any]) -> None:
     """Log a run to Weights & Biases as well. config: what is known of it."""
     import wandb
 
@@ -88,7 +84,7 @@ def open_wandb(run: "Run", config: dict[str, Any]) -> None:
     run.closers.append(close)
 
 
-def open_trackio(run: "Run", config: dict[str, Any]) -> None:
+def open_trackio(run: Any, config: dict[str, Any]) -> None:
     """Log a run to Trackio, which needs no account: files on this machine, unless its own variables say otherwise."""
     import trackio
 
@@ -112,13 +108,13 @@ def open_trackio(run: "Run", config: dict[str, Any]) -> None:
     run.closers.append(tracked.finish)
 
 
-OPEN: dict[str, Callable[["Run", dict[str, Any]], None]] = {"wandb": open_wandb, "trackio": open_trackio}
+OPEN: dict[str, Callable[[Any, dict[str, Any]], None]] = {"wandb": open_wandb, "trackio": open_trackio}
 
 
 WANDB_MODES = ("online", "offline", "shared", "disabled")
 
 
-def check(args: "RunArgs", name: str) -> None:
+def check(args: Any, name: str) -> None:
     """Refuse, before the training, what a tracker or the hub would refuse. name: of the run."""
     if args.track and args.tracker == "trackio" and importlib.util.find_spec("trackio") is None:
         raise InputError(f"{flag('tracker')} trackio is not installed: pip install 'trackio>=0.43,<0.44'")
