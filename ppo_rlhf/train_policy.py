@@ -87,25 +87,44 @@ class TaskArgs(templates.FormatArgs):
     """sampling temperature of the policy and of the reference"""
 
 
-SUMMARIES_TASK = {"query_length": 500, "query_suffix": "\n\nTL;DR:", "start_text": None, "response_length": 75}
-SUMMARIES_TASK |= {"truncate_text": "\n", "truncate_after": 55}
-REVIEWS_TASK = {"query_length": 12, "query_prefix": 'The critic wrote about the film: "', "response_length": 20}
-# Not cut at a stop: the score is on the last token, so tokens after a stop would get most of the text's credit.
-REVIEWS_TASK |= {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
+TLDR_TASK = TaskArgs(
+    query_dataset="tldr",
+    query_length=500,
+    query_suffix="\n\nTL;DR:",
+    start_text=None,
+    end_text=None,
+    response_length=75,
+    truncate_text="\n",
+    truncate_after=55,
+)
+CNNDM_TASK = dataclasses.replace(
+    TLDR_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
+)
+TALES_TASK = TaskArgs(query_dataset="tales", query_length=24)
+REVIEWS_TASK = TaskArgs(
+    query_dataset="reviews",  # the first six words of sentences from reviews
+    query_length=12,
+    query_prefix='The critic wrote about the film: "',
+    start_text=None,
+    end_text=None,
+    response_length=20,
+    # Not cut at a stop: the score is on the last token, so tokens after a stop would get most of the text's credit.
+    truncate_text=None,
+    truncate_after=0,
+)
 TASKS = {
     "sentiment": TaskArgs(),
     "descriptiveness": TaskArgs(),
-    "cnndm": TaskArgs(
-        **SUMMARIES_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
-    ),
-    "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
-    "tales": TaskArgs(query_dataset="tales", query_length=24),
-    "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
-    "reviews": TaskArgs(**REVIEWS_TASK, query_dataset="reviews"),  # the first six words of sentences from reviews
+    "cnndm": CNNDM_TASK,
+    "tldr": TLDR_TASK,
+    "tales": TALES_TASK,
+    "tales-descriptiveness": TALES_TASK,
+    "reviews": REVIEWS_TASK,
 }
 
 # Controllers of the KL coefficient. The target is 6 nats per response. QUICK is for tales, which has few episodes.
-ADAPTIVE, QUICK = cli.AdaptiveKLArgs(target=6.0), cli.AdaptiveKLArgs(target=6.0, horizon=1_000)
+ADAPTIVE = cli.AdaptiveKLArgs(target=6.0)
+QUICK = cli.AdaptiveKLArgs(target=6.0, horizon=1_000)
 FIXED = cli.AdaptiveKLArgs(target=None)
 
 
@@ -181,24 +200,43 @@ class Args(cli.PolicyRunArgs):
 
 # Summaries do without reward whitening.   launch.py#L166
 SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
-TALES = {"base_model": "tales", "trace_interval": 20, "ppo": PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4)}
-GOLD = "ppo_rlhf.worlds.tales:{}.gold_scores"
+TALES = Args(
+    base_model="tales",
+    trace_interval=20,
+    rewards=RewardsArgs(adaptive_kl=QUICK, monitor="ppo_rlhf.worlds.tales:sentiment.gold_scores"),
+    ppo=PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4),
+)
+DESCRIPTIVENESS = dataclasses.replace(TALES.rewards, monitor="ppo_rlhf.worlds.tales:descriptiveness.gold_scores")
 # A real language model sees few episodes: it learns from each once, in two steps an update; the controller acts soon.
-ONCE = {"noptepochs": 1, "nminibatches": 2, "whiten_groups": 1}
-AT_A_TIME = {"local_micro_batch_size": 16, "local_rollout_batch_size": 32}  # 6 GB; larger passes: 11 GB, 8 % faster
-REVIEWS = PpoArgs(total_episodes=2_688, batch_size=128, lr=1e-4, value_head_lr=3e-3, **ONCE, **AT_A_TIME)
-REVIEWS_KL = cli.AdaptiveKLArgs(target=12.0, horizon=400)
-REVIEWS_REWARDS = RewardsArgs(kl_coef=0.05, adaptive_kl=REVIEWS_KL, monitor="ppo_rlhf.worlds.reviews:vader")
+REVIEWS = Args(
+    base_model="smollm2-135m",
+    trace_interval=10,
+    rewards=RewardsArgs(
+        kl_coef=0.05,
+        adaptive_kl=cli.AdaptiveKLArgs(target=12.0, horizon=400),
+        monitor="ppo_rlhf.worlds.reviews:vader",
+    ),
+    ppo=PpoArgs(
+        total_episodes=2_688,
+        batch_size=128,
+        nminibatches=2,
+        noptepochs=1,
+        whiten_groups=1,
+        lr=1e-4,
+        value_head_lr=3e-3,
+        # These need 6 GB. Larger passes need 11 GB and are 8 % faster.
+        local_micro_batch_size=16,
+        local_rollout_batch_size=32,
+    ),
+)
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(),  # with another reward model
     "cnndm": Args(rewards=RewardsArgs(kl_coef=0.01, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
     "tldr": Args(rewards=RewardsArgs(kl_coef=0.03, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
-    "tales": Args(rewards=RewardsArgs(adaptive_kl=QUICK, monitor=GOLD.format("sentiment")), **TALES),
-    "tales-descriptiveness": Args(
-        rewards=RewardsArgs(adaptive_kl=QUICK, monitor=GOLD.format("descriptiveness")), **TALES
-    ),
-    "reviews": Args(base_model="smollm2-135m", trace_interval=10, rewards=REVIEWS_REWARDS, ppo=REVIEWS),
+    "tales": TALES,
+    "tales-descriptiveness": dataclasses.replace(TALES, rewards=DESCRIPTIVENESS),
+    "reviews": REVIEWS,
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 
@@ -293,14 +331,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 2. Generate responses. Keep their log-probs and values, all (local_batch, response_length).
                 contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
                 responses, sampled_logprobs, hidden_states = few_rows_at_a_time(
-                    lambda contexts, uniforms: generate(
-                        policy.lm_backbone,
-                        contexts,
-                        uniforms,
-                        pad_id=ids.pad,
-                        vocab_size=ids.pad,
-                        temperature=task.temperature,
-                    ),
+                    lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, task.temperature),
                     pass_rows,
                     contexts,
                     uniforms,
@@ -324,12 +355,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 # 3. Compute the reference's log-probs, at the policy's temperature: (local_batch, response_length).
                 ref_logprobs, _, _ = few_rows_at_a_time(
                     lambda tokens: response_logprobs(
-                        reference,
-                        tokens,
-                        pad_id=ids.pad,
-                        context_length=ids.context_length,
-                        temperature=task.temperature,
-                        vocab_size=ids.pad,
+                        reference, tokens, ids.pad, ids.context_length, task.temperature, vocab_size=ids.pad
                     ),
                     pass_rows,
                     context_responses,
@@ -462,8 +488,11 @@ class QueryStream:
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
         self.texts = sources.load_texts(task.query_dataset, split)
-        self.task, self.tokenizer, self.position = task, tokenizer, position
-        self.order, self.number = [], -1  # of the texts in one pass; which order it is
+        self.task = task
+        self.tokenizer = tokenizer
+        self.position = position
+        self.order = []  # of the texts in one pass
+        self.number = -1  # which order it is
         self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
@@ -474,7 +503,8 @@ class QueryStream:
         # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
         number = place // len(self.texts) if self.task.reshuffle else 0
         if number != self.number:
-            self.order, self.number = list(range(len(self.texts))), number
+            self.order = list(range(len(self.texts)))
+            self.number = number
             random.Random(number).shuffle(self.order)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
         text = self.texts[self.order[place % len(self.order)]]
@@ -499,7 +529,8 @@ class QueryStream:
 
     def first(self, n: int, pad_id: int) -> Tensor:
         """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
-        position, self.position = self.position, 0
+        position = self.position
+        self.position = 0
         queries = []
         while len(queries) < n and (query := self.next_query()) and self.position <= len(self.texts):
             queries.append(query)
@@ -733,9 +764,8 @@ class PolicyWithValueHead(nn.Module):
         query_responses, with affixes: (batch, context_length + response_length). Results: (batch, response_length).
         """
         with torch.autocast(query_responses.device.type, torch.bfloat16, enabled=self.low_precision):
-            settings = {"context_length": context_length, "temperature": temperature, "vocab_size": self.vocab_size}
             logprobs, entropies, hidden_states = response_logprobs(
-                self.lm_backbone, query_responses, pad_id, **settings
+                self.lm_backbone, query_responses, pad_id, context_length, temperature, vocab_size=self.vocab_size
             )
             # [D26] A value belongs to the position before the response token, as its log-prob does.   policy.py#L125
             return logprobs, entropies, read_scalar(self.value_head, hidden_states)
@@ -748,7 +778,8 @@ class RewardModel(nn.Module):
         super().__init__()
         self.lm_backbone = lm_backbone
         self.reward_head = nn.Linear(lm_backbone.config.hidden_size, 1)
-        self.gain, self.bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
@@ -836,7 +867,8 @@ def ppo_update(
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
     micro_batch = ppo.local_micro_batch_size or groups * group_minibatch
-    context_length, device = rollout.context_responses.shape[1] - rollout.rewards.shape[1], rollout.rewards.device
+    context_length = rollout.context_responses.shape[1] - rollout.rewards.shape[1]
+    device = rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
     launch.return_freed_memory()  # from sampling
     steps = []  # what is logged of each optimiser step
@@ -882,8 +914,8 @@ def ppo_update(
             optimizer.step()
             means = {name: torch.stack([share[name] for share in shares]).sum() for name in shares[0]}
             for name, tensor in (("val", mb_values), ("returns", mb_returns)):  # means over the groups
-                variance = tensor.var((1, 2), unbiased=False).mean()
-                means |= {f"ppo/{name}/mean": tensor.mean(), f"ppo/{name}/var": variance}
+                means[f"ppo/{name}/mean"] = tensor.mean()
+                means[f"ppo/{name}/var"] = tensor.var((1, 2), unbiased=False).mean()
             steps.append({"ppo/gradient_norm": gradient_norm} | means)
     means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
     return means | {"ppo/val/first_ratio_gap": steps[0][SQUARED_RATIO_GAP].sqrt()}  # 0 but for rounding
@@ -922,7 +954,8 @@ def whiten(values: Tensor, *, keep_mean: bool) -> Tensor:
     The variance is biased, and 1e-8 is added to it: (x - mean) / sqrt(var + 1e-8).
     """
     # [D54] The biased variance, over all elements.   utils/core.py#L336-L341
-    mean, variance = values.mean(), values.var(unbiased=False)
+    mean = values.mean()
+    variance = values.var(unbiased=False)
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
     return whitened + mean if keep_mean else whitened
 
@@ -1044,20 +1077,8 @@ def learning_rate(ppo: PpoArgs, update: int, first_lr: float | None = None) -> f
 
 
 # Names under objective/ that a run logs anyway, so no function to monitor can have them.
-OBJECTIVES = {
-    "kl",
-    "entropy",
-    "score",
-    "non_score_reward",
-    "raw_score",
-    "stopped",
-    "response_length",
-    "sampler_gap",
-    "kl_coef",
-    "score_total",
-    "scores",
-    "function_score",
-}
+OF_EPISODES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
+OBJECTIVES = OF_EPISODES | {"kl_coef", "score_total", "scores", "function_score"}
 
 
 def update_metrics(
@@ -1210,14 +1231,7 @@ def make_recorder(
         """Responses to the first queries, with the numbers that episodes of the batch have."""
         with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
             responses, logprobs, hidden_states = few_rows_at_a_time(
-                lambda contexts, uniforms: generate(
-                    policy.lm_backbone,
-                    contexts,
-                    uniforms,
-                    pad_id=ids.pad,
-                    vocab_size=ids.pad,
-                    temperature=task.temperature,
-                ),
+                lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, task.temperature),
                 rows,
                 contexts,
                 uniforms,
@@ -1347,13 +1361,15 @@ def load_pretrained(
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
         # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        ours = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
+        changed = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
-        ours |= {name: "gelu_pytorch_tanh" for name, value in vars(config).items() if value == "gelu_new"}
-        own_settings = {name: getattr(config, name) for name in ours}
-        vars(config).update(ours)
+        for name, value in vars(config).items():
+            if value == "gelu_new":
+                changed[name] = "gelu_pytorch_tanh"
+        own_settings = {name: getattr(config, name) for name in changed}
+        vars(config).update(changed)
         model, loading = auto_class.from_pretrained(
             path,
             revision=revision,
@@ -1443,14 +1459,7 @@ def scores_of_base_model(
     noise = uniforms[mine][: len(queries)].to(launch.device_of_noise(accelerator.device))  # (n, response_length)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=policy.low_precision):
         responses, _, _ = few_rows_at_a_time(
-            lambda contexts, noise: generate(
-                policy.lm_backbone,
-                contexts,
-                noise,
-                pad_id=ids.pad,
-                vocab_size=ids.pad,
-                temperature=args.task.temperature,
-            ),
+            lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, args.task.temperature),
             rows,
             add_affixes(queries, ids.prefix, ids.suffix),  # (n, context_length)
             noise,

@@ -7,7 +7,7 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     2. one pass over the comparisons in random order, with a learning rate that falls linearly
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
-You can skip what is imported of ours: run (a run's folder and logs), cli (command line), worlds, sources (of texts).
+You can skip what is imported of ours: a run's folder and logs, the command line, files of models and texts, memory.
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/reference.
@@ -75,21 +75,39 @@ class TaskArgs(templates.FormatArgs):
     """sampling temperature of the policy and of the reference"""
 
 
-SUMMARIES_TASK = {"query_length": 500, "query_suffix": "\n\nTL;DR:", "start_text": None, "response_length": 75}
-SUMMARIES_TASK |= {"truncate_text": "\n", "truncate_after": 55}
-REVIEWS_TASK = {"query_length": 12, "query_prefix": 'The critic wrote about the film: "', "response_length": 20}
-# Not cut at a stop: the score is on the last token, so tokens after a stop would get most of the text's credit.
-REVIEWS_TASK |= {"start_text": None, "end_text": None, "truncate_text": None, "truncate_after": 0}
+TLDR_TASK = TaskArgs(
+    query_dataset="tldr",
+    query_length=500,
+    query_suffix="\n\nTL;DR:",
+    start_text=None,
+    end_text=None,
+    response_length=75,
+    truncate_text="\n",
+    truncate_after=55,
+)
+CNNDM_TASK = dataclasses.replace(
+    TLDR_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
+)
+TALES_TASK = TaskArgs(query_dataset="tales", query_length=24)
+REVIEWS_TASK = TaskArgs(
+    query_dataset="reviews",  # the first six words of sentences from reviews
+    query_length=12,
+    query_prefix='The critic wrote about the film: "',
+    start_text=None,
+    end_text=None,
+    response_length=20,
+    # Not cut at a stop: the score is on the last token, so tokens after a stop would get most of the text's credit.
+    truncate_text=None,
+    truncate_after=0,
+)
 TASKS = {
     "sentiment": TaskArgs(),
     "descriptiveness": TaskArgs(),
-    "cnndm": TaskArgs(
-        **SUMMARIES_TASK, query_dataset="cnndm", query_prefix="Article:\n\n", end_text="\n", temperature=0.5
-    ),
-    "tldr": TaskArgs(**SUMMARIES_TASK, query_dataset="tldr", end_text=None),
-    "tales": TaskArgs(query_dataset="tales", query_length=24),
-    "tales-descriptiveness": TaskArgs(query_dataset="tales", query_length=24),
-    "reviews": TaskArgs(**REVIEWS_TASK, query_dataset="reviews"),  # the first six words of sentences from reviews
+    "cnndm": CNNDM_TASK,
+    "tldr": TLDR_TASK,
+    "tales": TALES_TASK,
+    "tales-descriptiveness": TALES_TASK,
+    "reviews": REVIEWS_TASK,
 }
 
 
@@ -121,18 +139,26 @@ class Args(cli.MemoryArgs, cli.RunArgs):
     task: TaskArgs = field(default_factory=TaskArgs)
 
 
-SUMMARIES_REWARD = {"num_train": 46_000, "batch_size": 16, "lr": 2.5e-5, "rollout_batch_size": 128}
-TALES_REWARD = {"base_model": "tales", "lr": 1e-3}
+TLDR_REWARD = Args(
+    label_dataset="tldr/online_45k.json", num_train=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128
+)
+TALES_REWARD = Args(base_model="tales", lr=1e-3)
 # 4,800 sentences, rated from -4 to 4. The judge, `--label_dataset people/judge.json`, learns from 4,800 others.
-REVIEWS_REWARD = {"base_model": "smollm2-135m", "label_dataset": "people/mean.json", "num_train": 4_800}
+REVIEWS_REWARD = Args(
+    base_model="smollm2-135m",
+    label_dataset="people/mean.json",
+    num_train=4_800,
+    rollout_batch_size=64,
+    local_micro_batch_size=8,
+)
 PRESETS = {
     "sentiment": Args(),
     "descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json"),
-    "cnndm": Args(label_dataset="cnndm/online_45k.json", **SUMMARIES_REWARD),
-    "tldr": Args(label_dataset="tldr/online_45k.json", **SUMMARIES_REWARD),
-    "tales": Args(**TALES_REWARD),
-    "tales-descriptiveness": Args(label_dataset="descriptiveness/offline_5k.json", **TALES_REWARD),
-    "reviews": Args(**REVIEWS_REWARD, rollout_batch_size=64, local_micro_batch_size=8),
+    "cnndm": dataclasses.replace(TLDR_REWARD, label_dataset="cnndm/online_45k.json"),
+    "tldr": TLDR_REWARD,
+    "tales": TALES_REWARD,
+    "tales-descriptiveness": dataclasses.replace(TALES_REWARD, label_dataset="descriptiveness/offline_5k.json"),
+    "reviews": REVIEWS_REWARD,
 }
 PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for name, args in PRESETS.items()}
 
@@ -147,9 +173,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     with launch.launcher(sharding=False):
         accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
-    sizes, rank = reward_sizes(args, accelerator.num_processes), accelerator.process_index
+    device = accelerator.device
+    rank = accelerator.process_index
+    sizes = reward_sizes(args, accelerator.num_processes)
     worlds.check_names(args, joint)
-    typed_args, args = args, worlds.find_paths(args, joint)  # names such as `tales` become paths
+    typed_args = args
+    args = worlds.find_paths(args, joint)  # names such as `tales` become paths
     label_file = label_files.find_label_file(args.label_dataset, args.task.query_dataset).absolute()
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
@@ -160,25 +189,40 @@ def train(args: Args, joint: dict | None = None) -> Path:
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
     stream = QueryStream(args.task, tokenizer)
-    reward_model, language_model = load_models(args, ids, labels, accelerator.device)
+    reward_model, language_model = load_models(args, ids, labels, device)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
-    length = labels.samples.shape[1] * int(labels.lengths(ids.pad).max())  # tokens of a label
-    rows = {"local_batch": sizes.local_batch, "local_rollout_batch": sizes.local_rollout_batch}
-    fitting = memory.rows_that_fit(args, accelerator, reward_model, length=length, **rows)
-    inputs = (
-        pretrained.weight_files(args)
-        | worlds.data_files(args.task, "query_dataset")
-        | {"label_dataset": [label_file]}
+    fitting = memory.rows_that_fit(
+        args,
+        accelerator,
+        reward_model,
+        length=labels.samples.shape[1] * int(labels.lengths(ids.pad).max()),  # tokens of a label
+        local_batch=sizes.local_batch,
+        local_rollout_batch=sizes.local_rollout_batch,
     )
+    micro_batch = fitting["local_micro_batch"]
+    pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
+    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "query_dataset")
+    inputs["label_dataset"] = [label_file]
     this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
     this_run.rehearse(partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args))
     state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
     stream.position = state.get("query_position", stream.position)
     this_run.start_logging(state["step"], note=sources.left_out(stream))
-    shared, micro_batch = {"pad_id": ids.pad, "accelerator": accelerator}, fitting["local_micro_batch"]
-    settings = {"samples": sizes.normalize_samples, "rows": fitting["local_rollout_batch"]}
-    networks = {"reward_model": reward_model, "language_model": language_model}
-    normalize_now = partial(sample_and_normalize, stream, ids, args, accelerator, **networks, **settings)
+
+    def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
+        sample_and_normalize(
+            stream,
+            ids,
+            args,
+            accelerator,
+            stage=stage,
+            target_mean=target_mean,
+            target_std=target_std,
+            reward_model=reward_model,
+            language_model=language_model,
+            samples=sizes.normalize_samples,
+            rows=pass_rows,
+        )
 
     # 1. Normalise.
     if args.normalize_before and state["step"] == 0:
@@ -192,12 +236,26 @@ def train(args: Args, joint: dict | None = None) -> Path:
     with this_run.progress("reward model", sizes.steps, state["step"]) as advance:
         for step in range(state["step"], sizes.steps):
             optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
-            mb_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch][rank :: accelerator.num_processes]
-            stats = reward_update(reward_model, optimizer, labels, mb_inds=mb_inds, micro_batch=micro_batch, **shared)
+            batch_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch]
+            mb_inds = batch_inds[rank :: accelerator.num_processes]  # (local_batch,)
+            stats = reward_update(
+                reward_model,
+                optimizer,
+                labels,
+                mb_inds=mb_inds,
+                pad_id=ids.pad,
+                accelerator=accelerator,
+                micro_batch=micro_batch,
+            )
             means = launch.mean_over_processes(stats, accelerator)
             launch.check_finite(means, step, launch.anew_with_lower("lr"))
-            loss = {f"train_reward/minibatch/{name}": means["train/loss"] for name in ("loss", "error")}
-            this_run.log(step, loss | means | {"train/lr": learning_rate_at(args, step)})
+            metrics = {
+                "train_reward/minibatch/loss": means["train/loss"],
+                "train_reward/minibatch/error": means["train/loss"],
+                **means,
+                "train/lr": learning_rate_at(args, step),
+            }
+            this_run.log(step, metrics)
             agreement = "corr" if labels.kind == "score" else "accuracy"
             advance(f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}")
             if this_run.is_time_to_save(step + 1, sizes.steps):
@@ -206,7 +264,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
-    measured = evaluate(reward_model, labels, held_out, rows=fitting["local_rollout_batch"], **shared)
+    measured = evaluate(reward_model, labels, held_out, pad_id=ids.pad, rows=pass_rows, accelerator=accelerator)
     launch.check_finite(measured, sizes.steps, launch.anew_with_lower("lr"))
 
     # 3. Normalise again.
@@ -247,10 +305,10 @@ def sample_and_normalize(
     ids: TaskIds,
     args: Args,
     accelerator: Accelerator,
+    *,
     stage: str,
     target_mean: float,
     target_std: float,
-    *,
     reward_model: RewardModel,
     language_model: PreTrainedModel,
     samples: int,
@@ -265,23 +323,33 @@ def sample_and_normalize(
         return
     # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
     #       train_reward.py#L191-L199
-    n, rank = samples // accelerator.num_processes, accelerator.process_index
+    n = samples // accelerator.num_processes
+    rank = accelerator.process_index
     mine = slice(rank * n, (rank + 1) * n)
     queries = stream.next_batch(samples, ids.pad)[mine].to(accelerator.device)  # (n, query_length)
     # [X01] The noise belongs to the sample.
-    keyed = {"generator": keyed_generator(args.seed, "normalize", stage), "dtype": torch.float64}
-    uniforms = torch.rand(samples, args.task.response_length, **keyed)[mine].to(
-        launch.device_of_noise(queries.device)
-    )
-    sampling = {"pad_id": ids.pad, "vocab_size": ids.pad, "temperature": args.task.temperature}
+    generator = keyed_generator(args.seed, "normalize", stage)
+    uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
+    noise = uniforms[mine].to(launch.device_of_noise(queries.device))  # (n, response_length)
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
-    write = partial(generate, language_model, **sampling)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=reward_model.low_precision):
-        responses, _, _ = few_rows_at_a_time(write, rows, contexts, uniforms)
+        responses, _, _ = few_rows_at_a_time(
+            lambda *parts: generate(language_model, *parts, ids.pad, ids.pad, args.task.temperature),
+            rows,
+            contexts,
+            noise,
+        )
     # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
     query_responses = torch.cat([queries, responses], dim=1)  # (n, query_length + response_length)
-    scale = {"target_mean": target_mean, "target_std": target_std}
-    normalize(reward_model, query_responses, ids.pad, rows=rows, accelerator=accelerator, **scale)
+    normalize(
+        reward_model,
+        query_responses,
+        ids.pad,
+        rows=rows,
+        accelerator=accelerator,
+        target_mean=target_mean,
+        target_std=target_std,
+    )
 
 
 @torch.no_grad()
@@ -301,7 +369,7 @@ def normalize(
     # [D32] [D34] Whatever gain and bias had learned is discarded first.   train_reward.py#L207-L215
     reward_model.gain.fill_(1.0)
     reward_model.bias.fill_(0.0)
-    scores = few_rows_at_a_time(partial(reward_model, pad_id=pad_id), rows, query_responses)
+    scores = few_rows_at_a_time(lambda tokens: reward_model(tokens, pad_id), rows, query_responses)
     gain, bias = gain_and_bias(accelerator.gather(scores), target_mean, target_std)
     reward_model.gain.fill_(gain)
     reward_model.bias.fill_(bias)
@@ -314,7 +382,9 @@ def gain_and_bias(scores: Tensor, target_mean: float, target_std: float) -> tupl
     """
     # [D34] gain = S / s and bias = M - gain * m.   rewards.py#L73-L89
     # [D35] The deviation is biased, and numbers that are not finite stop the run.   train_reward.py#L162-L169
-    mean, std = scores.cpu().double().mean().item(), scores.cpu().double().std(unbiased=False).item()
+    scores = scores.cpu().double()
+    mean = scores.mean().item()
+    std = scores.std(unbiased=False).item()
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise NumericalError(f"scores with mean {mean} and deviation {std} cannot be normalised")
     gain = target_std / std
@@ -356,16 +426,21 @@ def reward_update(
     gradient_norm = nn.utils.get_total_norm([p.grad for p in reward_model.parameters() if p.grad is not None])
     optimizer.step()
     # Statistics of the whole batch, over all processes.
-    batch = {"scores": torch.cat(scores).detach(), "targets": labels.targets[mb_inds].to(scores[-1].device)}
-    statistics = label_statistics(labels.kind, **accelerator.gather(batch))
-    own = {"gradient_norm": gradient_norm, "gain": reward_model.gain, "bias": reward_model.bias}
-    return {f"train/{name}": value for name, value in (statistics | own).items()}
+    all_scores = accelerator.gather(torch.cat(scores).detach())  # (batch, n)
+    all_targets = accelerator.gather(labels.targets[mb_inds].to(all_scores.device))  # (batch,)
+    statistics = label_statistics(labels.kind, all_scores, all_targets)
+    statistics["gradient_norm"] = gradient_norm
+    statistics["gain"] = reward_model.gain
+    statistics["bias"] = reward_model.bias
+    return {f"train/{name}": value for name, value in statistics.items()}
 
 
 def score_samples(reward_model: RewardModel, labels: label_files.Labels, inds: Tensor, pad_id: int) -> Tensor:
     """Scores (batch, n) of the samples of the labels with these indices (batch,)."""
-    samples, n = labels.samples[inds], labels.samples.shape[1]
-    query_responses = torch.cat([labels.queries[inds].unsqueeze(1).expand(-1, n, -1), samples], dim=2).flatten(0, 1)
+    samples = labels.samples[inds]  # (batch, n, response_length)
+    n = samples.shape[1]
+    queries = labels.queries[inds].unsqueeze(1).expand(-1, n, -1)  # (batch, n, query_length)
+    query_responses = torch.cat([queries, samples], dim=2).flatten(0, 1)  # (batch * n, sequence_length)
     # Padding changes nothing, so there is only what the longest row leaves.
     longest = (query_responses != pad_id).sum(1).max()
     query_responses = left_pad(query_responses, pad_id)[:, -longest:].to(reward_model.gain.device)
@@ -423,7 +498,8 @@ def evaluate(
     """
     if not len(inds):
         return {}
-    device, n = reward_model.gain.device, labels.samples.shape[1]
+    device = reward_model.gain.device
+    n = labels.samples.shape[1]
     scores = launch.widened(torch.zeros(len(inds), n, device=device))
     local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
     for places in local.split(rows) if len(local) else ():  # a process may have none
@@ -524,8 +600,11 @@ class QueryStream:
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
         self.texts = sources.load_texts(task.query_dataset, split)
-        self.task, self.tokenizer, self.position = task, tokenizer, position
-        self.order, self.number = [], -1  # of the texts in one pass; which order it is
+        self.task = task
+        self.tokenizer = tokenizer
+        self.position = position
+        self.order = []  # of the texts in one pass
+        self.number = -1  # which order it is
         self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
@@ -536,7 +615,8 @@ class QueryStream:
         # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
         number = place // len(self.texts) if self.task.reshuffle else 0
         if number != self.number:
-            self.order, self.number = list(range(len(self.texts))), number
+            self.order = list(range(len(self.texts)))
+            self.number = number
             random.Random(number).shuffle(self.order)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
         text = self.texts[self.order[place % len(self.order)]]
@@ -561,7 +641,8 @@ class QueryStream:
 
     def first(self, n: int, pad_id: int) -> Tensor:
         """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
-        position, self.position = self.position, 0
+        position = self.position
+        self.position = 0
         queries = []
         while len(queries) < n and (query := self.next_query()) and self.position <= len(self.texts):
             queries.append(query)
@@ -743,7 +824,8 @@ class RewardModel(nn.Module):
     def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
         """low_precision: whether matrix products are in bfloat16."""
         super().__init__()
-        self.lm_backbone, self.low_precision = lm_backbone, low_precision
+        self.lm_backbone = lm_backbone
+        self.low_precision = low_precision
         width = lm_backbone.config.hidden_size
         # [D29] A small random head: about 1 / sqrt(width) in every weight.   language/model.py#L248-L258
         self.reward_head = nn.Linear(width, 1)
@@ -814,13 +896,15 @@ def load_pretrained(
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
         # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        ours = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
+        changed = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
-        ours |= {name: "gelu_pytorch_tanh" for name, value in vars(config).items() if value == "gelu_new"}
-        own_settings = {name: getattr(config, name) for name in ours}
-        vars(config).update(ours)
+        for name, value in vars(config).items():
+            if value == "gelu_new":
+                changed[name] = "gelu_pytorch_tanh"
+        own_settings = {name: getattr(config, name) for name in changed}
+        vars(config).update(changed)
         model, loading = auto_class.from_pretrained(
             path,
             revision=revision,

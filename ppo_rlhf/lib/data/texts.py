@@ -81,8 +81,11 @@ class QueryStream:
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
         self.texts = sources.load_texts(task.query_dataset, split)
-        self.task, self.tokenizer, self.position = task, tokenizer, position
-        self.order, self.number = [], -1  # of the texts in one pass; which order it is
+        self.task = task
+        self.tokenizer = tokenizer
+        self.position = position
+        self.order = []  # of the texts in one pass
+        self.number = -1  # which order it is
         self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
@@ -93,7 +96,8 @@ class QueryStream:
         # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
         number = place // len(self.texts) if self.task.reshuffle else 0
         if number != self.number:
-            self.order, self.number = list(range(len(self.texts))), number
+            self.order = list(range(len(self.texts)))
+            self.number = number
             random.Random(number).shuffle(self.order)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
         text = self.texts[self.order[place % len(self.order)]]
@@ -118,7 +122,8 @@ class QueryStream:
 
     def first(self, n: int, pad_id: int) -> Tensor:
         """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
-        position, self.position = self.position, 0
+        position = self.position
+        self.position = 0
         queries = []
         while len(queries) < n and (query := self.next_query()) and self.position <= len(self.texts):
             queries.append(query)
