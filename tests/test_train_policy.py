@@ -265,7 +265,6 @@ def replay(args: Args, world: Path) -> Left:
             "ppo/lr": ppo.lr * (1 - update / UPDATES),
             "ppo/global_step": update,
             "ppo/episode": (update + 1) * BATCH,
-            "ppo/global_step": update,
             "elapsed/episodes": (update + 1) * BATCH,
             "elapsed/updates": update + 1,
             "elapsed/steps/serial": (update + 1) * task.response_length,
