@@ -150,7 +150,8 @@ def refusals(all_cases: list[Case], answers: dict[int, Answer]) -> dict[int, str
     for (key, option), found in asked.items():
         texts = [answers[index] for index in found]
         if all(isinstance(text, str) and text.startswith(REFUSALS) and option in text for text in texts):
-            refused |= dict.fromkeys(found, f"{key} {option} is refused")
+            for index in found:
+                refused[index] = f"{key} {option} is refused"
     return refused
 
 

@@ -73,9 +73,17 @@ def read(function: str, name: str, entry: dict[str, Any]) -> Fault:
     edits = {form(function): pairs(entry["edit"])} if "edit" in entry else {}
     for places, texts in entry.items():
         files, colons, name_there = places.partition("::")
-        edits |= {f"{file}::{name_there}": pairs(texts) for file in files.split(", ") if colons}
-    more = {"source": entry.get("source", ""), "choice": entry.get("choice", False), "edits": edits}
-    return Fault(function=function, name=name, says=says, mark=mark, **more)
+        for file in files.split(", ") if colons else []:
+            edits[f"{file}::{name_there}"] = pairs(texts)
+    return Fault(
+        function=function,
+        name=name,
+        says=says,
+        mark=mark,
+        source=entry.get("source", ""),
+        choice=entry.get("choice", False),
+        edits=edits,
+    )
 
 
 def read_all(path: Path) -> list[Fault]:
