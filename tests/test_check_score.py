@@ -13,7 +13,7 @@ import math
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,13 +47,8 @@ def test_a_mistake_is_found(mistake):
     assert any(fails(wrong, case) for case in cases.all_cases()[wrong.function])
 
 
-NAMED = {  # what the diagnosis must hold, of mistakes of each kind
-    "has_stop: one later": "responses[:, after + 1:]",
+NAMED = {  # by a fault of the book that has the same numbers
     "best_of_n_loss: detached others": "normalised without a gradient",
-    "gspo_loss: the smaller loss": "torch.minimum(",
-    "adam_step: betas swapped": "beta1, beta2 = beta2, beta1",
-    "kl_estimate: half the gradient of k2": "detach",
-    "token_rewards: pair: abs, every token": "score on every token together with absolute penalty",
     "policy_loss: new - new.detach()": "ratio of the new to itself",
     "whiten: row statistics along tokens": "by rows broadcast along the tokens",
 }
@@ -62,23 +57,16 @@ NAMED = {  # what the diagnosis must hold, of mistakes of each kind
 @pytest.mark.parametrize("named", NAMED)
 def test_a_mistake_is_named(named):
     report = report_of(MISTAKES[named].function, MISTAKES[named])
-    assert any(NAMED[named] in words for words in said(report)), (list(said(report)), report.hints)
-
-
-def said(report: diagnosis.Report) -> Iterator[str]:
-    yield from (" together with ".join(fault.name for fault in found) for found in report.diagnoses)
-    yield from report.changes
+    assert NAMED[named] in [fault.name for fault in report.diagnoses]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("block", ODD, ids=title)
-def test_correct_code_in_an_odd_form_matches(block, tmp_path):
+def test_correct_code_in_an_odd_form_matches(block):
     """Each is a small adapter."""
-    path, text = tmp_path / "odd.py", block.partition("\n")[2]
-    path.write_text(text)  # from which torch.jit reads
     known = (np, torch, math, forms, collections, dataclasses, types, functools)
     namespace = {module.__name__.rpartition(".")[2]: module for module in known} | {"np": np, "__name__": "builtins"}
-    exec(compile(text, path, "exec"), namespace)
+    exec(block.partition("\n")[2], namespace)
     name = title(block).partition(":")[0]
     report = report_of(name, namespace[name])
     assert report.ok and report.cases >= 2, report
@@ -166,8 +154,7 @@ def test_a_function_of_which_no_gradient_is_compared_is_told_so():
 
 
 def test_a_clamp_is_seen_whatever_its_bound():
-    report = report_of("whiten", lambda **x: forms.whiten(**x).clamp(max=1.7))
-    assert "no number is above 1.7, where the expected ones go on" in report.hints
+    assert not report_of("whiten", lambda **x: forms.whiten(**x).clamp(max=1.7)).ok
 
 
 def main() -> None:
@@ -175,7 +162,7 @@ def main() -> None:
     found = named = 0
     for title, mistake in MISTAKES.items():
         report = report_of(mistake.function, mistake)
-        words = list(said(report)) or report.hints
+        words = [fault.name for fault in report.diagnoses]
         found += not report.ok or not report.gradients
         named += bool(words)
         result = "missed" if report.ok and report.gradients else "values only" if report.ok else ""

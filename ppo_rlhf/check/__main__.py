@@ -1,7 +1,7 @@
 """Hold anybody's RLHF code against golden numbers, exact enumeration and properties. docs/check.md explains it.
 
     python -m ppo_rlhf.check adapter.py            # every function of the adapter that has a known name
-    python -m ppo_rlhf.check adapter.py --json     # for programs; --quiet: only what is wrong
+    python -m ppo_rlhf.check adapter.py --quiet           # only what is wrong
     python -m ppo_rlhf.check adapter.py --case gae:18     # the numbers of one case
     python -m ppo_rlhf.check --list                # functions, and the known faults with their numbers
     python -m ppo_rlhf.check --exercise 7          # writes a broken function, and says later whether it is fixed
@@ -12,24 +12,23 @@ status: 0 if everything matches, 1 if something does not, 2 if the adapter canno
 
 import argparse
 import inspect
-import itertools
 import json
 import math
 import os
-import queue
+import pickle
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from importlib import metadata
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import ppo_rlhf
 from ppo_rlhf.check import cases, diagnosis, faults, forms
+from ppo_rlhf.check.calls import Answer
 from ppo_rlhf.check.diagnosis import Report
 from ppo_rlhf.lib.base.errors import InputError
 
@@ -60,82 +59,68 @@ def require(python: str) -> None:
         raise InputError(f"--python {python} lacks what the check needs: {said[-1]}")
 
 
-def messages(adapter: Path, names: list[str], timeout: float, python: str) -> Iterator[dict[str, Any]]:
+def messages(adapter: Path, names: list[str], case: str, timeout: float, python: str) -> Iterator[tuple]:
     """The messages of the child. The last one is `done`, `failed`, or `stopped` with a reason."""
-    start = [python, "-W", "ignore::UserWarning", "-m", "ppo_rlhf.check.child"]  # torch's would be above the table
-    child = subprocess.Popen([*start, str(adapter), *names], stdout=subprocess.PIPE, text=True, env=environment())
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        for line in child.stdout:
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
+    receiver, sender = Pipe(duplex=False)
+    command = [python, "-W", "ignore::UserWarning", "-m", "ppo_rlhf.check.child"]  # torch's would be above the table
+    command += [str(sender.fileno()), str(adapter), case, *names]
+    child = subprocess.Popen(command, env=environment(), pass_fds=[sender.fileno()])
+    sender.close()
+    limit, more = IMPORT_SECONDS, ""
     try:
-        limit, more = IMPORT_SECONDS, ""
-        while True:
-            line = lines.get(timeout=limit)
-            if line is None:
-                yield {"stopped": f"ended its process with status {child.wait()}"}
-                return
-            message = json.loads(line)
+        while receiver.poll(limit):
+            message = pickle.loads(receiver.recv_bytes())
             yield message
-            if "done" in message or "failed" in message:
+            if message[0] in ("done", "failed"):
                 return
-            limit, more = (timeout, "; --timeout allows more") if "function" in message else (IMPORT_SECONDS, "")
-    except queue.Empty:
-        yield {"stopped": f"took longer than {limit:g} seconds{more}"}
+            limit, more = (timeout, "; --timeout allows more") if message[0] == "asked" else (IMPORT_SECONDS, "")
+        yield "stopped", f"took longer than {limit:g} seconds{more}"
+    except (EOFError, OSError):  # OSError within a message
+        yield "stopped", f"ended its process with status {child.wait()}"
     finally:
         child.kill()
         child.wait()
+        receiver.close()
 
 
 def ask(
-    adapter: Path, timeout: float, only: list[str] | None = None, python: str = sys.executable
-) -> tuple[list[Report], list[str]]:
-    """A report of each function of the adapter, and the names of those that mean nothing here."""
-    answers: dict[str, dict[int, diagnosis.Answer]] = {}
-    left_out: dict[str, dict[str, int]] = {}
-    todo, others = only, []
-    while todo is None or todo:
+    adapter: Path, timeout: float, only: str = "", case: str = "", python: str = sys.executable
+) -> tuple[dict[str, dict[int, Answer]], list[str]]:
+    """What each function of the adapter answers in each case, and the names of those that mean nothing here.
+
+    only: one function; case: one case of each.
+    """
+    answers: dict[str, dict[int, Answer]] = {}
+    others: list[str] = []
+    todo = [only] if only else cases.NAMES
+    while todo:
         at = None
-        for message in messages(adapter, todo or [], timeout, python):
-            if "failed" in message:
-                raise InputError(f"{adapter} {message['failed']}")
-            if "provided" in message:
-                others = message["others"]
-                todo = message["provided"] if todo is None else [name for name in todo if name in message["provided"]]
+        for kind, *said in messages(adapter, todo, case, timeout, python):
+            if kind == "failed":
+                raise InputError(f"{adapter} {said[0]}")
+            elif kind == "provided":
+                provided, others = said
+                todo = [name for name in todo if name in provided]
                 if not todo:
                     raise InputError(nothing_to_check(adapter, only, others))
-            elif "function" in message:
-                at = message["function"], message["case"]
-                answers.setdefault(at[0], {})
-                left_out.setdefault(at[0], {})
-            elif "outputs" in message:
-                answers[at[0]][at[1]] = numbers(message["outputs"])
-            elif "left_out" in message:
-                left_out[at[0]][message["left_out"]] = left_out[at[0]].get(message["left_out"], 0) + 1
-            elif "wrong" in message:
-                answers[at[0]][at[1]] = message["wrong"]
-            elif "stopped" in message:
+            elif kind == "asked":
+                at, index = said
+                answers.setdefault(at, {})
+            elif kind == "answer":
+                answers[at][index] = said[0]
+            elif kind == "stopped":
                 if at is None:
-                    raise InputError(f"{adapter} {message['stopped']} while it was imported")
-                answers[at[0]][at[1]] = message["stopped"]
-                todo = todo[todo.index(at[0]) + 1 :]  # the function's other cases are not tried
-            elif "done" in message:
+                    raise InputError(f"{adapter} {said[0]} while it was imported")
+                answers[at][index] = said[0]
+                todo = todo[todo.index(at) + 1 :]  # the function's other cases are not tried
+            else:
                 todo = []
-    return [diagnosis.judge(name, found, left_out[name]) for name, found in answers.items()], others
+    return answers, others
 
 
-def numbers(outputs: dict[str, list]) -> dict[str, torch.Tensor]:
-    """The tensors of a message."""
-    return {name: torch.tensor(x, dtype=torch.float64).reshape(shape) for name, (shape, x) in outputs.items()}
-
-
-def nothing_to_check(adapter: Path, only: list[str] | None, others: list[str]) -> str:
+def nothing_to_check(adapter: Path, only: str, others: list[str]) -> str:
     if only:
-        return f"{adapter} has no function {only[0]}"
+        return f"{adapter} has no function {only}"
     found = f", only {', '.join(others[:5])}" if others else ""
     return f"{adapter} has none of the functions that can be checked{found}; --list names them"
 
@@ -149,16 +134,10 @@ def print_case(adapter: Path, which: str, timeout: float, python: str) -> bool:
     known = cases.all_cases().get(name, [])
     if not number.isdecimal() or int(number) >= len(known):
         raise InputError(f"--case {which}: name a function and a number of a case, such as gae:18")
-    index, answer = int(number), None
-    case, which = known[index], f"{name}:{index}"
-    for message in messages(adapter, [which], timeout, python):
-        if "failed" in message:
-            raise InputError(f"{adapter} {message['failed']}")
-        if name not in message.get("provided", [name]):
-            raise InputError(nothing_to_check(adapter, [name], []))
-        said = [message[key] for key in ("wrong", "left_out", "stopped") if key in message]
-        answer = numbers(message["outputs"]) if "outputs" in message else said[0] if said else answer
-    print(f"{which}: {case.name} ({case.source}). {' '.join((case.run.__doc__ or '').split())}".rstrip())
+    index, case = int(number), known[int(number)]
+    answers, _ = ask(adapter, timeout, name, str(index), python)
+    answer = answers[name][index]
+    print(f"{name}:{index}: {case.name} ({case.source}). {' '.join((case.run.__doc__ or '').split())}".rstrip())
     for key, x in case.arguments.items():
         print(f"{key} = {'those of a small model' if isinstance(x, dict) else x}")
     torch.set_printoptions(precision=6, sci_mode=False)
@@ -169,27 +148,7 @@ def print_case(adapter: Path, which: str, timeout: float, python: str) -> bool:
         return False
     for key, x in answer.items():
         print(f"your {key} = {x}")
-    return diagnosis.judge(name, {index: answer}, {}).ok
-
-
-def as_json(adapter: str, reports: list[Report], others: list[str]) -> str:
-    names = ("function", "ok", "cases", "matches", "left_out", "missing", "unseen", "gradients", "failed", "changes")
-    functions = [
-        {name: getattr(report, name) for name in (*names, "hints")}
-        | {
-            "largest_error": report.error if math.isfinite(report.error) else None,
-            "diagnoses": [[described(fault) for fault in found] for found in report.diagnoses],
-            "nearest": [described(fault) | {"cases": count} for fault, count in report.nearest],
-        }
-        for report in reports
-    ]
-    ok = all(report.ok for report in reports)
-    return json.dumps({"adapter": adapter, "ok": ok, "functions": functions, "not_checked": others}, indent=1)
-
-
-def described(fault: faults.Fault) -> dict[str, Any]:
-    fields = ("name", "says", "mark", "page", "source", "choice")
-    return {"number": faults.FAULTS.index(fault) + 1} | {name: getattr(fault, name) for name in fields}
+    return diagnosis.judge(name, {index: answer}).ok
 
 
 def print_table(reports: list[Report], others: list[str], failed_only: bool, *, solve: bool = True) -> None:
@@ -224,36 +183,29 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
     if not report.cases:
         yield f"Nothing could be compared. {report.function}{inspect.signature(getattr(forms, report.function))}"
         return
-    same: dict[str, list[dict]] = {}  # cases in which the same is wrong, the smallest first
-    for entry in report.failed:
-        same.setdefault(entry["wrong"], []).append(entry)
-    for wrong, entries in list(same.items())[:MOST]:
-        name, kind = entries[0]["case"], entries[0]["source"]
+    known = cases.all_cases()[report.function]
+    same: dict[str, list[int]] = {}  # cases in which the same is wrong, the smallest first
+    for index, wrong in report.failed.items():
+        same.setdefault(wrong, []).append(index)
+    for wrong, found in list(same.items())[:MOST]:
+        name, kind = known[found[0]].name, known[found[0]].source
         what = name if kind in name else f"{name} ({kind})"
-        more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
-        yield f"{what}{more}: {wrong} (--case {report.function}:{entries[0]['index']})"
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield f"{what}{more}: {wrong} (--case {report.function}:{found[0]})"
     if len(same) > MOST:
-        yield f"and {sum(len(entries) for entries in list(same.values())[MOST:])} more cases"
-    yield from (hint[0].upper() + hint[1:] + "." for hint in report.hints)
+        yield f"and {sum(len(found) for found in list(same.values())[MOST:])} more cases"
+    kinds = {known[index].source for index in report.failed}
+    if len(kinds) == 1 and kinds != {"golden"} and len(report.failed) < report.cases:
+        yield f"Only cases of one kind fail: {kinds.pop()}."
     if not solve:
         return
-    for index, found in enumerate(report.diagnoses[:MOST]):
-        together = " together with ".join(f'"{fault.name}"' for fault in found)
-        yield f"{'Or they' if index else 'These'} are the numbers of {together}."
-        for fault in found:
-            yield explained(fault)
+    for index, fault in enumerate(report.diagnoses[:MOST]):
+        yield f'{"Or they" if index else "These"} are the numbers of "{fault.name}".'
+        yield explained(fault)
     if len(report.diagnoses) > MOST:
         yield f"The same numbers have {len(report.diagnoses) - MOST} more."
-    for index, words in enumerate(report.changes):
-        yield f"{'Or they' if index else 'These'} are the numbers of {report.function} in forms.py with {words}."
-    if not report.diagnoses and not report.changes and report.error < math.inf:
+    if not report.diagnoses and report.error < math.inf:
         yield "No known fault has these numbers. The option --case prints those of a case."
-        for count, pairs in itertools.groupby(report.nearest, lambda pair: pair[1]):
-            near = [fault for fault, _ in pairs]
-            have = "case has" if len(report.failed) == 1 else "cases has" if count == 1 else "cases have"
-            names = " or of ".join(f'"{fault.name}"' for fault in near)
-            yield f"{count} of the {len(report.failed)} failed {have} the numbers of {names}."
-            yield from map(explained, near)
 
 
 def explained(fault: faults.Fault) -> str:
@@ -280,10 +232,7 @@ def home() -> str:
     return f"{url}/blob/{commit}" if url.startswith("https://") and commit else ""
 
 
-def print_list(as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({name: [described(fault) for fault in faults.of(name)] for name in cases.NAMES}, indent=1))
-        return
+def print_list() -> None:
     for name in cases.NAMES:
         print(f"{name}{inspect.signature(getattr(forms, name))}")
         for fault in faults.of(name):
@@ -308,7 +257,8 @@ def exercise(number: int, timeout: float) -> int:
             raise InputError(f"{path.absolute()}: {error.strerror}") from error
         print(f"{text}\nThis is in {path}. Fix it there, then run the command again.")
         return 0
-    (report,), _ = ask(path, timeout, [fault.function])
+    answers, _ = ask(path, timeout, fault.function)
+    report = diagnosis.judge(fault.function, answers[fault.function])
     print_table([report], [], False, solve=False)
     if report.ok:
         print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {place_of(fault)}")
@@ -335,7 +285,6 @@ def main() -> int:
         prog="python -m ppo_rlhf.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("adapter", nargs="?", type=Path, help="Python file with the functions to check")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="print only what does not match")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds that a call may take; default: 10")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs the adapter; it needs torch")
@@ -348,7 +297,7 @@ def main() -> int:
     if not 0 < args.timeout < math.inf:
         parser.error(f"--timeout {args.timeout}: must be above 0 and finite")
     if args.list:
-        print_list(args.json)
+        print_list()
         return 0
     try:
         if args.exercise is not None:
@@ -363,16 +312,14 @@ def main() -> int:
             require(args.python)
         if args.case:
             return 0 if print_case(args.adapter, args.case, args.timeout, args.python) else 1
-        reports, others = ask(args.adapter, args.timeout, python=args.python)
+        answers, others = ask(args.adapter, args.timeout, python=args.python)
+        reports = [diagnosis.judge(name, found) for name, found in answers.items()]
         if not any(report.cases for report in reports):
             raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    if args.json:
-        print(as_json(str(args.adapter), reports, others))
-    else:
-        print_table(reports, others, args.quiet)
+    print_table(reports, others, args.quiet)
     return 0 if all(report.ok for report in reports) else 1
 
 

@@ -25,6 +25,10 @@ class Wrong(Exception):
     """The result cannot be compared. The message says why."""
 
 
+Answer = dict[str, Tensor] | str | LeftOut
+"""what a function gave in a case, what is wrong with it, or why it was not asked"""
+
+
 def outputs_of(function: Callable, case: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The results of a function in a case, by the names of what is expected: float64 tensors on the CPU.
 
@@ -57,11 +61,11 @@ def attempted(
     function: Callable, case: Any, dtype: torch.dtype, with_gradient: bool, as_arrays: bool
 ) -> dict[str, Tensor]:
     arguments = converted(case.arguments, dtype)
+    before = converted(arguments, dtype)
     leaves = leaves_of(arguments, case.gradient_of) if case.gradient_of and with_gradient else []
-    before = {name: snapshot(x) for name, x in arguments.items()}
     with torch.set_grad_enabled(with_gradient):
         found = results_of(case.run(bound(function, case.function, as_arrays), arguments), case, leaves)
-    changed = [name for name, x in arguments.items() if not same(snapshot(x), before[name])]
+    changed = [name for name, x in arguments.items() if not same(x, before[name])]
     if changed:
         raise Wrong(f"it changed its argument {', '.join(changed)}")
     return found
@@ -71,15 +75,17 @@ def results_of(returned: Any, case: Any, leaves: list[Tensor]) -> dict[str, Tens
     """What a function returned, by the names of what is expected, with the gradient of the first result."""
     names = [name for name in case.expected if name != "gradient"] or names_of(returned)
     results = several(returned, names)
-    found = {
-        name: fitted(x, case.expected.get(name)) for name, x in zip(names, results, strict=False) if x is not None
-    }
+    found = {}
+    for name, x in zip(names, results, strict=False):
+        if x is not None:
+            found[name] = fitted(x, case.expected.get(name))
     if not found:
         raise Wrong("it returned None")
     if leaves:
         counts = case.mask if case.mask is not None and case.mask.shape == found[names[0]].shape else None
         gradient = gradient_of(results[0], leaves, counts, may_detach=case.function in MAY_DETACH)
-        found |= {} if gradient is None else {"gradient": gradient}
+        if gradient is not None:
+            found["gradient"] = gradient
     return found
 
 
@@ -117,16 +123,11 @@ def converted(x: Any, dtype: torch.dtype) -> Any:
     return x.detach().to(dtype, copy=True) if x.is_floating_point() else x.clone()
 
 
-def snapshot(x: Any) -> Any:
-    if isinstance(x, list):
-        return [snapshot(part) for part in x]
-    return x.detach().clone() if isinstance(x, Tensor) else None
-
-
 def same(one: Any, other: Any) -> bool:
+    """Whether two arguments, if they are tensors, hold the same."""
     if isinstance(one, list):
-        return all(same(*pair) for pair in zip(one, other, strict=True))
-    return one is None or torch.equal(one.nan_to_num(), other.nan_to_num())
+        return len(one) == len(other) and all(map(same, one, other))
+    return not isinstance(one, Tensor) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def several(returned: Any, names: list[str]) -> list[Any]:
@@ -171,9 +172,8 @@ def names_of(returned: Any) -> list[str]:
 
 def as_tensor(x: Any) -> Tensor:
     try:
-        return (
-            x.detach().cpu().double() if isinstance(x, Tensor) else torch.from_numpy(np.asarray(x, dtype=np.float64))
-        )
+        x = x.detach().cpu().double().numpy() if isinstance(x, Tensor) else np.array(x, dtype=np.float64)
+        return torch.from_numpy(x)  # so a class of the adapter's own ends here
     except (TypeError, ValueError) as error:
         raise Wrong(f"it returned {type(x).__name__}, which holds no numbers") from error
 
@@ -188,13 +188,14 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
     else:
         names = [p.name for p in takes if p.kind is not p.VAR_POSITIONAL]
     strange = [p.name for p in takes or [] if p.name in names and p.name not in form and p.default is p.empty]
-    positional = {p.name for p in takes or [] if p.kind is p.POSITIONAL_ONLY}
+    positional = form if takes is None else {p.name for p in takes if p.kind is p.POSITIONAL_ONLY}
     optional = {p.name for p in takes or [] if p.default is None}
+    by_size = "group_size" in names and ("groups" not in names or "groups" in optional)
 
     def passed(x: Any) -> Any:
-        if as_arrays:
-            return [passed(part) for part in x] if isinstance(x, list) else x.numpy() if isinstance(x, Tensor) else x
-        return x
+        if as_arrays and isinstance(x, list):
+            return [passed(part) for part in x]
+        return x.numpy() if as_arrays and isinstance(x, Tensor) else x
 
     def leave_out(key: str, arguments: dict[str, Any]) -> None:
         in_groups = key == "groups" and "group_size" in names and arguments.get("group_size")
@@ -203,16 +204,18 @@ def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
 
     def call(**arguments: Any) -> Any:
         arguments = defaults | arguments  # the function's own defaults may be others
-        by_size = "group_size" in names and ("groups" not in names or "groups" in optional)
         if "groups" in arguments and arguments["groups"] is None and not by_size:
             raise LeftOut("no group_size alone")
         if strange:
             raise Wrong(f"it takes {', '.join(strange)}; the arguments of {name} are {', '.join(form)}")
-        for key in arguments.keys() - set(names):
-            leave_out(key, arguments)
-        kept = {key: passed(arguments[key]) for key in form if key in arguments and key in names}
+        kept = {}
+        for key in form:
+            if key in arguments and key in names:
+                kept[key] = passed(arguments[key])
+            elif key in arguments:
+                leave_out(key, arguments)
         while True:
-            first = kept if takes is None else [key for key in names if key in positional and key in kept]
+            first = [key for key in names if key in positional and key in kept]
             rest = {key: x for key, x in kept.items() if key not in first}
             try:
                 return function(*(kept[key] for key in first), **rest)
@@ -231,11 +234,6 @@ def parameters_of(function: Any, known: Any) -> list[Parameter] | None:
     """What a function takes. None if that cannot be read, as in compiled code, and arguments go by position."""
     if isinstance(function, torch.nn.Module):
         function = getattr(function, "_orig_mod", function).forward
-    schema = getattr(function, "schema", None)  # of torch.jit
-    if isinstance(schema, torch._C.FunctionSchema):
-        kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
-        found = [(x.name, x.default_value if x.has_default_value() else empty) for x in schema.arguments]
-        return [Parameter(name, kind, default=default) for name, default in found if name != "self"]
     try:
         found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

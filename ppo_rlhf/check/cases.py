@@ -120,9 +120,13 @@ def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
     """Expected gradient (4, 3) of a loss per token, over all sequences as often as the sampler draws them."""
     logits = arguments["logits"].detach().requires_grad_()
     logprobs, ref_logprobs, sampler = (of_sequences(x) for x in (logits, *(arguments[n] for n in TABLES[1:])))
-    inputs = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
-    inputs |= {"name": arguments["name"]} if "name" in arguments else {"sampler_logprobs": sampler}
-    losses = first(function(**inputs, mask=arguments.get("mask", torch.ones(9, 2, dtype=torch.bool))))
+    mask = arguments.get("mask", torch.ones(9, 2, dtype=torch.bool))
+    inputs = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": mask}
+    if "name" in arguments:
+        inputs["name"] = arguments["name"]
+    else:
+        inputs["sampler_logprobs"] = sampler
+    losses = first(function(**inputs))
     if not getattr(losses, "requires_grad", False):
         raise calls.LeftOut("no gradient")
     return torch.autograd.grad((sampler.sum(1).exp().detach() * losses.sum(1)).sum(), logits)[0]
@@ -238,20 +242,40 @@ def chapter_1() -> Iterator[Case]:
         x = under("case1_whiten", f"{name}/")
         for keep_mean in (False, True):
             expected = x["shift_mean_false" if keep_mean else "shift_mean_true"]
-            inputs = {"values": x["input"], "mask": full(x["input"]), "keep_mean": keep_mean}
-            yield golden("whiten", name, expected, **inputs)
+            yield golden("whiten", name, expected, values=x["input"], mask=full(x["input"]), keep_mean=keep_mean)
     for name in ("default", "gamma_lam", "no_whiten", "no_noise_first_epoch", "constant_rewards", "rlen1"):
         x, settings = arrays(f"case2_loss_{name}"), table("case2_loss_meta")[name]
         mask = full(x["values"])
-        expected = {"advantages": x["advantages_raw"], "returns": x["returns"]}
-        rewards, gamma, lam = x["rewards_after_whitening"], float(settings["gamma"]), settings["lam"]
-        yield golden("gae", name, expected, rewards=rewards, values=x["values"], mask=mask, gamma=gamma, lam=lam)
-        clip = settings["cliprange"]
-        inputs = {"logprobs": x["logprobs"], "new_logprobs": x["new_logprobs"], "advantages": x["advantages"]}
-        yield golden("policy_loss", name, x["stats/loss/policy"], **inputs, mask=mask, cliprange=clip)
-        inputs = {key: x[key] for key in ("new_values", "values", "returns")}
-        clip = settings["cliprange_value"]
-        yield golden("value_loss", name, x["stats/loss/value"], **inputs, mask=mask, cliprange=clip)
+        yield golden(
+            "gae",
+            name,
+            {"advantages": x["advantages_raw"], "returns": x["returns"]},
+            rewards=x["rewards_after_whitening"],
+            values=x["values"],
+            mask=mask,
+            gamma=float(settings["gamma"]),
+            lam=settings["lam"],
+        )
+        yield golden(
+            "policy_loss",
+            name,
+            x["stats/loss/policy"],
+            logprobs=x["logprobs"],
+            new_logprobs=x["new_logprobs"],
+            advantages=x["advantages"],
+            mask=mask,
+            cliprange=settings["cliprange"],
+        )
+        yield golden(
+            "value_loss",
+            name,
+            x["stats/loss/value"],
+            new_values=x["new_values"],
+            values=x["values"],
+            returns=x["returns"],
+            mask=mask,
+            cliprange=settings["cliprange_value"],
+        )
     x = arrays("case1b_logits_helpers")
     yield golden("token_logprobs", "temperature 1", x["logprobs"], logits=x["logits"], tokens=x["labels"].long())
     yield golden("entropy", "temperature 1", x["entropies"], logits=x["logits"])
@@ -260,43 +284,77 @@ def chapter_1() -> Iterator[Case]:
         weights, tokens = openai_weights("weights_test_policy"), x["full_tokens"].long()
         context, temperature = x["queries"].shape[1], round(x["temperature"].item(), 6)
         rows = (tokens != 0).all(1)  # code may take any 0 for padding
-        inputs = {"tokens": tokens[rows], "attention_mask": full(tokens[rows]), "context_length": context}
-        inputs |= {"weights": weights, "heads": table("models")["test"]["hparams"]["n_head"]}
-        expected = x["logprobs"][rows]
-        yield golden("response_logprobs", name, expected, read_by_model, **inputs, temperature=temperature)
+        yield golden(
+            "response_logprobs",
+            name,
+            x["logprobs"][rows],
+            read_by_model,
+            tokens=tokens[rows],
+            attention_mask=full(tokens[rows]),
+            context_length=context,
+            weights=weights,
+            heads=table("models")["test"]["hparams"]["n_head"],
+            temperature=temperature,
+        )
         logits, responses = x["full_logits"][:, context - 1 : -1], x["responses"].long()
-        inputs = {"logits": logits, "temperature": temperature}
-        yield golden("token_logprobs", name, x["logprobs"], **inputs, tokens=responses)
-        yield golden("entropy", name, x["entropies"], **inputs)
+        expected = x["logprobs"]
+        yield golden("token_logprobs", name, expected, logits=logits, temperature=temperature, tokens=responses)
+        yield golden("entropy", name, x["entropies"], logits=logits, temperature=temperature)
     x = arrays("case4_reward_loss_best_of_4_test")
-    inputs = {"scores": x["rewards_per_sample"], "best": x["labels/best"].long()}
-    yield golden("best_of_n_loss", "best of 4", x["stats/loss"], **inputs)
+    best = x["labels/best"].long()
+    yield golden("best_of_n_loss", "best of 4", x["stats/loss"], scores=x["rewards_per_sample"], best=best)
     responses = arrays("case5_postprocess")["responses"].long()
     for name, settings in table("case5_postprocess_meta").items():
         if name != "crafted_rows" and settings["truncate_token"] is not None:
             x = under("case5_postprocess", f"{name}/")
-            stop_id, after, pad_id = (settings[key] for key in ("truncate_token", "truncate_after", "padding_token"))
-            inputs = {"responses": responses, "stop_id": stop_id, "after": after}
-            yield golden("truncate", name, x["postprocessed"], **inputs, pad_id=pad_id)
+            inputs = {
+                "responses": responses,
+                "stop_id": settings["truncate_token"],
+                "after": settings["truncate_after"],
+            }
+            yield golden("truncate", name, x["postprocessed"], **inputs, pad_id=settings["padding_token"])
             yield golden("has_stop", name, x["filter_on_raw"], **inputs)
     for name, x in table("case6_kl_controller").items():
         if x.get("target"):
             kl = torch.tensor(x["kl"], dtype=torch.float64)
-            episodes = torch.tensor(x["n_steps"]).expand(len(kl)).clone()
-            target, horizon = x["target"], x["horizon"]
-            inputs = {"kl_coef": x["init"], "kl": kl, "target": target, "episodes": episodes, "horizon": horizon}
-            values = torch.tensor(x["values"][1:], dtype=torch.float64)
-            yield golden("kl_controller", name, values, controlled, **inputs)
+            yield golden(
+                "kl_controller",
+                name,
+                torch.tensor(x["values"][1:], dtype=torch.float64),
+                controlled,
+                kl_coef=x["init"],
+                kl=kl,
+                target=x["target"],
+                episodes=torch.tensor(x["n_steps"]).expand(len(kl)).clone(),
+                horizon=x["horizon"],
+            )
     for name in sorted({key.partition("/")[0] for key in arrays("case7_adam")}):
         x = under("case7_adam", f"{name}/")
         for style, key in (("tensorflow", "trajectory_tf"), ("torch", "trajectory_torch_adam_eps1e-5")):
-            inputs = {key: x[key] for key in ("x0", "target", "curvature", "lr")} | {"style": style, "eps": 1e-5}
-            yield golden("adam_step", f"{style}, {name}", x[key][1:], descended, **inputs)
+            yield golden(
+                "adam_step",
+                f"{style}, {name}",
+                x[key][1:],
+                descended,
+                x0=x["x0"],
+                target=x["target"],
+                curvature=x["curvature"],
+                lr=x["lr"],
+                style=style,
+                eps=1e-5,
+            )
     for name in ("coef015", "coef0", "coef02_len1"):
         x = under("case8_compute_rewards", f"{name}/")
-        inputs = {key: x[key] for key in ("scores", "logprobs", "ref_logprobs")}
-        coef = round(x["kl_coef"].item(), 6)
-        yield golden("token_rewards", name, x["rewards"], **inputs, mask=full(x["logprobs"]), kl_coef=coef)
+        yield golden(
+            "token_rewards",
+            name,
+            x["rewards"],
+            scores=x["scores"],
+            logprobs=x["logprobs"],
+            ref_logprobs=x["ref_logprobs"],
+            mask=full(x["logprobs"]),
+            kl_coef=round(x["kl_coef"].item(), 6),
+        )
 
 
 def openai_weights(name: str) -> dict[str, Tensor]:
@@ -317,38 +375,60 @@ def chapter_2() -> Iterator[Case]:
     """Numbers of vwxyzjn/summarize_from_feedback_details."""
     for i in range(4):
         x = under("tldr/helpers", f"whiten{i}/")
-        inputs = {"values": x["values"], "mask": x["mask"]}
-        yield golden("whiten", f"masked {i}", x["shifted"], **inputs)
-        yield golden("whiten", f"masked {i}", x["kept"], **inputs, keep_mean=True)
+        yield golden("whiten", f"masked {i}", x["shifted"], values=x["values"], mask=x["mask"])
+        yield golden("whiten", f"masked {i}", x["kept"], values=x["values"], mask=x["mask"], keep_mean=True)
         x = under("tldr/helpers", f"truncate{i}/")
-        inputs = {"responses": x["responses"].long(), "stop_id": 0, "pad_id": 40}
-        yield golden("truncate", f"responses {i}", x["truncated"], **inputs)
+        responses = x["responses"].long()
+        yield golden("truncate", f"responses {i}", x["truncated"], responses=responses, stop_id=0, pad_id=40)
     for name in ("default", "gamma_lam", "full", "all_missing", "one_token", "whiten_rewards", "no_penalty"):
         x, settings = arrays(f"tldr/advantages_{name}"), table("tldr/cases")[f"advantages_{name}"]["ppo"]
         mask, value_mask = ~x["out/padding_mask"], ~x["out/padding_mask_p1"]
         if not settings["whiten_rewards"]:  # those that are stored are whitened
-            inputs = {"scores": x["out/scores"], "kl_coef": settings["kl_coef"], "score_at": "next"}
-            inputs |= {key: x[f"in/{key}"] for key in ("logprobs", "ref_logprobs")}
-            yield golden("token_rewards", name, x["out/rewards"], **inputs, mask=mask)
-        inputs = {"rewards": x["out/rewards"], "values": x["in/values"], "mask": value_mask}
-        expected = {"advantages": x["out/returns"] - x["out/values"], "returns": x["out/returns"]}
-        gamma, lam = float(settings["gamma"]), settings["lam"]
-        yield golden("gae", f"chapter 2, {name}", expected, **inputs, gamma=gamma, lam=lam)
+            yield golden(
+                "token_rewards",
+                name,
+                x["out/rewards"],
+                scores=x["out/scores"],
+                kl_coef=settings["kl_coef"],
+                score_at="next",
+                logprobs=x["in/logprobs"],
+                ref_logprobs=x["in/ref_logprobs"],
+                mask=mask,
+            )
+        yield golden(
+            "gae",
+            f"chapter 2, {name}",
+            {"advantages": x["out/returns"] - x["out/values"], "returns": x["out/returns"]},
+            rewards=x["out/rewards"],
+            values=x["in/values"],
+            mask=value_mask,
+            gamma=float(settings["gamma"]),
+            lam=settings["lam"],
+        )
     for name in ("default", "wide", "full"):
         x, settings = arrays(f"tldr/losses_{name}"), table("tldr/cases")[f"losses_{name}"]["ppo"]
         context = table("tldr/cases")[f"losses_{name}"]["context"]
         mask, value_mask = ~x["in/padding_mask"], ~x["in/padding_mask_p1"]
-        inputs = {
-            "logprobs": x["in/logprobs"],
-            "new_logprobs": x["out/new_logprobs"],
-            "advantages": x["in/advantages"],
-        }
-        clip = settings["cliprange"]
-        yield golden("policy_loss", name, x["out/pg_loss_stats"], **inputs, mask=mask, cliprange=clip)
-        new_values = x["in/vpred"][:, context - 1 : -1, 0]
-        inputs = {"new_values": new_values, "values": x["in/values"], "returns": x["in/returns"], "mask": value_mask}
-        clip, loss = settings["cliprange_value"], x["out/vf_loss_stats"]
-        yield golden("value_loss", name, loss, **inputs, cliprange=clip)
+        yield golden(
+            "policy_loss",
+            name,
+            x["out/pg_loss_stats"],
+            logprobs=x["in/logprobs"],
+            new_logprobs=x["out/new_logprobs"],
+            advantages=x["in/advantages"],
+            mask=mask,
+            cliprange=settings["cliprange"],
+        )
+        yield golden(
+            "value_loss",
+            name,
+            x["out/vf_loss_stats"],
+            new_values=x["in/vpred"][:, context - 1 : -1, 0],
+            values=x["in/values"],
+            returns=x["in/returns"],
+            mask=value_mask,
+            cliprange=settings["cliprange_value"],
+        )
     x = arrays("tldr/forward_gpt2_leftpad")
     tokens = torch.cat([x["in/queries"], x["in/responses"]], 1).long()
     mask = tokens != 40
@@ -357,16 +437,31 @@ def chapter_2() -> Iterator[Case]:
     renamed[[0, 4]] = renamed[[4, 0]]
     tokens = renamed[tokens.masked_fill(~mask, 4)]
     weights["wte.weight"] = weights["wte.weight"][renamed]
-    inputs = {"tokens": tokens, "attention_mask": mask, "temperature": 0.7, "weights": weights}
-    inputs |= {"context_length": x["in/queries"].shape[1], "heads": 2}
-    counts = mask[:, inputs["context_length"] :]
-    case = golden("response_logprobs", "padded on the left", x["out/unpadded_logprobs"], read_by_model, **inputs)
-    case = replace(case, mask=counts)
+    context = x["in/queries"].shape[1]
+    case = golden(
+        "response_logprobs",
+        "padded on the left",
+        x["out/unpadded_logprobs"],
+        read_by_model,
+        tokens=tokens,
+        attention_mask=mask,
+        temperature=0.7,
+        weights=weights,
+        context_length=context,
+        heads=2,
+    )
+    case = replace(case, mask=mask[:, context:])
     # Code without a temperature can be asked this one only. Its numbers are those of the form, in float64. They are
     # stored, because computing them takes seconds to import the model.
-    at_1 = {"arguments": case.arguments | {"temperature": 1.0}, "expected": arrays("tldr/forward_gpt2_leftpad_at_1")}
-    at_1 |= {"name": "padded on the left, temperature 1", "source": "padding on the left"}
-    yield from (case, replace(case, **at_1, gradient_of="weights/wpe.weight"))
+    yield case
+    yield replace(
+        case,
+        name="padded on the left, temperature 1",
+        source="padding on the left",
+        arguments=case.arguments | {"temperature": 1.0},
+        expected=arrays("tldr/forward_gpt2_leftpad_at_1"),
+        gradient_of="weights/wpe.weight",
+    )
 
 
 def verl(name: str) -> dict[str, Tensor]:
@@ -384,20 +479,33 @@ def chapter_3() -> Iterator[Case]:
     """Numbers of verl. Where verl differs on purpose, those that the specification asks for."""
     for name, keep_mean in (("whiten_shift", False), ("whiten_keep_mean", True), ("whiten_one_token", False)):
         x = verl(name)
-        inputs = {"values": x["values"], "mask": x["mask"], "keep_mean": keep_mean}
-        yield golden("whiten", name, x["spec/whitened"], **inputs)
+        expected = x["spec/whitened"]
+        yield golden("whiten", name, expected, values=x["values"], mask=x["mask"], keep_mean=keep_mean)
     for name, lam in (("gae_ragged", 0.95), ("gae_gamma1_lam1", 1.0)):
         x = verl(name)
-        inputs = {"rewards": x["token_level_rewards"], "values": x["values"], "mask": x["response_mask"]}
-        expected = {"advantages": x["spec/advantages_raw"], "returns": x["out/returns"]}
-        yield golden("gae", name, expected, **inputs, lam=lam)
+        yield golden(
+            "gae",
+            name,
+            {"advantages": x["spec/advantages_raw"], "returns": x["out/returns"]},
+            rewards=x["token_level_rewards"],
+            values=x["values"],
+            mask=x["response_mask"],
+            lam=lam,
+        )
     for name in ("reinforce_pp", "reinforce_pp_interior_mask"):
         x = verl(name)
-        inputs = {"rewards": x["token_level_rewards"], "mask": x["response_mask"]}
-        expected = x["spec/returns"]
-        yield golden("reward_to_go", name, expected, **inputs)
-        inputs |= {"values": x["token_level_rewards"] * 0, "gamma": 1.0, "lam": 1.0}
-        yield golden("gae", f"{name}, values 0", {"advantages": expected, "returns": expected}, **inputs)
+        rewards, mask, expected = x["token_level_rewards"], x["response_mask"], x["spec/returns"]
+        yield golden("reward_to_go", name, expected, rewards=rewards, mask=mask)
+        yield golden(
+            "gae",
+            f"{name}, values 0",
+            {"advantages": expected, "returns": expected},
+            rewards=rewards,
+            mask=mask,
+            values=rewards * 0,
+            gamma=1.0,
+            lam=1.0,
+        )
     for name, form in (("grpo_std", "grpo"), ("grpo_no_std", "dr_grpo"), ("rloo", "rloo")):
         x = verl(name)
         scores = x["token_level_rewards"].masked_fill(~x["response_mask"], 0).sum(1)
@@ -405,34 +513,73 @@ def chapter_3() -> Iterator[Case]:
         yield golden("group_advantages", name, expected, scores=scores, groups=x["groups"], name=form)
     for stored in ("kl_values_and_gradients", "kl_extreme"):
         x = verl(stored)
-        inputs = {"logprobs": x["logprob"], "ref_logprobs": x["ref_logprob"], "mask": full(x["logprob"])}
         for form in ("k1", "abs", "k2", "k3"):
             if (stored, form) == ("kl_extreme", "k3"):  # where a slope is a choice
                 continue
-            expected = {"result": x[f"out/{form}/value"], "gradient": x[f"out/{form}/grad"]}
-            yield golden("kl_estimate", f"{stored}, {form}", expected, **inputs, gradient_of="logprobs", name=form)
+            yield golden(
+                "kl_estimate",
+                f"{stored}, {form}",
+                {"result": x[f"out/{form}/value"], "gradient": x[f"out/{form}/grad"]},
+                gradient_of="logprobs",
+                logprobs=x["logprob"],
+                ref_logprobs=x["ref_logprob"],
+                mask=full(x["logprob"]),
+                name=form,
+            )
     d = torch.tensor([[-12.0, -4.0, -1.0], [1.0, 4.0, 12.0]])  # beyond clamps that some code has
-    inputs = {"logprobs": d - 20, "ref_logprobs": torch.full_like(d, -20.0), "mask": full(d), "name": "k3"}
-    yield golden("kl_estimate", "k3 pulls back", d.sign(), pull, "far from the reference", **inputs)
+    yield golden(
+        "kl_estimate",
+        "k3 pulls back",
+        d.sign(),
+        pull,
+        "far from the reference",
+        logprobs=d - 20,
+        ref_logprobs=torch.full_like(d, -20.0),
+        mask=full(d),
+        name="k3",
+    )
     x = verl("adaptive_kl")
-    inputs = {"kl_coef": 0.2, "kl": x["kl"].double(), "target": 6.0, "episodes": x["n"], "horizon": 10000}
-    yield golden("kl_controller", "adaptive_kl", x["out/coef"], controlled, **inputs)
-    losses = {
-        "policy_vanilla": ("policy_loss", {"dual_clip": 3.0}),
-        "policy_dual_clip": ("policy_loss", {"dual_clip": 1.5}),
-    }
-    losses |= {"policy_gspo": ("gspo_loss", {"cliprange": 0.05, "cliprange_high": 0.08})}
-    losses |= {"policy_cispo": ("cispo_loss", {})}
-    for name, (function, settings) in losses.items():
+    yield golden(
+        "kl_controller",
+        "adaptive_kl",
+        x["out/coef"],
+        controlled,
+        kl_coef=0.2,
+        kl=x["kl"].double(),
+        target=6.0,
+        episodes=x["n"],
+        horizon=10000,
+    )
+    for name, function, settings in (
+        ("policy_vanilla", "policy_loss", {"dual_clip": 3.0}),
+        ("policy_dual_clip", "policy_loss", {"dual_clip": 1.5}),
+        ("policy_gspo", "gspo_loss", {"cliprange": 0.05, "cliprange_high": 0.08}),
+        ("policy_cispo", "cispo_loss", {}),
+    ):
         x = verl(name)
-        inputs = {"new_logprobs": x["log_prob"], "logprobs": x["old_log_prob"], "advantages": x["advantages"]}
-        expected = {"result": x["out/loss"], "gradient": x["out/grad_log_prob"]}
-        inputs |= {"mask": x["response_mask"], "gradient_of": "new_logprobs"} | settings
-        yield golden(function, name, expected, **inputs)
+        yield golden(
+            function,
+            name,
+            {"result": x["out/loss"], "gradient": x["out/grad_log_prob"]},
+            gradient_of="new_logprobs",
+            new_logprobs=x["log_prob"],
+            logprobs=x["old_log_prob"],
+            advantages=x["advantages"],
+            mask=x["response_mask"],
+            **settings,
+        )
     x = verl("value_loss")
-    inputs = {"new_values": x["vpreds"], "values": x["values"], "returns": x["returns"], "mask": x["response_mask"]}
-    expected = {"result": x["out/loss"], "gradient": x["out/grad_vpreds"]}
-    yield golden("value_loss", "verl", expected, **inputs, cliprange=0.5, gradient_of="new_values")
+    yield golden(
+        "value_loss",
+        "verl",
+        {"result": x["out/loss"], "gradient": x["out/grad_vpreds"]},
+        gradient_of="new_values",
+        new_values=x["vpreds"],
+        values=x["values"],
+        returns=x["returns"],
+        mask=x["response_mask"],
+        cliprange=0.5,
+    )
     for name in ("agg_modes", "agg_all_masked"):
         x = verl(name)
         for mode in MODES:
@@ -442,28 +589,60 @@ def chapter_3() -> Iterator[Case]:
             )
     x = verl("agg_micro_batches")
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
-        counts = {"tokens": int(x["loss_mask"].sum()), "sequences": int(x["loss_mask"].any(1).sum())}
-        inputs = {"losses": x["loss_mat"], "mask": x["loss_mask"], "mode": mode} | counts
-        yield golden("aggregate", f"in parts, {mode}", x[f"out/{mode}"], in_parts, "parts add up", **inputs)
-    inputs = {"losses": list(x["loss_mat"].split([1, 3])), "masks": list(x["loss_mask"].split([1, 3]))}
-    yield golden("accumulate", "parts of 1 and 3 rows", x["out/token-mean"], **inputs, generation_tokens=50)
+        yield golden(
+            "aggregate",
+            f"in parts, {mode}",
+            x[f"out/{mode}"],
+            in_parts,
+            "parts add up",
+            losses=x["loss_mat"],
+            mask=x["loss_mask"],
+            mode=mode,
+            tokens=int(x["loss_mask"].sum()),
+            sequences=int(x["loss_mask"].any(1).sum()),
+        )
+    yield golden(
+        "accumulate",
+        "parts of 1 and 3 rows",
+        x["out/token-mean"],
+        losses=list(x["loss_mat"].split([1, 3])),
+        masks=list(x["loss_mask"].split([1, 3])),
+        generation_tokens=50,
+    )
     for kind in ("token", "sequence"):
         x = verl(f"is_{kind}")
-        inputs = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
-        yield golden("importance_weights", kind, x["out/weights"], **inputs, kind=kind, cap=2.0)
+        yield golden(
+            "importance_weights",
+            kind,
+            x["out/weights"],
+            logprobs=x["log_ratio"],
+            sampler_logprobs=x["log_ratio"] * 0,
+            mask=x["response_mask"],
+            kind=kind,
+            cap=2.0,
+        )
     for name, kind, low, high in (
         ("reject_token_k1", "token", 0.5, 2.0),
         ("reject_seq_mean_k1", "sequence", 0.8, 1.25),
         ("reject_token_k1_asymmetric", "token", 1 / 3, 1 / 0.9),
     ):
         x = verl(name)
-        inputs = {"logprobs": x["log_ratio"], "sampler_logprobs": x["log_ratio"] * 0, "mask": x["response_mask"]}
-        yield golden("rejection_mask", name, x["out/mask"].bool(), **inputs, kind=kind, low=low, high=high)
+        yield golden(
+            "rejection_mask",
+            name,
+            x["out/mask"].bool(),
+            logprobs=x["log_ratio"],
+            sampler_logprobs=x["log_ratio"] * 0,
+            mask=x["response_mask"],
+            kind=kind,
+            low=low,
+            high=high,
+        )
     x = verl("response_mask_one_eos")
     yield golden("response_mask", "one stop id", x["out/mask"].bool(), responses=x["response_id"], stop_id=2)
     x = verl("overlong_punishment")
-    inputs = {"lengths": x["lengths"].long(), "max_length": 20, "buffer": 4, "factor": 1.0}
-    yield golden("overlong_penalty", "verl", x["out/reward"] - 1, **inputs)
+    lengths, expected = x["lengths"].long(), x["out/reward"] - 1
+    yield golden("overlong_penalty", "verl", expected, lengths=lengths, max_length=20, buffer=4, factor=1.0)
 
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -479,10 +658,14 @@ def enumeration() -> Iterator[Case]:
         (found,) = [one for one in stored[where] if one["name"] == name]
         return torch.tensor(found["grad"], dtype=torch.float64)
 
-    forms_of = {"k1": "k1 per token as loss", "abs": "abs per token as loss", "k2": "k2 per token as loss"}
-    forms_of |= {"k3": "k3 per token as loss", "k1+": "k1+ (value of k1, gradient of k2) as loss"}
-    forms_of |= {"k3+": "k3+ (value of k3, gradient of k2) as loss"}
-    for form, name in forms_of.items():
+    for form, name in (
+        ("k1", "k1 per token as loss"),
+        ("abs", "abs per token as loss"),
+        ("k2", "k2 per token as loss"),
+        ("k3", "k3 per token as loss"),
+        ("k1+", "k1+ (value of k1, gradient of k2) as loss"),
+        ("k3+", "k3+ (value of k3, gradient of k2) as loss"),
+    ):
         inputs = on_policy | {"name": form}
         expected = gradient("on_policy", name)
         yield golden("kl_estimate", f"{form} as a loss", expected, expected_gradient, "enumeration", **inputs)
@@ -525,10 +708,19 @@ SETTINGS: dict[str, list[Arguments]] = {  # of each function for its properties
     "importance_weights": [{}, {"cap": 1.5}, {"kind": "sequence"}, {"kind": "sequence", "cap": 1.5}],
     "rejection_mask": [{"kind": kind, "low": 0.6, "high": 1.4} for kind in ("token", "sequence")],
 }
-GRADIENT_OF = {"kl_estimate": "logprobs", "policy_loss": "new_logprobs", "gspo_loss": "new_logprobs"}
-GRADIENT_OF |= {"cispo_loss": "new_logprobs", "value_loss": "new_values", "aggregate": "losses"}
-GRADIENT_OF |= {"entropy": "logits", "token_logprobs": "logits", "best_of_n_loss": "scores", "accumulate": "losses"}
-GRADIENT_OF |= {"importance_weights": "logprobs"}  # which must be 0
+GRADIENT_OF = {
+    "kl_estimate": "logprobs",
+    "policy_loss": "new_logprobs",
+    "gspo_loss": "new_logprobs",
+    "cispo_loss": "new_logprobs",
+    "value_loss": "new_values",
+    "aggregate": "losses",
+    "entropy": "logits",
+    "token_logprobs": "logits",
+    "best_of_n_loss": "scores",
+    "accumulate": "losses",
+    "importance_weights": "logprobs",  # which must be 0
+}
 PARTS = {"policy_loss", "value_loss", "aggregate"}
 PER_TOKEN = {"whiten", "gae", "reward_to_go", "kl_estimate", "importance_weights"}  # what is masked is not compared
 
@@ -554,7 +746,7 @@ def properties() -> Iterator[Case]:
     for function, settings in SETTINGS.items():
         for shape_name, shape in SHAPES.items():
             x = random_arguments(function, shape, torch.Generator().manual_seed(sum(map(ord, function))))
-            x |= {"mask": full(torch.zeros(shape))}
+            x["mask"] = full(torch.zeros(shape))
             yield from (like_the_form(function, shape_name, x | s) for s in settings)
         for mask_name, mask in (("padding", RAGGED), ("holes in the mask", HOLES)):
             x = random_arguments(function, mask.shape, torch.Generator().manual_seed(1 + len(function)))
@@ -572,7 +764,7 @@ def properties() -> Iterator[Case]:
                 case = like_the_form(function, "parts add up", x)
                 counts = {"tokens": int(RAGGED.sum())}
                 if function == "aggregate":
-                    counts |= {"sequences": len(RAGGED)}
+                    counts["sequences"] = len(RAGGED)
                 expected = {"result": case.expected["result"]}
                 yield replace(case, arguments=x | counts, expected=expected, run=in_parts, gradient_of="")
 
@@ -647,8 +839,11 @@ def other_properties() -> Iterator[Case]:
         yield like_the_form("accumulate", f"{name}, all full", inputs | {"masks": masks}, "parts add up")
         returns, values = (torch.randn(RAGGED.shape, generator=generator) for _ in range(2))
         off = values / 2 + 0.1 if len(sizes) < 3 else 1.5 * values  # a critic that is worse than a constant
-        inputs = {"values": list((returns + off).split(sizes)), "returns": list(returns.split(sizes))}
-        inputs |= {"masks": list(RAGGED.split(sizes))}
+        inputs = {
+            "values": list((returns + off).split(sizes)),
+            "returns": list(returns.split(sizes)),
+            "masks": list(RAGGED.split(sizes)),
+        }
         yield like_the_form("explained_variance", name, inputs, "parts add up")
     x = torch.full(RAGGED.shape, -1.5)
     for low, high in ((1.0, 1.5), (0.5, 1.0)):
@@ -664,9 +859,16 @@ def other_properties() -> Iterator[Case]:
         inputs = {"kl_coef": coefficient, "kl": kl, "target": 2.5, "episodes": torch.full((6,), 40), "horizon": 100}
         yield like_the_form("kl_controller", name, inputs, run=controlled)
     for style in ("torch", "tensorflow"):
-        inputs = {name: torch.randn(4, generator=generator) for name in ("x0", "target")}
-        inputs |= {"curvature": torch.tensor([0.01, 1.0, 3.0, 10.0]), "lr": torch.tensor([0.1, 0.1, 0.05, 0.2, 0.01])}
-        inputs |= {"style": style, "beta1": 0.7, "beta2": 0.95, "eps": 1e-3}
+        inputs = {
+            "x0": torch.randn(4, generator=generator),
+            "target": torch.randn(4, generator=generator),
+            "curvature": torch.tensor([0.01, 1.0, 3.0, 10.0]),
+            "lr": torch.tensor([0.1, 0.1, 0.05, 0.2, 0.01]),
+            "style": style,
+            "beta1": 0.7,
+            "beta2": 0.95,
+            "eps": 1e-3,
+        }
         yield like_the_form("adam_step", f"{style}, other moments", inputs, run=descended)
     for name, shape in SHAPES.items():
         logits, tokens = torch.randn(*shape, 4, generator=generator), torch.randint(0, 4, shape, generator=generator)

@@ -1,18 +1,19 @@
-"""The process that runs somebody else's code: it calls the functions of an adapter and writes what they return.
+"""The process that runs somebody else's code: it calls the functions of an adapter and sends what they return.
 
-    python -m ppo_rlhf.check.child adapter.py [function ...]
+    python -m ppo_rlhf.check.child pipe adapter.py case function [function ...]
 
-A line of JSON goes out for each case, before it is called and after. The adapter's own output goes to stderr.
-`gae:18` is a function of which only case 18 is called.
+A message goes into the pipe, a file descriptor, before each case and after it. If a case is named, it is the only
+one. The adapter's own output goes to stderr.
 """
 
 import importlib.util
 import inspect
-import json
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 import ppo_rlhf
 from ppo_rlhf.check import calls, cases
+from ppo_rlhf.check.calls import Answer
 
 NOT_THEIRS = ("<frozen", *(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, ppo_rlhf.__file__)))
 
@@ -35,27 +37,21 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def provided(module: ModuleType) -> dict[str, Callable]:
-    return {name: vars(module)[name] for name in cases.NAMES if callable(vars(module).get(name))}
-
-
 def others(module: ModuleType) -> list[str]:
     """Functions that were written in the adapter under names that mean nothing here."""
     found = {name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == "adapter"}
     return sorted(name for name in found - set(cases.NAMES) if not name.startswith("_"))
 
 
-def answer(function: Callable, case: cases.Case) -> dict[str, Any]:
-    """The message about a case: its outputs, why it was left out, or what is wrong."""
+def answer(function: Callable, case: cases.Case) -> Answer:
     try:
-        outputs = calls.outputs_of(function, case)
-        return {"outputs": {name: [list(x.shape), x.flatten().tolist()] for name, x in outputs.items()}}
+        return calls.outputs_of(function, case)
     except calls.LeftOut as reason:
-        return {"left_out": str(reason)}
+        return reason
     except calls.Wrong as reason:
-        return {"wrong": str(reason)}
+        return str(reason)
     except BaseException as error:  # an adapter may also call sys.exit()
-        return {"wrong": f"raises {one_line(error)}"}
+        return f"raises {one_line(error)}"
 
 
 def one_line(error: BaseException) -> str:
@@ -68,30 +64,30 @@ def one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    out = os.fdopen(os.dup(1), "w")
+    pipe, path, only, *names = sys.argv[1:]
+    parent = Connection(int(pipe), readable=False)
     os.dup2(2, 1)
     torch.set_num_threads(1)
 
-    def say(**message: Any) -> None:
-        print(json.dumps(message), file=out, flush=True)
+    def say(*message: Any) -> None:
+        parent.send_bytes(pickle.dumps(message))
 
-    path, names = Path(sys.argv[1]).resolve(), sys.argv[2:]
     known = cases.all_cases()  # before code runs that may change how tensors are made
+    path = Path(path).resolve()
     sys.argv = [str(path)]  # which the adapter may parse
     try:
         module = load(path)
     except BaseException as error:
-        say(failed=f"cannot be imported: {one_line(error)}")
+        say("failed", f"cannot be imported: {one_line(error)}")
         return
-    functions = provided(module)
-    say(provided=list(functions), others=others(module))
-    for which in names or functions:
-        name, _, only = which.partition(":")
+    functions = {name: vars(module)[name] for name in cases.NAMES if callable(vars(module).get(name))}
+    say("provided", list(functions), others(module))
+    for name in [name for name in names if name in functions]:
         for index, case in enumerate(known[name]):
             if only in ("", str(index)):
-                say(function=name, case=index)
-                say(**answer(functions[name], case))
-    say(done=True)
+                say("asked", name, index)
+                say("answer", answer(functions[name], case))
+    say("done")
 
 
 if __name__ == "__main__":

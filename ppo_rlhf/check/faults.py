@@ -5,8 +5,8 @@ is a published report, or project and release in which the mistake was read. Wit
 but another project's convention, with other numbers.
 
 `edit` is a list: a part of that function of forms.py, what the wrong one has in its place, and so on for more parts.
-Those entries are the faults that check knows by their numbers, so two of one function can be combined, and an
-exercise is the faulty text. A key such as "small/ppo.py::whiten" has the same mistake in another function, for tests.
+Those entries are the faults that check knows by their numbers, and an exercise is the faulty text. A key such as
+"small/ppo.py::whiten" has the same mistake in another function, for tests.
 """
 
 import __future__
@@ -16,7 +16,7 @@ import functools
 import importlib
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -73,9 +73,17 @@ def read(function: str, name: str, entry: dict[str, Any]) -> Fault:
     edits = {form(function): pairs(entry["edit"])} if "edit" in entry else {}
     for places, texts in entry.items():
         files, colons, name_there = places.partition("::")
-        edits |= {f"{file}::{name_there}": pairs(texts) for file in files.split(", ") if colons}
-    more = {"source": entry.get("source", ""), "choice": entry.get("choice", False), "edits": edits}
-    return Fault(function=function, name=name, says=says, mark=mark, **more)
+        for file in files.split(", ") if colons else []:
+            edits[f"{file}::{name_there}"] = pairs(texts)
+    return Fault(
+        function=function,
+        name=name,
+        says=says,
+        mark=mark,
+        source=entry.get("source", ""),
+        choice=entry.get("choice", False),
+        edits=edits,
+    )
 
 
 def read_all(path: Path) -> list[Fault]:
@@ -171,13 +179,3 @@ def named(title: str) -> Fault:
     """An entry of the book by its title, such as `whiten: not scaled`."""
     (found,) = (fault for fault in BOOK if fault.title == title)
     return found
-
-
-def together(some: Iterable[Fault]) -> Callable | None:
-    """The form with several faults; None if they change the same part of it."""
-    some = list(some)
-    place = form(some[0].function)
-    try:
-        return compiled(place, sum((fault.edits[place] for fault in some), ()))
-    except (ValueError, SyntaxError):
-        return None
