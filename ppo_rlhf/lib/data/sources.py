@@ -9,6 +9,8 @@
     <file>.json            a JSON array of strings or of such objects
     <folder>               a world: stories.txt, one text per line, and perhaps stories_test.txt
 
+For each of these files, a copy that xz has compressed will do, such as stories.txt.xz.
+
 `cnndm`, `tldr` and folders with stories_test.txt have separate texts for tests. For any other source, PPO never sees
 every 50th text.
 
@@ -26,7 +28,7 @@ from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.base.files import check_text
+from ppo_rlhf.lib.base.files import check_text, read_text, stored
 
 if TYPE_CHECKING:
     from ppo_rlhf.lib.data.label_files import Labels
@@ -75,7 +77,7 @@ def find_labels(label_dataset: str, query_dataset: str) -> Path:
     """The absolute path of a label file, which is downloaded if it is a published one."""
     from ppo_rlhf.lib.data import label_files
 
-    return label_files.find_label_file(label_dataset, query_dataset).absolute()
+    return stored(label_files.find_label_file(label_dataset, query_dataset)).absolute()
 
 
 def labels_of(label_dataset: str, task: "TaskArgs", tokenizer: PreTrainedTokenizerBase, num_train: int) -> "Labels":
@@ -130,7 +132,7 @@ def read_text_file(path: Path) -> list[str]:
     """Texts of a .txt file (one per line), a .jsonl file or a .json array (strings, or objects with "text")."""
     items: Any = []
     try:
-        content = path.read_text(encoding="utf-8-sig")
+        content = read_text(path)
         lines = content.split("\n")  # not splitlines, which also breaks at separators that JSON strings may hold
         if path.suffix == ".txt":
             items = lines
