@@ -21,17 +21,14 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 	--num_cpu_threads_per_process $(THREADS)
 
 demo: $(VENV)/installed
-	$(BIN)/python ppo_rlhf/worlds/tales.py
 	$(LAUNCH) ppo_rlhf/train_both.py --preset tales
 	$(BIN)/python ppo_rlhf/report.py
 
 demo-tldr: $(VENV)/installed
-	$(BIN)/python ppo_rlhf/worlds/posts.py
 	$(LAUNCH) ppo_rlhf/tldr/all.py --preset posts
 	$(BIN)/python ppo_rlhf/report.py
 
 demo-rlvr: $(VENV)/installed
-	$(BIN)/python ppo_rlhf/worlds/sums.py
 	$(LAUNCH) ppo_rlhf/rlvr/policy.py --preset sums
 	$(BIN)/python ppo_rlhf/report.py
 

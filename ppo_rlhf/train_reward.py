@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, launch
+from ppo_rlhf.lib.base import checkpoints, files, launch
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 from ppo_rlhf.lib.data import label_files, sources
 from ppo_rlhf.lib.nets import classifier, layers, memory, pretrained, templates
@@ -179,7 +179,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     worlds.check_names(args, joint)
     typed_args = args
     args = worlds.find_paths(args, joint)  # names such as `tales` become paths
-    label_file = label_files.find_label_file(args.label_dataset, args.task.query_dataset).absolute()
+    label_file = files.stored(label_files.find_label_file(args.label_dataset, args.task.query_dataset)).absolute()
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):

@@ -8,14 +8,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["PPO_RLHF_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same numbers on a machine with a GPU
-os.environ["PPO_RLHF_CACHE"] = os.devnull  # where no world can be built: tests have small ones of their own
+os.environ["PPO_RLHF_CACHE"] = os.devnull  # where no world can be built
 
 import pytest
 import torch
 from processes import launch
 from runs import (
     TINY_TOOLS,
-    TINY_WORLD,
     build_tiny_posts,
     build_tiny_sums,
     build_tiny_world,
@@ -39,14 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_world_args():
-    return TINY_WORLD
-
-
-@pytest.fixture(scope="session")
 def tiny_world(tmp_path_factory):
     """The folder of a very small tales world: model/, stories.txt, labels/<task>/offline_5k.json (64 + 32 rows)."""
-    return build_tiny_world(tmp_path_factory.mktemp("cache"))
+    return build_tiny_world(tmp_path_factory.mktemp("tales"))
 
 
 @pytest.fixture(scope="session")

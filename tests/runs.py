@@ -3,20 +3,18 @@
 import csv
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
+from benchmark import worlds
 from ppo_rlhf import report
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import plots
-from ppo_rlhf.worlds import posts, sums, tales
 
-TINY_WORLD = tales.TalesArgs(
+TINY_WORLD = worlds.Tales(
     stories=300,
     width=16,
     layers=1,
@@ -27,7 +25,7 @@ TINY_WORLD = tales.TalesArgs(
     test_comparisons=32,
 )
 
-TINY_POSTS = posts.PostsArgs(
+TINY_POSTS = worlds.Posts(
     train_posts=48,
     validation_posts=16,
     test_posts=16,
@@ -43,7 +41,7 @@ TINY_POSTS = posts.PostsArgs(
     lm_batch_size=4,
 )
 
-TINY_SUMS = sums.SumsArgs(
+TINY_SUMS = worlds.Sums(
     train_problems=64,
     test_problems=32,
     width=16,
@@ -53,30 +51,31 @@ TINY_SUMS = sums.SumsArgs(
     lm_short_steps=5,
     lm_steps=5,
     lm_batch_size=8,
-    start_problems=32,
 )
 
-TINY_TOOLS = sums.ToolsArgs(**dataclasses.asdict(TINY_SUMS) | {"lm_steps": 40, "lm_lr": 1e-2, "calls": 1.0})
+TINY_TOOLS = dataclasses.replace(TINY_SUMS, error_rate=0.25, calls=1.0, lm_steps=40, lm_lr=1e-2)
 
 TIMES = {"elapsed/fps", "elapsed/time", "eps", "time", "time/from_scratch", "time/training"}
 
 
-def build_tiny_world(cache: Path) -> Path:
-    """The folder of a very small tales world: model/, stories.txt, labels/<task>/offline_5k.json (64 + 32 rows)."""
-    with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
-        return tales.find_world(TINY_WORLD)
+def build_tiny_world(folder: Path) -> Path:
+    """A very small tales world: model/, stories.txt, labels/<task>/offline_5k.json; and .xz of these."""
+    worlds.write_tales(folder, TINY_WORLD, train_model=True)
+    worlds.compress(folder)
+    return folder
 
 
-def build_tiny_posts(cache: Path) -> Path:
-    """The folder of a very small world of posts: model/, posts_<split>.jsonl, comparisons_<split>.jsonl."""
-    with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
-        return posts.find_world(TINY_POSTS)
+def build_tiny_posts(folder: Path) -> Path:
+    """A very small world of posts: model/, posts_<split>.jsonl, comparisons_<split>.jsonl."""
+    worlds.write_posts(folder, TINY_POSTS, train_model=True)
+    return folder
 
 
-def build_tiny_sums(cache: Path, args: sums.SumsArgs = TINY_SUMS) -> Path:
-    """The folder of a very small world of sums: model/, problems_<split>.jsonl."""
-    with patch.dict(os.environ, PPO_RLHF_CACHE=str(cache)):
-        return sums.find_world(args)
+def build_tiny_sums(folder: Path, sizes: worlds.Sums = TINY_SUMS) -> Path:
+    """A very small world of sums: model/, problems_<split>.jsonl, and .xz of these."""
+    worlds.write_sums(folder, "sums", sizes, train_model=True)
+    worlds.compress(folder)
+    return folder
 
 
 def world_arguments(world: Path, reward: Path | None = None) -> list[str]:

@@ -106,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         places = soak(
-            args.kills, args.seed, work, build_tiny_world(work / "cache"), lambda line: print(line, flush=True)
+            args.kills, args.seed, work, build_tiny_world(work / "world"), lambda line: print(line, flush=True)
         )
         steps = [len(metrics_of(only(work / "disturbed", f"runs/{kind}__*"))) for kind in KINDS]
     died = ", ".join(f"{place} {count}" for place, count in places.most_common())

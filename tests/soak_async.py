@@ -116,7 +116,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         work, begun = Path(name), time.monotonic()
-        done = soak(args.kills, args.seed, work, build_tiny_sums(work / "cache"))
+        done = soak(args.kills, args.seed, work, build_tiny_sums(work / "world"))
         rows = rows_of(work / "disturbed")
     said = ", ".join(f"{what} {count}" for what, count in done.most_common())
     print(f"{args.kills} times: {said}; {rows} updates, all numbers equal; {time.monotonic() - begun:.0f} s")

@@ -279,11 +279,11 @@ def test_paths_are_those_beside_the_run_and_names_are_no_paths(tmp_path, monkeyp
     }
     given = train_reward.Args(resume=resume, **names)
     assert worlds.find_paths(given) == given
-    monkeypatch.setattr(worlds.of("tales"), "find_world", lambda: tmp_path / "world")
+    monkeypatch.setattr(worlds, "DATA", tmp_path)
     given = train_reward.Args(resume=resume, base_model="tales", task=TaskArgs(query_dataset="tales"))
     found = worlds.find_paths(given)  # a world, though folders of that name lie there
-    assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/world/model", f"{tmp_path}/world")
-    monkeypatch.setattr(worlds.of("posts"), "find_world", lambda: pytest.fail("nobody reads it"))
+    assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/tales/model", f"{tmp_path}/tales")
+    monkeypatch.setitem(worlds.POSTS, "posts", lambda: pytest.fail("nobody reads it"))
     given = tldr_policy.Args(base_model="m", task=posts_of_chapter_2.TaskArgs(posts="m", comparisons="posts"))
     assert worlds.find_paths(given, unused=["task.comparisons"]).task.comparisons == "posts"
     rewards = tldr_policy.RewardsArgs(trained_model="r", value_model="v")

@@ -135,7 +135,7 @@ def offline(monkeypatch, tmp_path):
     (tmp_path / "needs.py").write_text(NEEDS_MORE)
     (tmp_path / "broken.py").write_text("score = (\n")
     loads = [(pretrained, "load_tokenizer"), (models, "load_pretrained")]
-    for module, name in (*loads, (worlds.of("tales"), "find_world")):
+    for module, name in (*loads, (worlds.of("smollm"), "find_model")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

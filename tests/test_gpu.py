@@ -137,10 +137,9 @@ def test_constants_are_found_again():
     assert gpu.fit_passes(costs) == pytest.approx(expected)
 
 
-def test_the_command_with_vllm(rehearsal, monkeypatch):
+def test_the_command_with_vllm(rehearsal):
     """Its words are those of rlvr/asynchronous.py, and the line that it takes out is there. vLLM is not tried."""
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(rehearsal[0] / "worlds"))
-    case = gpu.cases_of(few=True)["chapter 3, GRPO"]
+    case = gpu.cases_of(rehearsal[0] / "worlds", few=True)["chapter 3, GRPO"]
     script, *words = map(str, gpu.vllm_words(ROOT, case, "bfloat16", "/x/python"))
     args = cli.parse_args(rlvr_async.PRESETS, words)
     assert Path(script).exists() and (args.engine, args.vllm_python, args.dtype) == ("vllm", "/x/python", "bfloat16")

@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from benchmark import worlds
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.data.problems import TaskArgs
-from ppo_rlhf.worlds import arithmetic
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 DEFAULT = "<|im_start|>system\nBe good.<|im_end|>\n"
@@ -286,7 +286,7 @@ def test_bad_rows_are_named(tmp_path, rows, words):
 
 def test_arithmetic_is_correct_and_holds_sums_out_in_both_orders():
     """Of 361 sums and 190 differences of numbers from 1 to 19, 50 each are held out, and no mirrored sum is left."""
-    splits, seen = arithmetic.split_problems(), {}
+    splits, seen = worlds.split_problems(), {}
     for split, rows in splits.items():
         for row in rows:
             left, sign, right = re.fullmatch(r"What is (\d+) ([+-]) (\d+)\?", row["question"]).groups()
@@ -300,7 +300,7 @@ def test_arithmetic_is_correct_and_holds_sums_out_in_both_orders():
     assert [row["operation"] for row in splits["test"]].count("sum") == 50 == len(splits["test"]) / 2
     train = [row["operation"] for row in splits["train"]]
     assert train.count("difference") == 190 - 50 and 361 - 100 <= train.count("sum") <= 361 - 50
-    assert splits == arithmetic.split_problems() and train[:50] != sorted(train)[:50]
+    assert splits == worlds.split_problems() and train[:50] != sorted(train)[:50]
 
 
 @pytest.mark.parametrize("source", ["gsm9k", "no_such_folder", "texts.txt"])

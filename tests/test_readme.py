@@ -15,9 +15,9 @@ import pytest
 import torch
 import tyro
 from processes import read_by_nobody
-from runs import explained_metrics, metrics_of, only
+from runs import TINY_WORLD, explained_metrics, metrics_of, only
 
-from benchmark import diagrams, lab
+from benchmark import diagrams, lab, worlds
 from benchmark.curves import front_page
 from ppo_rlhf import judge, sample, train_both, train_policy, train_reward
 from ppo_rlhf.lib.base import errors
@@ -277,14 +277,14 @@ def test_the_reward_of_the_first_page_is_one():
     assert module["score"](["a b", "c"], [" one two one", ""]) == [2.0, 0.0]
 
 
-def test_the_reward_of_the_first_page_gains(tiny_world_args, tmp_path, monkeypatch):
+def test_the_reward_of_the_first_page_gains(tmp_path, monkeypatch):
     """By its own measure, in a small world and with large steps; its command needs some 100 updates of 64 texts."""
     (command,) = re.findall(
         r"^python ppo_rlhf/train_policy.py (--preset tales .*my_rewards:score)$", README, re.MULTILINE
     )
     (tmp_path / "my_rewards.py").write_text(blocks(README, "python")[1])
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path / "cache"))
-    world = tales.find_world(dataclasses.replace(tiny_world_args, lm_steps=250, lm_batch_size=16))
+    world = tmp_path / "world"
+    worlds.write_tales(world, dataclasses.replace(TINY_WORLD, lm_steps=250, lm_batch_size=16), train_model=True)
     where = f"--base_model {world}/model --task.query_dataset {world}/stories.txt --log_interval 0"
     sizes = "--ppo.total_episodes 1536 --ppo.batch_size 64 --ppo.whiten_groups 4 --rewards.normalize_samples 64"
     steps = "--ppo.lr 0.005 --rewards.kl_coef 0.03 --trace_interval 0"

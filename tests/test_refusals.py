@@ -48,8 +48,6 @@ from refusals import (
 )
 from safetensors.torch import load_file
 
-from ppo_rlhf.worlds import tales
-
 REWARD_RUN, POLICY_RUN = "runs/train_reward__tales__1__7", "runs/train_policy__tales__1__7"
 REWARD_META, POLICY_META = f"{REWARD_RUN}/meta.json", f"{POLICY_RUN}/meta.json"
 LABELS_THERE = 24  # rows of labels.json, ratings.json and differences.json
@@ -68,7 +66,6 @@ RLVR_SIZES = (
     "--ppo.batch_size 16 --ppo.total_episodes 48 --eval_samples 2 --eval_problems 8 --task.response_length 20"
 )
 STAGES = "--sft.batch_size 16 --reward.batch_size 16 --policy.ppo.total_episodes 32 --policy.ppo.batch_size 16"
-TINY_TALES = "--stories 60 --width 16 --layers 1 --heads 2 --lm_steps 2 --lm_batch_size 4"
 
 function = command(1, "train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor ''")
 policy = command(
@@ -82,11 +79,10 @@ both = command(
     f"--reward.label_dataset labels.json",
 )
 sample = command(1, "sample.py", "--policy policy --n 2")
-world = command(1, "worlds/tales.py", f"{TINY_TALES} --train_comparisons 8 --test_comparisons 4")
 resumed_policy = command(1, "train_policy.py", f"--resume {POLICY_RUN}")
 resumed_reward = command(1, "train_reward.py", f"--resume {REWARD_RUN}")
 resumed_both = command(1, "train_both.py", f"--resume {POLICY_RUN}")
-tales_policy = command(1, "train_policy.py", "--preset tales --rewards.trained_model reward --rewards.monitor ''")
+tales_policy = command(1, "train_policy.py", "--preset tales --rewards.function rewards:length --rewards.monitor ''")
 tales_reward = command(1, "train_reward.py", f"--preset tales {SMALL_REWARD}")
 
 sft = command(2, "tldr/sft.py", f"{POSTS} --base_model world/model --batch_size 16 --eval_posts 1")
@@ -97,7 +93,6 @@ summary_policy = command(
     f"{POSTS} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
 )
 all_three = command(2, "tldr/all.py", f"{POSTS} --base_model world/model {STAGES}")
-posts_world = command(2, "worlds/posts.py", "--train_posts 8")
 
 rlvr = command(3, "rlvr/policy.py", f"{SUMS} {RLVR_SIZES}")
 rlvr_async = command(3, "rlvr/asynchronous.py", f"{SUMS} {RLVR_SIZES}")
@@ -448,15 +443,15 @@ ENVIRONMENT = {
     "processes without a launcher": policy("", "WORLD_SIZE", "torchrun", WORLD_SIZE="2"),
     "rank: words": policy("", "RANK", "first", RANK="first"),
     "processes of this machine: 0": policy("", "LOCAL_WORLD_SIZE", LOCAL_WORLD_SIZE="0"),
-    "cache is a file": world("", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
-    "cache is a dangling link": world("", "cache", damage=link("cache", "nowhere/at/all")),
+    "cache is a file": policy("--base_model smollm2-135m", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
+    "cache is a dangling link": policy("--base_model smollm2-135m", "cache", damage=link("cache", "nowhere/at/all")),
     "runs is a dangling link": reward("", "runs", "link", damage=link("runs", "nowhere/at/all")),
     "models is a file": policy("", "models", damage=write("models", "")),
     "wandb mode": policy("--track", "--track", "WANDB_MODE", WANDB_MODE="nonsense"),
     "wandb project": reward("--track --wandb_project_name 'a/b:c'", "--track", "project", WANDB_MODE="offline"),
 }
 
-# ---- sample.py and tales.py ------------------------------------------------------------------------------------
+# ---- sample.py ------------------------------------------------------------------------------------------------
 
 INFO = "policy/ppo_rlhf.json"
 
@@ -488,37 +483,6 @@ SAMPLES = {
         "", "response_length is 0", damage=edit(INFO, "task", "response_length", to=0)
     ),
 }
-
-built_world = command(1, "worlds/tales.py", "")  # with the default settings: the one that is in the folder
-
-
-def in_the_cache(name: str, damage: Callable[[str], Damage]) -> Damage:
-    """Damage to a file of the tales world."""
-    return lambda folder: damage(str(next(folder.glob(f"cache/*/{name}")).relative_to(folder)))(folder)
-
-
-def drop_lines(path: str) -> Damage:
-    """Only the first ten lines of a file, as a copy that broke off leaves it."""
-    return edit_bytes(path, lambda content: b"".join(content.splitlines(keepends=True)[:10]))
-
-
-TALES = {
-    "heads do not divide": world("--heads 3", "heads 3", "width 16"),
-    "windows longer than the model": world("--max_positions 32", "max_positions", "32"),
-    "comparisons longer than the model": world("--response_length 150", "max_positions", "160"),
-    "windows longer than the stories": world(
-        "--lm_sequence_length 150 --sentences_per_story 2", "lm_sequence_length"
-    ),
-    "truncation beyond the response": world("--truncate_after 25", "truncate_after", "25"),
-    "no query is short enough": world("--query_length 1", "query_length"),
-    "a built world without its facts": built_world("", "world.json", damage=in_the_cache("world.json", remove)),
-    "a built world with cut facts": built_world("", "world.json", damage=in_the_cache("world.json", cut)),
-    "a built world without a model": tales_policy("", "built again", damage=in_the_cache("model", remove)),
-    "a built world that has lost lines": tales_policy(
-        "", "stories.txt is damaged or gone", "built again", damage=in_the_cache("stories.txt", drop_lines)
-    ),
-}
-
 
 # ---- Chapter 2 -------------------------------------------------------------------------------------------------
 
@@ -711,7 +675,6 @@ KINDS = {
     "runs": RUNS,
     "environment": ENVIRONMENT,
     "sample": SAMPLES,
-    "tales": TALES,
     "chapter 2": CHAPTER_2,
     "chapter 3": CHAPTER_3,
 }
@@ -734,8 +697,6 @@ GOOD = {
     "train_both": both(),
     "sample": sample("--out rows.jsonl"),
     "sample with a prompt": sample("--prompt 'Mara found a bell.' --temperature 0.5 --reward_model reward"),
-    "tales": world(),
-    "tales that are there": built_world(),
     "train_policy --resume": resumed_policy(),
     "train_reward --resume": resumed_reward(),
     "train_both --resume": resumed_both(),
@@ -757,14 +718,9 @@ def train(row: Row, folder: Path) -> None:
 
 
 def make_files_1(folder: Path, tiny_world: Path) -> None:
-    """A model, texts, labels of each kind, a function, the runs of train_both.py, and a tales world."""
+    """A model, texts, labels of each kind, a function, and the runs of train_both.py."""
     shutil.copytree(tiny_world / "model", folder / "model")
     shutil.copy(tiny_world / "stories.txt", folder)
-    with pytest.MonkeyPatch.context() as patch:
-        # The world that the scripts build by default takes minutes; the tiny one takes its name.
-        patch.setenv("PPO_RLHF_CACHE", str(folder / "cache"))
-        patch.setattr(tales, "build_world", lambda default, args: shutil.copytree(tiny_world, default))
-        tales.find_world()
     labels = tiny_world / "labels" / "sentiment" / "offline_5k.json"
     rows = json.loads(labels.read_text())[:LABELS_THERE]
     for name in ("labels", "ratings", "differences"):
@@ -841,9 +797,6 @@ NUMBERS_OF = {
     "rlvr_async": (rlvr_async("--rejection token"), "train"),
     "rlvr_tools": (command(3, "rlvr/tools.py", f"{SUMS.replace('sums', 'sums-tools', 1)} {RLVR_SIZES}")(), "train"),
     "judge": (command(3, "judge.py", "--candidate x --endpoint.url http://x/v1 --endpoint.model m")(), "judge"),
-    "tales": (world(), "find_world"),
-    "posts": (posts_world(), "find_world"),
-    "sums": (command(3, "worlds/sums.py", "")(), "find_world"),
 }
 
 
@@ -858,7 +811,6 @@ MAY_BE_0 = """
     ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size
     staleness rejection_low gpus_per_worker
     n
-    asides error_rate wordy hasty
     local_micro_batch_size local_micro_batch_tokens rewards.normalize_samples ppo.vf_coef task.truncate_after
     eval_posts weight_decay
 """

@@ -15,6 +15,7 @@ from processes import launch_together
 from runs import TINY_TOOLS, explained_metrics, metrics_of, only
 from transformers import AutoTokenizer
 
+from benchmark import worlds
 from ppo_rlhf import report, sample
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
@@ -28,7 +29,6 @@ from ppo_rlhf.rlvr import (
     policy as rlvr_policy,
     tools as rlvr_tools,
 )
-from ppo_rlhf.worlds import sums
 
 # ---- Conversations ---------------------------------------------------------------------------------------------
 
@@ -554,9 +554,9 @@ def test_a_tool_does_not_go_with_sharded_weights(monkeypatch):
 
 
 def test_pupils_call_the_calculator_and_misuse_it():
-    rng, args = random.Random(2), sums.ToolsArgs()
-    found = sums.write_problems(rng, 2_000, args, set())
-    solutions = [sums.solve_with_calculator(rng, problem, args) for problem in found]
+    rng, args = random.Random(2), worlds.SUMS["sums-tools"]
+    found = worlds.write_problems(rng, 2_000, args, set())
+    solutions = [worlds.solve_with_calculator(rng, problem, args) for problem in found]
     calls = [match for solution in solutions for match in re.findall(r"\[([^]]*)\]([^\n]*)", solution)]
     refused = [call for call, said in calls if said == tools.SYNTAX]
     for call, said in calls:
@@ -572,24 +572,26 @@ def test_pupils_call_the_calculator_and_misuse_it():
     assert all(
         solution.count("[") == solution.count("]") == len(re.findall(r"\]", solution)) for solution in solutions
     )
-    right = [s.split()[-1] == sums.solve(rng, p, 0.0, 0.0).split()[-1] for p, s in zip(found, solutions, strict=True)]
+    right = [
+        s.split()[-1] == worlds.solve(rng, p, 0.0, 0.0).split()[-1] for p, s in zip(found, solutions, strict=True)
+    ]
     assert 0.3 < np.mean(right) < 0.6
     # A pupil who always calls, and correctly, is always right.
     best = dataclasses.replace(args, calls=1.0, misuse=0.0, hasty=0.0)
     for problem in found:
-        solution = sums.solve_with_calculator(rng, problem, best)
-        assert solution.split()[-1] == sums.solve(rng, problem, 0.0, 0.0).split()[-1]
+        solution = worlds.solve_with_calculator(rng, problem, best)
+        assert solution.split()[-1] == worlds.solve(rng, problem, 0.0, 0.0).split()[-1]
         assert solution.count("[") == len(problem.steps)
 
 
 def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tools):
-    assert sums.split_answers("[7+5]12\n[3]error: x\n#### 1") == ["[7+5]", "12", "\n[3]", "error: x", "\n#### 1"]
-    assert sums.split_answers("7+5=12\n#### 12") == ["7+5=12\n#### 12"]
+    assert worlds.split_answers("[7+5]12\n[3]error: x\n#### 1") == ["[7+5]", "12", "\n[3]", "error: x", "\n#### 1"]
+    assert worlds.split_answers("7+5=12\n#### 12") == ["7+5=12\n#### 12"]
     answer = talk_of(setup_with(tiny_tools)).answer
     tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
     rng = random.Random(3)
-    for problem in sums.write_problems(rng, 200, TINY_TOOLS, set()):
-        pieces = sums.split_answers(sums.solve_with_calculator(rng, problem, TINY_TOOLS))
+    for problem in worlds.write_problems(rng, 200, TINY_TOOLS, set()):
+        pieces = worlds.split_answers(worlds.solve_with_calculator(rng, problem, TINY_TOOLS))
         for own, said in zip(pieces[::2], pieces[1::2], strict=False):
             assert answer(tokenizer.encode(own)) == tokenizer.encode(said)
 
@@ -598,10 +600,10 @@ def test_a_language_model_reads_answers_but_does_not_learn_them(tiny_tools):
     tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
     args = dataclasses.replace(TINY_TOOLS, lm_steps=150, lm_batch_size=2)
     pairs = [("1?\n", "[1]7\n#### 7"), ("2?\n", "[2]8\n#### 8")]
-    model, loss = sums.train_language_model(pairs, tokenizer, args, "cpu")
+    model, loss = worlds.train_llama(pairs, tokenizer, args, "cpu")
     assert loss < 0.1
     for prompt, (own, said, rest) in zip(
-        ("1?\n", "2?\n"), map(sums.split_answers, (s for _, s in pairs)), strict=True
+        ("1?\n", "2?\n"), map(worlds.split_answers, (s for _, s in pairs)), strict=True
     ):
         ids = [tokenizer.encode(text) for text in (prompt + own, said, rest)]
         p = model(torch.tensor([[*ids[0], *ids[1], *ids[2]]])).logits[0].softmax(1)

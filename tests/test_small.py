@@ -21,21 +21,22 @@ import pytest
 import torch
 from mistakes import titles
 from processes import launch
-from runs import build_tiny_sums, metrics_of, only
+from runs import TINY_SUMS, build_tiny_sums, metrics_of, only
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
-from ppo_rlhf import train_both, train_policy
+from benchmark import worlds
+from ppo_rlhf import train_both, train_policy, worlds as packaged
 from ppo_rlhf.check import faults
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.data import label_files, problems, texts
 from ppo_rlhf.lib.nets import lm
 from ppo_rlhf.lib.services import run
 from ppo_rlhf.rlvr import policy as rlvr_policy
-from ppo_rlhf.worlds import sums, tales
+from ppo_rlhf.worlds import tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"
 
@@ -285,9 +286,7 @@ def small_policy(world: Path, reward_model: torch.nn.Module, minibatches: int, *
 def test_ppo_trains_the_weights_of_train_both_and_prints_its_numbers(
     world, big_ppo, big_reward, big_policies, monkeypatch, capsys
 ):
-    """It finds the world by itself, in the cache."""
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(world.parent))
-    monkeypatch.setattr(sys, "argv", ["ppo.py", *(word for word in words_of(PPO, world) if "--world" not in word)])
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *words_of(PPO, world)])
     with default_dtype(torch.float64):
         of_reward, of_policy = optimizers_of(small_ppo().main)
     assert differences(state_of(of_reward, reward_names(world)), big_reward, ROUNDING) == []
@@ -353,7 +352,7 @@ def test_ppo_has_the_constants_of_the_preset():
 
 def test_the_gold_score_is_that_of_tales():
     module, rng = small_file("ppo", {}), random.Random(0)
-    stories = [tales.write_story(rng, 5) for _ in range(50)]
+    stories = [worlds.write_story(rng, 5) for _ in range(50)]
     golds = [module.gold_score([story]) for story in stories]
     assert golds == tales.sentiment.gold_scores(stories, stories) and len({*golds}) > 5
     assert module.gold_score(stories) == pytest.approx(sum(golds) / 50)
@@ -430,15 +429,13 @@ def test_what_ppo_prints_at_the_end(mistake, tiny_world, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def easy_sums(tmp_path_factory) -> Path:
     """A world of sums in float64. Its problems have one step, and its model solves some of them in some samples."""
-    args = sums.SumsArgs(
-        **{"train_problems": 200, "test_problems": 200, "start_problems": 1, "largest": 2, "largest_first": 3},
-        **{"lm_solutions": 2_000, "lm_short_steps": 200, "lm_steps": 5, "lm_batch_size": 16},
-        **{"hasty": 1.0, "wordy": 0.0, "width": 16, "layers": 1, "heads": 2},
-    )
-    world = build_tiny_sums(tmp_path_factory.mktemp("easy_sums"), args)
+    few = {"train_problems": 200, "test_problems": 200, "lm_short_steps": 200, "lm_batch_size": 16}
+    sizes = dataclasses.replace(TINY_SUMS, **few, largest=2, largest_first=3, hasty=1.0, wordy=0.0)
+    world = build_tiny_sums(tmp_path_factory.mktemp("easy_sums"), sizes)
     for path in world.glob("problems_*.jsonl"):
         rows = path.read_text().splitlines(keepends=True)
         path.write_text("".join(row for row in rows if json.loads(row)["steps"] == 1))
+    worlds.compress(world)
     model = AutoModelForCausalLM.from_pretrained(world / "model")
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)  # larger logits, so that samples are less random
@@ -479,10 +476,7 @@ def small_grpo(world: Path, *mistakes: str) -> dict[str, Tensor]:
 def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(
     easy_sums, big_grpo, big_grpo_state, monkeypatch, capsys
 ):
-    """It finds the world by itself, in the cache."""
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(easy_sums.parent))
-    words = words_of(GRPO, easy_sums, prompts=PROMPTS)
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *(word for word in words if "--world" not in word)])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words_of(GRPO, easy_sums, prompts=PROMPTS)])
     (optimizer,) = optimizers_of(small_file("grpo", GRPO).main)
     state = state_of(optimizer, parameter_names(AutoModelForCausalLM, easy_sums / "model"))
     assert differences(state, big_grpo_state, ROUNDING) == []
@@ -550,18 +544,26 @@ def test_the_verifier_is_gsm8k_strict(response, right):
 
 # ---- A world that is not there, or is too small ----------------------------------------------------------------
 
+NAMED = [("ppo", "tales", "stories.txt.xz"), ("grpo", "sums", "problems_train.jsonl.xz")]
 
-@pytest.mark.parametrize(("name", "world"), [("ppo", "tales"), ("grpo", "sums")])
-@pytest.mark.parametrize("given", ["nothing", "nowhere", "another kind of world"])
-def test_a_world_that_is_not_there_is_one_line(name, world, given, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / (world if given == "nothing" else given)
+
+@pytest.mark.parametrize(("name", "world", "file"), NAMED)
+def test_the_world_of_the_package_is_there(name, world, file):
+    module = small_file(name, {})
+    assert arguments_of(module, []).world == module.WORLD == packaged.DATA / world
+    assert (module.WORLD / file).is_file()
+
+
+@pytest.mark.parametrize(("name", "world", "file"), NAMED)
+@pytest.mark.parametrize("given", ["nowhere", "another kind of world"])
+def test_a_world_that_is_not_there_is_one_line(name, world, file, given, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / given
     if given == "another kind of world":
         (folder / "model").mkdir(parents=True)
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *([] if given == "nothing" else ["--world", str(folder)])])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--world", str(folder)])
     with pytest.raises(SystemExit):
         small_file(name, {}).main()
-    said = f"error: there is no world in {folder}; build one with python ppo_rlhf/worlds/{world}.py\n"
+    said = f"error: {folder} has no {file}; {packaged.DATA / world} is a world\n"
     assert capsys.readouterr().err == said
 
 

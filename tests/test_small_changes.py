@@ -26,11 +26,10 @@ def made() -> dict:
 
 
 @pytest.fixture
-def run(tiny_world, tiny_sums, made, tmp_path_factory, monkeypatch):
+def run(tiny_world, tiny_sums, made, monkeypatch):
     """A change, shortened, in tiny worlds: what is measured of it."""
     monkeypatch.setattr(small_changes, "module_of", functools.partial(with_small_sizes, small_changes.module_of))
     monkeypatch.setattr(small_changes, "MADE", made)
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path_factory.getbasetemp()))
     worlds = {"ppo": tiny_world, "grpo": tiny_sums}
 
     def measured(name: str) -> dict[str, float]:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import sample, train_both, train_policy, train_reward
+from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import errors, launch
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets.models import load_reward_model
@@ -52,7 +52,6 @@ from ppo_rlhf.train_policy import (
     value_loss,
     whiten,
 )
-from ppo_rlhf.worlds import tales
 from ppo_rlhf.worlds.tales import sentiment
 
 UPDATES, BATCH, GROUPS, EPOCHS, MINIBATCHES = 3, 32, 2, 2, 2
@@ -759,7 +758,7 @@ def test_sample_continues_held_out_queries_as_training_does(
 ):
     """At the task's temperature, up to the stop token, with both models, their scores and the KL."""
     folder = only(finished.folder, "models/*/policy")
-    monkeypatch.setattr(tales, "find_world", lambda: tiny_world)
+    monkeypatch.setitem(worlds.WORLDS["task.query_dataset"], "tales", lambda: tiny_world)
     comparison = sample.Comparison(sample.Args(policy=str(folder), query_dataset="tales", seed=4))
     task, tokenizer = task_of(tiny_world), AutoTokenizer.from_pretrained(tiny_world / "model")
     pad, (stop,) = len(tokenizer), tokenizer.encode(".")

@@ -42,6 +42,7 @@ import torch.nn.functional as F
 import tyro
 from transformers import AutoModelForCausalLM
 
+from benchmark import worlds
 from benchmark.cost import speed, speed_runs
 from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.base.errors import InputError, exit_with
@@ -49,7 +50,6 @@ from ppo_rlhf.lib.base.files import write_json
 from ppo_rlhf.lib.base.launch import default_device
 from ppo_rlhf.lib.nets import lm, packing, passes
 from ppo_rlhf.lib.services.run import commit, cpu_name
-from ppo_rlhf.worlds import posts, sums, tales
 
 ROOT = speed.ROOT
 SCRIPTS, HERE = ROOT / "ppo_rlhf", Path(__file__).parent
@@ -175,34 +175,36 @@ class Case:
     on_gpu: tuple[str, ...] = ()  # more words, on the GPU alone
 
 
-def cases_of(few: bool) -> dict[str, Case]:
-    """Commands of all chapters, in small worlds; those of chapters 2 and 3 are wide enough for packing."""
-    sizes = {"width": 16, "layers": 1, "heads": 2} if few else {"width": 512, "layers": 2, "heads": 8}
+def cases_of(folder: Path, few: bool) -> dict[str, Case]:
+    """Commands of all chapters, in small worlds; those of chapters 2 and 3 are wide enough for packing.
+
+    folder: has the worlds, or gets them.
+    """
+    shape = {"width": 16, "layers": 1, "heads": 2} if few else {"width": 512, "layers": 2, "heads": 8}
     steps = 2 if few else 40
-    story = tales.find_world(
-        tales.TalesArgs(
-            **(sizes | {"width": 16 if few else 128}),
+    story, post, problem = (folder / name for name in ("tales", "posts", "sums"))
+    if not problem.exists():
+        sizes = worlds.Tales(
+            **(shape | {"width": 16 if few else 128}),
             stories=300,
             lm_steps=steps,
             train_comparisons=64,
             test_comparisons=32,
         )
-    )
-    post = posts.find_world(
-        posts.PostsArgs(
-            **sizes,
+        worlds.write_tales(story, sizes, train_model=True)
+        sizes = worlds.Posts(
+            **shape,
             **{"train_posts": 48, "validation_posts": 16, "test_posts": 16, "train_comparisons": 48},
             **{"validation_comparisons": 16, "lm_quotes": 200, "lm_threads": 1_000, "lm_batch_size": 4},
             **{"lm_quote_steps": steps, "lm_thread_steps": steps},
         )
-    )
-    problem = sums.find_world(
-        sums.SumsArgs(
-            **sizes,
-            **{"train_problems": 64, "test_problems": 32, "lm_solutions": 2_000, "start_problems": 32},
+        worlds.write_posts(post, sizes, train_model=True)
+        sizes = worlds.Sums(
+            **shape,
+            **{"train_problems": 64, "test_problems": 32, "lm_solutions": 2_000},
             **{"lm_short_steps": steps, "lm_steps": steps, "lm_batch_size": 8},
         )
-    )
+        worlds.write_sums(problem, "sums", sizes, train_model=True)
     batch, updates = (16, 1) if few else (64, 3)
     ppo = f"ppo.total_episodes {batch * updates} --{{0}}ppo.batch_size {batch} --{{0}}save_interval 0"
     chapter1 = (
@@ -254,10 +256,9 @@ def far_off(ours: dict[str, float], theirs: dict[str, float], dtype: str) -> Ite
 
 def numbers(args: Args) -> Iterator[Outcome]:
     outcome, rows = Outcome(), []
-    os.environ["PPO_RLHF_CACHE"] = str(args.folder / "worlds")
     if args.rehearse:
         outcome.left_out.append("chapter 1 compiled: a CPU needs half a minute for that")
-    for name, case in cases_of(args.rehearse).items():
+    for name, case in cases_of(args.folder / "worlds", args.rehearse).items():
         for dtype in case.dtypes:
             place = args.folder / "numbers" / name.replace(", ", "-").replace(" ", "") / dtype
             shutil.rmtree(place, ignore_errors=True)
@@ -479,8 +480,7 @@ def vllm(args: Args) -> Iterator[Outcome]:
     if not args.rehearse:
         ways = [(dtype, head, invariant) for dtype in TOLERANCES for head in (True, False) for invariant in "01"]
         ways = [way for way in ways if way != ("float32", False, "1") and way != ("float32", False, "0")]
-    os.environ["PPO_RLHF_CACHE"] = str(args.folder / "worlds")
-    case = cases_of(args.rehearse)["chapter 3, GRPO"]
+    case = cases_of(args.folder / "worlds", args.rehearse)["chapter 3, GRPO"]
     for dtype, head, invariant in ways:
         metrics, weights = [], []
         way = f"{dtype}, output layer in {'float32' if head else dtype}, VLLM_BATCH_INVARIANT={invariant}"

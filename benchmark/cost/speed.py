@@ -60,12 +60,13 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from benchmark.curves.compare import markdown
+from ppo_rlhf import worlds
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import write_json
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.lm import RewardModel
 from ppo_rlhf.lib.services.run import commit, cpu_name
-from ppo_rlhf.worlds import smollm, sums
+from ppo_rlhf.worlds import smollm
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
@@ -216,7 +217,7 @@ def make_inputs(args: Args) -> dict[str, str]:
     if args.chapter == 1:
         return make_queries(args)
     if args.base_model == "sums":
-        world = sums.find_world()
+        world = worlds.DATA / "sums"
         return {"model": str(world / "model"), "problems": str(world)}
     return make_problems(args)
 

@@ -4,7 +4,6 @@ A small language model solves word problems. It has learned from careless pupils
 from its own attempts: it solves each problem eight times, a program checks the answers, and training makes correct
 solutions more likely and wrong ones less likely. There is no reward model and no critic.
 
-    python ppo_rlhf/worlds/sums.py     # writes problems and the pupils' solutions, trains the language model
     python ppo_rlhf/small/grpo.py      # about ten minutes; no GPU, no network; --help lists what you can change
 
 GRPO is from "DeepSeekMath" (Shao et al., 2024, arXiv 2402.03300). Two parts of it are left out here:
@@ -21,7 +20,7 @@ GRPO is from "DeepSeekMath" (Shao et al., 2024, arXiv 2402.03300). Two parts of 
 import argparse
 import hashlib
 import json
-import os
+import lzma
 import re
 from pathlib import Path
 
@@ -33,6 +32,7 @@ RESPONSE_LENGTH = 88  # tokens after which a response is cut off
 BETAS = (0.9, 0.95)  # of AdamW
 MAX_GRAD_NORM = 1.0  # largest norm of the gradient
 PAD = -1
+WORLD = Path(__file__).parents[1] / "worlds/data/sums"
 
 
 def train(args, policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]) -> None:
@@ -179,7 +179,7 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 
 def read_problems(world: Path, split: str) -> list[tuple[str, str]]:
     """Questions and answers: ("Ilse has 7 apples. She buys 2. How many apples does Ilse have?", "9")."""
-    lines = (world / f"problems_{split}.jsonl").read_text().splitlines()
+    lines = lzma.decompress((world / f"problems_{split}.jsonl.xz").read_bytes()).decode().splitlines()
     rows = [json.loads(line) for line in lines]
     # The solution "7+2=9\n#### 9" ends in the answer.
     return [(row["question"] + "\n", row["answer"].split("#### ")[1]) for row in rows]
@@ -197,12 +197,9 @@ def evaluate(policy: PreTrainedModel, tokenizer, problems: list[tuple[str, str]]
 
 
 def main() -> None:
-    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path("~/.cache/ppo_rlhf").expanduser())
-    worlds = cache.glob("sums-????????????")
-    newest = max(worlds, key=os.path.getmtime, default=cache / "sums")
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--world", type=Path, default=newest, help="folder of a sums world")
+    add("--world", type=Path, default=WORLD, help="folder of a sums world")
     add("--seed", type=int, default=1, help="seed of all random numbers")
     add("--updates", type=int, default=70, help="updates of the policy")
     add("--prompts", type=int, default=32, help="problems per update")
@@ -211,8 +208,8 @@ def main() -> None:
     add("--lr", type=float, default=3e-4, help="learning rate")
     add("--clip", type=float, default=0.2, help="clip range of the probability ratio, around 1")
     args = parser.parse_args()
-    if not (args.world / "problems_train.jsonl").is_file():
-        parser.exit(2, f"error: there is no world in {args.world}; build one with python ppo_rlhf/worlds/sums.py\n")
+    if not (args.world / "problems_train.jsonl.xz").is_file():
+        parser.exit(2, f"error: {args.world} has no problems_train.jsonl.xz; {WORLD} is a world\n")
     problems = read_problems(args.world, "train")
     held_out = read_problems(args.world, "test")[:512]
     least = args.updates * args.prompts

@@ -15,7 +15,6 @@ model, which gives each action a probability. An episode is one response. Its re
 comes with the last action, less a penalty for actions that the language model would hardly have taken.
 PPO makes actions that went better than expected likelier.
 
-    python ppo_rlhf/worlds/tales.py                # once: stories, language model, choices
     python ppo_rlhf/small/ppo.py                   # about ten minutes; --help has more flags
     python ppo_rlhf/small/ppo.py --updates 20      # gold score from -0.1 to 2.4, KL 1.7
     python ppo_rlhf/small/ppo.py --updates 20 --kl_coef 0    # 3.8, but at KL 8.0
@@ -30,7 +29,7 @@ but for rounding (tests/test_small.py).
 import argparse
 import hashlib
 import json
-import os
+import lzma
 import random
 import re
 from pathlib import Path
@@ -328,13 +327,14 @@ def to_texts(tokenizer, tokens: Tensor) -> list[list[str]]:
 
 # ---- The world: queries, choices, and what the annotator likes ---------------------------------------
 
-CACHE = Path(os.environ.get("PPO_RLHF_CACHE") or Path("~/.cache/ppo_rlhf").expanduser())
+WORLD = Path(__file__).parents[1] / "worlds/data/tales"
+LABELS = "labels/sentiment/offline_5k.json.xz"
 LABELS_PAD = 50259  # the padding id in files of choices, which have the original's form
 
 
 def read_queries(world: Path, tokenizer, *, held_out: bool = False) -> Tensor:
     """Queries (n, QUERY_LENGTH): a story's second sentence and all that fit after it."""
-    stories = (world / "stories.txt").read_text().splitlines()
+    stories = lzma.decompress((world / "stories.txt.xz").read_bytes()).decode().splitlines()
     stories = [s for i, s in enumerate(stories) if (i % 50 == 49) == held_out]
     random.Random(0).shuffle(stories)
     stop = tokenizer.encode(".")[0]
@@ -373,10 +373,9 @@ def gold_score(texts: list[str]) -> float:
 
 
 def main() -> None:
-    newest = max(CACHE.glob("tales-????????????"), key=os.path.getmtime, default=CACHE / "tales")
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--world", type=Path, default=newest, help="folder of a tales world")
+    add("--world", type=Path, default=WORLD, help="folder of a tales world")
     add("--seed", type=int, default=1, help="seed of all random numbers")
     add("--choices", type=int, default=4_992, help="choices that train the reward model")
     add("--reward_model", default="", help="a file that keeps the reward model for later runs")
@@ -394,13 +393,13 @@ def main() -> None:
     add("--kl_target", type=float, default=6.0, help="the KL controller's target, in nats per response")
     add("--kl_horizon", type=float, default=1_000, help="the KL controller's time scale, in episodes")
     args = parser.parse_args()
-    if not (args.world / "stories.txt").is_file():
-        parser.exit(2, f"error: there is no world in {args.world}; build one with python ppo_rlhf/worlds/tales.py\n")
+    if not (args.world / "stories.txt.xz").is_file():
+        parser.exit(2, f"error: {args.world} has no stories.txt.xz; {WORLD} is a world\n")
 
     tokenizer = AutoTokenizer.from_pretrained(args.world / "model")
     queries = read_queries(args.world, tokenizer)
     held_out = read_queries(args.world, tokenizer, held_out=True)
-    choices = json.loads((args.world / "labels/sentiment/offline_5k.json").read_text())
+    choices = json.loads(lzma.decompress((args.world / LABELS).read_bytes()))
     least = max(2 * RM_SAMPLES, args.batch)
     if len(queries) < least or len(choices) <= args.choices or not len(held_out):
         found = f"{args.world} has {len(queries)} queries, {len(held_out)} held-out ones and {len(choices)} choices"

@@ -1,9 +1,16 @@
 """Small worlds with a known truth, a real language model with real people's ratings, and what a run's paths mean.
 
 A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
-the language model of tales.py, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts of
-posts.py. Scripts replace the names by the paths (`find_paths`), so that nothing else needs to know of worlds. A
-world's module is imported when its name is used, and what reads the data of a later chapter when a script reads some.
+the language model in data/tales, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts in
+data/posts. Scripts replace the names by the paths (`find_paths`), so that nothing else needs to know of worlds. What
+reads the data of a later chapter is imported when a script reads some.
+
+    tales         stories and choices among their continuations, for chapter 1; tales.py says what is chosen
+    posts         posts, summaries and comparisons, for chapter 2; posts.py says which are preferred
+    sums          word problems of one to four steps, for chapter 3, as GSM8K has them. The language model has learned
+                  from pupils who err, and most of whom are in a hurry and stop after two steps
+    sums-tools    the same problems; the pupils err more often, but sometimes call a calculator: `[7+5]`
+    arithmetic    sums and differences of two numbers of at most 19, for smollm.py
 """
 
 import importlib
@@ -12,7 +19,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import hub, paths
+from ppo_rlhf.lib.base import files, hub, paths
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import sources
 from ppo_rlhf.lib.nets import pretrained
@@ -28,28 +35,24 @@ def reader(module: str) -> Any:
     return importlib.import_module(f"ppo_rlhf.lib.{module}")
 
 
-PROBLEMS: dict[str, Callable[[], Path]] = {
-    "arithmetic": lambda: of("arithmetic").find_world(),
-    "sums": lambda: of("sums").find_world(),
-    "sums-long": lambda: of("sums").find_world(of("sums").LongArgs()),
-    "sums-tools": lambda: of("sums").find_world(of("sums").ToolsArgs()),
-}
-POSTS: dict[str, Callable[[], Path]] = {
-    "posts": lambda: of("posts").find_world(),
-    "reviews": lambda: of("reviews").find_world(),
-}
+DATA = Path(__file__).with_name("data")
+
+
+def packaged(*names: str, part: str = "") -> dict[str, Callable[[], Path]]:
+    """The folders of small worlds, or a part of each: data of the package, which benchmark/worlds.py has written."""
+    return {name: lambda name=name: DATA / name / part for name in names}
+
+
+PROBLEMS = packaged("arithmetic", "sums", "sums-tools")
+POSTS = packaged("posts") | {"reviews": lambda: of("reviews").find_world()}
 # The arguments that may be paths, and the names that stand in place of one: of worlds, and of data on the hub.
 WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "base_model": {
         "smollm2-135m": lambda: of("smollm").find_model(),
-        "tales": lambda: of("tales").find_world() / "model",
-        "posts": lambda: POSTS["posts"]() / "model",
-        "sums": lambda: PROBLEMS["sums"]() / "model",
-        "sums-long": lambda: PROBLEMS["sums-long"]() / "model",
-        "sums-tools": lambda: PROBLEMS["sums-tools"]() / "model",
+        **packaged("tales", "posts", "sums", "sums-tools", part="model"),
     },
     "label_dataset": {},
-    "task.query_dataset": {"tales": lambda: of("tales").find_world(), "reviews": lambda: of("reviews").find_world()},
+    "task.query_dataset": packaged("tales") | {"reviews": lambda: of("reviews").find_world()},
     "task.posts": POSTS,
     "task.comparisons": POSTS,
     "task.problems": PROBLEMS,
@@ -80,7 +83,7 @@ MAY_BE_EMPTY = ("task.test_problems", "task.examples", "rewards.trained_model", 
 def find_value(argument: str, value: str, root: Path) -> str:
     """The value of an argument of a run with this root; a path or a world becomes the path that it means.
 
-    A world that is not there is built.
+    What a world takes from the package index is fetched.
     """
     if value in WORLDS[argument]:
         return str(WORLDS[argument][value]())
@@ -90,7 +93,7 @@ def find_value(argument: str, value: str, root: Path) -> str:
 def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> Any:
     """A script's arguments, with the paths that they mean. joint: as the script's train() gets it.
 
-    unused: arguments that the script does not read; no world is built for them. A run keeps its arguments as they
+    unused: arguments that the script does not read; nothing is fetched for them. A run keeps its arguments as they
     were given, so that its folder and the files next to it can be moved together.
     """
 
@@ -165,6 +168,8 @@ def data_files(task: Any, *names: str) -> dict[str, list[Path]]:
         path = Path(value).absolute()
         local = bool(value) and value not in OTHER_NAMES.get(argument, ())
         is_folder = argument in IN_FOLDERS and path.is_dir()
-        parts = sorted(path.glob(IN_FOLDERS[argument])) if is_folder else [path]
+        parts = [files.stored(path)]
+        if is_folder:
+            parts = sorted([*path.glob(IN_FOLDERS[argument]), *path.glob(IN_FOLDERS[argument] + ".xz")])
         found[argument] = [part for part in parts if local and part.is_file()]
     return found

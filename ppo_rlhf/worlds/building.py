@@ -1,10 +1,4 @@
-"""How a world gets into the cache: built once, in a folder whose name is a hash of what the world is made of.
-
-A small language model trained from scratch on another processor is another model: rounding differs, and training
-amplifies it. Then runs differ by much more than two seeds do. So the language models of the usual worlds are part of
-the package, in the folder trained/, and only a world with other settings trains its own.
-`benchmark/train_worlds.py` trains those of the package again.
-"""
+"""How a world of other people's data gets into the cache: once, in a folder named by a hash of what it is made of."""
 
 import contextlib
 import hashlib
@@ -19,38 +13,14 @@ from typing import Any
 from ppo_rlhf.lib.base import errors, files, paths
 from ppo_rlhf.lib.base.errors import InputError
 
-TRAINED = Path(__file__).with_name("trained")
-WEIGHTS = "model/model.safetensors"
-
-
-def name_with_hash(name: str, made_of: list[Any]) -> str:
-    return f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
-
-
-def find_trained(name: str, made_of: list[Any]) -> Path | None:
-    """The folder of the package with the language model of a world made of this, or None: model/ and world.json."""
-    folder = TRAINED / name_with_hash(name, made_of)
-    return folder if (folder / WEIGHTS).exists() else None
-
-
-def copy_trained(trained: Path, place: Path) -> dict[str, Any]:
-    """Copy a trained language model and its tokenizer into a world. Returns the facts that belong to them."""
-    (place / "model").mkdir()
-    for file in (trained / "model").iterdir():  # copytree would raise an Error that hides a full disk
-        shutil.copyfile(file, place / "model" / file.name)
-    return read_facts(trained)
-
 
 def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
-    """The folder of a world made of these settings and this grammar; it is built if it does not exist.
+    """The folder of a world made of this; it is built if it does not exist.
 
     It is in $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf. With several processes the first one builds and the others
     wait.
     """
-    cache = paths.find_cache()
-    trained = find_trained(name, made_of)
-    weights = [hashlib.sha256((trained / WEIGHTS).read_bytes()).hexdigest()] if trained else []
-    folder = cache / name_with_hash(name, [*made_of, *weights])
+    folder = paths.find_cache() / f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
     if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
         build(folder)
     while not folder.exists():
@@ -110,7 +80,7 @@ def begin_building(folder: Path) -> Path:
 
 
 def read_facts(world: Path) -> dict[str, Any]:
-    """The description of a world: settings, size and loss of its language model, ceiling of accuracy."""
+    """What is known of a world."""
     try:
         return files.read_json(world / "world.json")
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import lzma
 import os
 import types
 import typing
@@ -29,10 +30,27 @@ def fits(value: Any, hint: Any) -> bool:
     return type(value) is hint or (hint is float and type(value) is int)
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, with or without a byte order mark. Raises OSError or ValueError."""
+def stored(path: Path) -> Path:
+    """A file, or <name>.xz, its compressed copy, if only that is there: the package holds its worlds so."""
+    packed = path.with_name(path.name + ".xz")
+    return packed if packed.is_file() and not path.exists() else path
+
+
+def read_text(path: Path) -> str:
+    """The text of a file or of its compressed copy, without a byte order mark. Raises OSError or ValueError."""
+    there = stored(path)
+    if there == path:
+        return path.read_text(encoding="utf-8-sig")
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return lzma.decompress(there.read_bytes()).decode()
+    except lzma.LZMAError as error:
+        raise ValueError(f"{there.name} is damaged: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError or ValueError."""
+    try:
+        return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -187,14 +187,15 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
 
 
 def find_label_file(label_dataset: str, query_dataset: str) -> Path:
-    if Path(label_dataset).is_file():
+    if files.stored(Path(label_dataset)).is_file():
         return Path(label_dataset)
     if label_dataset and Path(label_dataset).is_dir():
         raise InputError(f"{flag('label_dataset')} {label_dataset}: that is a folder")
     if (labels := Path(query_dataset, "labels")).is_dir():  # next to the texts of a world
-        if (labels / label_dataset).is_file():
+        if files.stored(labels / label_dataset).is_file():
             return labels / label_dataset
-        names = (path.relative_to(labels).as_posix() for path in labels.glob("*/*.json"))
+        found = [*labels.glob("*/*.json"), *labels.glob("*/*.json.xz")]
+        names = (path.relative_to(labels).as_posix().removesuffix(".xz") for path in found)
         there = ", ".join(sorted(name for name in names if not name.endswith(".meta.json")))
         raise InputError(f"{flag('label_dataset')} {label_dataset}: no such file, and {labels} has {there}")
     remedy = "give the path of a label file, or use --preset tales"

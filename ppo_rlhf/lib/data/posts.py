@@ -2,7 +2,7 @@
 
     --task.posts, --task.comparisons
         tldr        OpenAI's filtered Reddit TL;DR and its comparisons, from the hub (POSTS_REPOSITORY, ...)
-        posts       the built-in world of worlds/posts.py
+        posts       a built-in world: worlds/posts.py
         reviews     sentences from film reviews, which people have rated: worlds/reviews.py
         <folder>    posts_<split>.jsonl and comparisons_<split>.jsonl in the format of those
 
@@ -276,7 +276,7 @@ def read_jsonl(path: Path, field: str) -> list[Row]:
     rows: list[Row] = []
     where = str(path)
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        for number, line in enumerate(files.read_text(path).split("\n"), 1):
             where = f"{path}, line {number}"
             if line.strip():
                 rows.append((where, json.loads(line)))

@@ -2,8 +2,8 @@
 
 --task.problems, --task.test_problems
     gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
-    sums               a built-in world of worlds/sums.py; others are sums-long and sums-tools
-    arithmetic         sums and differences of two small numbers, worlds/arithmetic.py
+    sums, sums-tools   word problems, of a built-in world
+    arithmetic         sums and differences of two small numbers, of another
     reasoning_gym:<task>  a generator of reasoning-gym, an extra; see problem_rows.py, also for the forms of rows
     <owner>/<name>     a data set on the hub, or <owner>/<name>:<configuration>
     <folder>           problems_train.jsonl and problems_test.jsonl
@@ -35,7 +35,7 @@ from ppo_rlhf.lib.data import posts, problem_rows, sources
 from ppo_rlhf.lib.nets import lm, pretrained, templates
 
 GSM8K_FILES = hub_files.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
-SOURCES = ("gsm8k", "sums", "sums-long", "sums-tools", "arithmetic")
+SOURCES = ("gsm8k", "sums", "sums-tools", "arithmetic")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
 
@@ -83,9 +83,6 @@ SUMS_TASK = {"prompt_format": "plain", "prompt_suffix": "\n", "prompt_length": 6
 TASKS = {
     "gsm8k": TaskArgs(),
     "sums": TaskArgs(problems="sums", kind_column="steps", **SUMS_TASK),
-    "sums-long": TaskArgs(
-        problems="sums-long", kind_column="steps", **SUMS_TASK | {"prompt_length": 72, "response_length": 120}
-    ),
     "sums-tools": TaskArgs(problems="sums-tools", kind_column="steps", **SUMS_TASK | {"response_length": 96}),
     "arithmetic": TaskArgs(
         problems="arithmetic",

@@ -9,6 +9,8 @@
     <file>.json            a JSON array of strings or of such objects
     <folder>               a world: stories.txt, one text per line, and perhaps stories_test.txt
 
+For each of these files, a copy that xz has compressed will do, such as stories.txt.xz.
+
 `cnndm`, `tldr` and folders with stories_test.txt have separate texts for tests. For any other source, PPO never sees
 every 50th text.
 
@@ -25,7 +27,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.base.files import check_text
+from ppo_rlhf.lib.base.files import check_text, read_text
 
 HUB_TEXTS = ("books", "cnndm", "tldr")
 HELD_OUT = 50  # where a source has no test split, the last of every 50 texts is held out for comparisons
@@ -111,7 +113,7 @@ def read_text_file(path: Path) -> list[str]:
     """Texts of a .txt file (one per line), a .jsonl file or a .json array (strings, or objects with "text")."""
     items: Any = []
     try:
-        content = path.read_text(encoding="utf-8-sig")
+        content = read_text(path)
         lines = content.split("\n")  # not splitlines, which also breaks at separators that JSON strings may hold
         if path.suffix == ".txt":
             items = lines
