@@ -101,7 +101,8 @@ def source_of(change: Change) -> str:
 def module_of(change: Change) -> ModuleType:
     """The small file with a change. What all runs have in common is made once, and nothing is evaluated in vain."""
     module = ModuleType(change.file)
-    exec(compile(source_of(change), f"{change.file}.py", "exec"), vars(module))
+    module.__file__ = str(ROOT / f"ppo_rlhf/small/{change.file}.py")  # beside which its world is
+    exec(compile(source_of(change), module.__file__, "exec"), vars(module))
     if change.file == "ppo":
         module.read_queries = functools.partial(once, "queries", few_held_out(module.read_queries))
         module.train_reward_model = functools.partial(once, "reward model", with_seed_1(module.train_reward_model))

@@ -32,7 +32,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 def stored(path: Path) -> Path:
     """A file, or <name>.xz, its compressed copy, if only that is there: the package holds its worlds so."""
-    packed = path.with_name(path.name + ".xz")
+    packed = Path(f"{path}.xz")
     return packed if packed.is_file() and not path.exists() else path
 
 
