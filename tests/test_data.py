@@ -625,7 +625,7 @@ def test_a_reward_function_of_another_library_sees_its_columns():
             lambda data_source, solution_str, ground_truth, extra_info=None: 1.0,
             "its parameter data_source has neither",
         ),
-        (lambda completion, answer: 1.0, "its parameter completion has neither"),
+        (lambda completions, guess: 1.0, "its parameter guess has neither"),
         (lambda texts: texts, "by position with the texts of queries and of responses"),
         (lambda a, b, c, d: a, "missing a required argument: 'd'"),
     ],

@@ -143,8 +143,11 @@ def words(text: str) -> list[str]:
     return sorted(parts) if all(part.isalnum() and not part[0].isdigit() for part in parts) else []
 
 
-# 2:30, 2024-05-01, 5 7 4, 1.2.0
-TIMES_AND_DATES = r"[0-9]+(?:\s*[:-]\s*[0-9]+|\s+[0-9]+)+|[0-9]+(?:\.[0-9]+){2,}"
+# 2:30, 2:30 pm, 5 am, 2024-05-01, 5 7 4, 1.2.0
+AM_OR_PM = r"\s*(?i:\\(?:text|mathrm)\s*{\s*[ap]\.?m\.?\s*}|[ap]\.?m\.?)"
+TIMES_AND_DATES = (
+    rf"[0-9]+(?:\s*[:-]\s*[0-9]+|\s+[0-9]+)+(?:{AM_OR_PM})?|[0-9]+{AM_OR_PM}" + r"|[0-9]+(?:\.[0-9]+){2,}"
+)
 
 REWRITTEN = {  # what math-verify doesn't read, or reads as something else
     rf"[{DASHES}]": "-",

@@ -202,10 +202,15 @@ def score_texts(
 # The names of parameters that say what they get: texts of queries, texts of responses, or reference answers.
 NAMES = {
     "queries": 0,
+    "query": 0,
     "prompts": 0,
+    "prompt": 0,
     "responses": 1,
+    "response": 1,
     "completions": 1,
+    "completion": 1,
     "references": 2,
+    "reference": 2,
     "answers": 2,
     "answer": 2,
     "ground_truth": 2,

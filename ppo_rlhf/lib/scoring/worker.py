@@ -2,8 +2,8 @@
 
 `Worker` starts this file as a program, with which it exchanges lines of JSON over a socket. A function may compute
 forever where no handler of Python's is called, so the kernel ends the process when a request takes too long; the next
-request starts another. A confined process can't write into files, start processes (unless it is root's) or, where the
-system lets it give that up, use the network. A tool is the user's own code, so it is not confined.
+request starts another. A confined process can't fill files, start processes (unless it is root's) or, where the
+system lets it give that up, use the network; it could delete files. A tool is the user's own code, and not confined.
 """
 
 import contextlib
