@@ -82,9 +82,15 @@ def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Jo
     """The jobs of a variant, one for each seed."""
     script = shlex.quote(str(ROOT / experiment.script))
     command = f"python {script} {experiment.common} {experiment.variants[name]}".strip()
-    where = {"name": name, "folder": experiment.of(args), "any_commit": args.any_commit}
     return many_seeds.find_jobs(
-        many_seeds.Args(command=command, num_seeds=args.seeds, start_seed=args.first_seed, **where)
+        many_seeds.Args(
+            name=name,
+            command=command,
+            num_seeds=args.seeds,
+            start_seed=args.first_seed,
+            folder=experiment.of(args),
+            any_commit=args.any_commit,
+        )
     )
 
 
@@ -92,11 +98,10 @@ def run(experiment: Experiment, args: Args) -> int:
     """Train all policies and report. Returns the exit status."""
     jobs = [job for name in chosen(experiment, args) for job in jobs_of(experiment, args, name)]
     jobs.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
-    launcher = many_seeds.Args(name=experiment.name, workers=args.workers)
-    many_seeds.run_here(launcher, jobs)
+    many_seeds.run_here(jobs, args.workers)
     if any(job.state == "finished" for job in jobs):
         report(experiment, args)
-    return many_seeds.report(launcher, jobs)
+    return many_seeds.report(experiment.name, jobs)
 
 
 def finished_runs(experiment: Experiment, args: Args) -> Iterator[tuple[dict[str, Any], Path, dict[str, Any]]]:
