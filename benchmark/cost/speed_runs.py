@@ -14,6 +14,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,24 @@ Settings = dict[str, Any]
 Result = dict[str, Any]
 
 
+def seconds_of(function: Callable[[], Any], device: torch.device, count: int) -> float:
+    """The median time of a function, with what it has launched; the first two calls don't count."""
+    found = []
+    for _ in range(count + 2):
+        synchronize(device)
+        started = time.perf_counter()
+        function()
+        synchronize(device)
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[2:])
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Square matrix products on this device now, in FLOP/s: the median of twenty, on a CPU of five."""
 
     def products(size: int, count: int) -> float:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = []
-        for _ in range(count + 2):
-            synchronize(device)
-            started = time.perf_counter()
-            a @ b
-            synchronize(device)
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[2:])
+        return seconds_of(lambda: a @ b, device, count)
 
     if device.type == "cuda":
         return 2 * 8192**3 / products(8192, 20)
