@@ -44,12 +44,11 @@ demo-real: $(VENV)/real
 		--judge "$$(ls -td models/judge__reviews__*/reward | head -1)"
 	$(BIN)/python ppo_rlhf/report.py
 
-# Reports of three demos for people who have run nothing, at most 2 MB each, and pictures of one, which need chromium.
+# Reports of three demos for people who have run nothing, at most 2 MB each.
 examples: install demo demo-tldr demo-rlvr
 	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
 	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
 	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
-	$(BIN)/python benchmark/curves/report_pictures.py
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed

@@ -1,12 +1,11 @@
 """Experiments that compare variants of a run over several seeds: what the scripts in experiments/ have in common.
 
-A script declares an Experiment: the command of each variant, what is measured of a finished run, the columns of the
-table, and the picture. This module runs the variants for every seed (with curves/many_seeds.py, which resumes), keeps
-what it measures in runs.csv (a row for each run) and updates.csv (a row for each update), and makes table and picture
-of these two alone. Means have 95 % intervals over seeds, Student's.
+A script declares an Experiment: the command of each variant, what is measured of a finished run, and the columns of
+the table. This module runs the variants for every seed (with curves/many_seeds.py, which resumes), keeps what it
+measures in runs.csv (a row for each run) and updates.csv (a row for each update), and makes the table from runs.csv
+alone. Means have 95 % intervals over seeds, Student's.
 """
 
-import json
 import math
 import shlex
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 import pandas as pd
 import scipy.stats
 import tyro
-from matplotlib.figure import Figure
 
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import markdown, read_numbers
@@ -43,8 +41,6 @@ class Args:
     """where runs are kept; by default benchmark/runs/<experiment>"""
     output: Path | None = None
     """folder that gets runs.csv, updates.csv and <experiment>.md; by default benchmark/results/<experiment>"""
-    pictures: Path = ROOT / "static"
-    """folder that gets the picture"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
 
@@ -64,10 +60,6 @@ class Experiment:
     """(run's folder, its meta.json, its metrics.csv) -> what is measured of it"""
     table: Callable[[pd.DataFrame], list[dict[str, str]]]
     """runs.csv -> rows"""
-    picture: Callable[[pd.DataFrame, pd.DataFrame], Figure] | None = None
-    """(runs.csv, updates.csv) -> the picture"""
-    also: Callable[[Args], None] | None = None
-    """what else a report writes"""
 
     def of(self, args: Args, *, output: bool = False) -> Path:
         """The folder of its runs or of its results."""
@@ -90,44 +82,26 @@ def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Jo
     """The jobs of a variant, one for each seed."""
     script = shlex.quote(str(ROOT / experiment.script))
     command = f"python {script} {experiment.common} {experiment.variants[name]}".strip()
-    where = {"name": name, "folder": experiment.of(args), "any_commit": args.any_commit}
     return many_seeds.find_jobs(
-        many_seeds.Args(command=command, num_seeds=args.seeds, start_seed=args.first_seed, **where)
+        many_seeds.Args(
+            name=name,
+            command=command,
+            num_seeds=args.seeds,
+            start_seed=args.first_seed,
+            folder=experiment.of(args),
+            any_commit=args.any_commit,
+        )
     )
-
-
-def train_first(experiment: Experiment, args: Args, kind: str, commands: dict[str, str]) -> bool:
-    """Train what the variants share, with one seed, and link each model as <kind>s/<its name> in the experiment's
-    folder. To the commands of variants, which run two folders below, that is ../../<kind>s/<its name>.
-
-    kind: what a script calls the model that it saves, such as reward. commands: scripts below the root with their
-    arguments, by the name of the model. Returns whether all have finished.
-    """
-    folder = experiment.of(args).resolve()
-    where = {"num_seeds": 1, "folder": folder, "any_commit": args.any_commit}
-    jobs = {}
-    for name, command in commands.items():
-        command = f"python {shlex.quote(str(ROOT))}/{command}"
-        (jobs[name],) = many_seeds.find_jobs(many_seeds.Args(name=f"{kind}-{name}", command=command, **where))
-    many_seeds.run_here(many_seeds.Args(name=experiment.name, workers=args.workers), list(jobs.values()))
-    (folder / f"{kind}s").mkdir(exist_ok=True)
-    for name, job in jobs.items():
-        link = folder / f"{kind}s" / name
-        if job.state == "finished" and not link.is_symlink():
-            (trained,) = (job.folder / "models").glob(f"*/{kind}")
-            link.symlink_to(trained)
-    return all(job.state == "finished" for job in jobs.values())
 
 
 def run(experiment: Experiment, args: Args) -> int:
     """Train all policies and report. Returns the exit status."""
     jobs = [job for name in chosen(experiment, args) for job in jobs_of(experiment, args, name)]
     jobs.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
-    launcher = many_seeds.Args(name=experiment.name, workers=args.workers)
-    many_seeds.run_here(launcher, jobs)
+    many_seeds.run_here(jobs, args.workers)
     if any(job.state == "finished" for job in jobs):
         report(experiment, args)
-    return many_seeds.report(launcher, jobs)
+    return many_seeds.report(experiment.name, jobs)
 
 
 def finished_runs(experiment: Experiment, args: Args) -> Iterator[tuple[dict[str, Any], Path, dict[str, Any]]]:
@@ -141,7 +115,7 @@ def finished_runs(experiment: Experiment, args: Args) -> Iterator[tuple[dict[str
 
 
 def report(experiment: Experiment, args: Args) -> int:
-    """Measure the finished runs, keep the numbers, and write table and picture."""
+    """Measure the finished runs, keep the numbers, and write the table."""
     runs, updates = [], []
     for whose, folder, meta in finished_runs(experiment, args):
         table = read_numbers(folder / "metrics.csv")
@@ -151,21 +125,16 @@ def report(experiment: Experiment, args: Args) -> int:
     if not runs:
         raise InputError(f"{experiment.of(args)} holds no finished run")
     keep_tables(experiment.of(args, output=True), pd.DataFrame(runs), pd.concat(updates, ignore_index=True))
-    if experiment.also:
-        experiment.also(args)
     return draw(experiment, args)
 
 
 def draw(experiment: Experiment, args: Args) -> int:
-    """Table and picture, from runs.csv and updates.csv."""
+    """The table, from runs.csv alone."""
     folder = experiment.of(args, output=True)
-    runs, updates = (kept_table(folder / f"{name}.csv") for name in ("runs", "updates"))
+    runs = kept_table(folder / "runs.csv")
     text = markdown(experiment.table(runs))
     commits = ", ".join(sorted(set(runs["commit"])))
     (folder / f"{experiment.name}.md").write_text(f"{text}\n± is a 95 % interval over seeds. commit: {commits}\n")
-    if experiment.picture:
-        args.pictures.mkdir(parents=True, exist_ok=True)
-        experiment.picture(runs, updates).savefig(args.pictures / f"{experiment.name}.png", dpi=110)
     print(text)
     return 0
 
@@ -183,14 +152,6 @@ def keep_tables(folder: Path, runs: pd.DataFrame, updates: pd.DataFrame) -> None
         fresh.to_csv(path, index=False, float_format=form)
 
 
-def keep_lines(path: Path, fresh: list[dict[str, Any]]) -> None:
-    """A file of JSON lines, each with the KEYS of its run. Lines of other runs that it has already are kept."""
-    old = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    runs = {tuple(row[key] for key in KEYS) for row in fresh}
-    rows = [row for row in old if tuple(row[key] for key in KEYS) not in runs] + fresh
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
 def kept_table(path: Path) -> pd.DataFrame:
     """A committed table."""
     try:
@@ -199,8 +160,8 @@ def kept_table(path: Path) -> pd.DataFrame:
         raise InputError(f"{path} cannot be read: {error}") from error
 
 
-def main(experiment: Experiment, description: str, run: Callable[[Experiment, Args], int] = run) -> None:
-    """The command line of an experiment: run, report or draw. run: what a script does in place of the run above."""
+def main(experiment: Experiment, description: str) -> None:
+    """The command line of an experiment: run, report or draw."""
     commands = {"run": run, "report": report, "draw": draw}
     command, words = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("", [])
     if command not in commands:
@@ -251,14 +212,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     for rank, (p, i) in enumerate(order):
         corrected[i] = least = max(least, min(1.0, p * (len(order) - rank)))
     return corrected
-
-
-def means(runs: pd.DataFrame, shown: Sequence[str]) -> list[dict[str, str]]:
-    """A row for each variant: how many seeds it has, and means of some columns."""
-    return [
-        {"variant": f"`{name}`", "seeds": str(len(own))} | {column: cell(own[column], ".2f") for column in shown}
-        for name, own in runs.groupby("variant", sort=False)
-    ]
 
 
 def cell(values: pd.Series, form: str) -> str:

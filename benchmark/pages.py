@@ -93,13 +93,6 @@ def gained(name: str, column: str, variant: str) -> str:
     return shown(runs[f"{column} after"] - runs[f"{column} before"], 1, 100)
 
 
-def confirmed(variant: str) -> pd.Series:
-    """The share of what a policy of people.py gained by its own score that the judge confirms, by seed."""
-    own = f"variant == '{variant}' and step"
-    gains = [paired("people/updates", name, f"{own} >= 9", f"{own} == 0") for name in ("judge", "objective/score")]
-    return gains[0] / gains[1]
-
-
 def ablation(world: str, name: str, column: str, against: str = "baseline", places: int = 2) -> str:
     file = "ablations/" + {"tales": "ablations"}.get(world, world)
     return less(file, column, f"ablation == '{name}'", f"ablation == '{against}'", places)
@@ -178,7 +171,7 @@ def pairs_of_texts(first: int, last: int) -> list[dict]:
 
 
 FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained, confirmed, speed)
+FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained, speed)
 
 
 WIDTH = 128

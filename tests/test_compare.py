@@ -1,7 +1,6 @@
 """benchmark/curves/compare.py, on data where the answer is known."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,7 @@ def published(implementation: str, task: str, metric: str) -> pd.DataFrame:
 
 def test_two_published_implementations_agree(tmp_path):
     arguments = ["--ours", DETAILS, "--theirs", OPENAI, "--output", "out"]
-    result = launch(COMPARE, *arguments, folder=tmp_path, pictures=True)
+    result = launch(COMPARE, *arguments, folder=tmp_path)
     assert result.status == 0, result.stdout[-1000:]
     verdict = pd.read_csv(tmp_path / "out/verdict.csv")
     assert set(verdict["verdict"]) == {"inside", "not judged"}
@@ -47,8 +46,6 @@ def test_two_published_implementations_agree(tmp_path):
     assert judged == 200 and result.stdout.splitlines()[-1] == f"all {judged} are inside"
     assert set(verdict["update"]) == {100, 250, 500, 1000, 1500, 1952}
     assert verdict.groupby("task")["metric"].nunique().to_dict() == {"sentiment": 17, "descriptiveness": 17}
-    for name in ("sentiment.png", "descriptiveness.png"):
-        assert (tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "out/verdict.md").read_text().count("| inside |") == judged
 
 
@@ -212,26 +209,14 @@ def test_aggregation_alone(tmp_path):
     write_run(tmp_path / "runs", 3, line(), preset="tales", finished=False)
     result = launch(COMPARE, "--ours", "runs/*", "--output", "out", folder=tmp_path)
     assert result.status == 0 and "left out, because it is not finished: runs/train_policy__tales__3" in result.stdout
-    assert "| tales | `objective/scores` | 20 | 2 | 1.5 ± 0.707 |" in result.stdout
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"curves.csv", "facts.json", "table.md", "tales.png"}
-    assert (tmp_path / "out/table.md").read_text().startswith("commit: c\n\ndevice: cpu: d, 1 x 1 threads\n\n")
+    curves = pd.read_csv(tmp_path / "out/curves.csv").set_index(["metric", "update"])
+    scores = curves.loc["objective/scores", 20]
+    assert (scores["mean"], scores["std"], scores["seeds"]) == (1.5, pytest.approx(0.707107), 2)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"curves.csv", "facts.json"}
     facts = json.loads((tmp_path / "out/facts.json").read_text())
     assert facts["commit"] == ["c"] and facts["device"] == ["cpu: d, 1 x 1 threads"]
-    picture = "--ours out/curves.csv --metrics objective/kl --figure new/picture.png --output b"
-    assert launch(COMPARE, *picture.split(), folder=tmp_path).status == 0
-    assert (tmp_path / "new/picture.png").exists() and not (tmp_path / "b").exists()
-    for wrong in (["--figure", "p.xyz"], ["--figure", "p.png", "--metrics", "none"], ["--output", "out/curves.csv"]):
-        result = launch(COMPARE, "--ours", "out/curves.csv", *wrong, folder=tmp_path)
-        assert result.status == 2 and result.stderr.count("\n") == 1, result
-
-
-def test_published_curves_alone(tmp_path):
-    """The small figure shows no deviations: question marks."""
-    result = launch(COMPARE, "--ours", "openai/lm-human-preferences", "--output", "out", folder=tmp_path)
-    assert result.status == 0, result
-    assert "| sentiment | `objective/kl` | 100 | 10 | 6.45 ± 0.403 |" in result.stdout
-    assert re.search(r"\| tldr \| `objective/kl` \| 31249 \| 1 \| [\d.]+ ± \? \|\n", result.stdout)
+    result = launch(COMPARE, "--ours", "out/curves.csv", "--output", "out/curves.csv", folder=tmp_path)
+    assert result.status == 2 and result.stderr.count("\n") == 1, result
 
 
 def test_few_seeds_are_said(tmp_path):

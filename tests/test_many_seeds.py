@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +23,7 @@ from pathlib import Path
 seed = int(sys.argv[sys.argv.index("--seed") + 1])
 home = Path(__file__).parent
 with (home / "calls").open("a") as file:
-    names = ("WANDB_TAGS", "PPO_RLHF_THREADS", "CUDA_VISIBLE_DEVICES")
+    names = ("PPO_RLHF_THREADS", "CUDA_VISIBLE_DEVICES")
     call = {"argv": sys.argv[1:], "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}
     file.write(json.dumps(call) + "\\n")
 behaviour = (home / "behaviour").read_text() if (home / "behaviour").exists() else ""
@@ -84,11 +82,6 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def commit() -> str:
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
-
-
 def test_each_seed_runs_once_in_a_folder_of_its_own(home):
     first = start(home)
     assert first.status == 0, first
@@ -100,12 +93,6 @@ def test_each_seed_runs_once_in_a_folder_of_its_own(home):
     assert again.stdout.count("finished") == 3
     more = start(home, seeds=4)
     assert more.status == 0 and calls(home)[3:][0]["argv"] == ["--seed", "4"] and len(calls(home)) == 4
-
-
-def test_tags_name_description_and_commit(home):
-    start(home, seeds=1, WANDB_TAGS="mine")
-    tags = calls(home)[0]["WANDB_TAGS"].split(",")
-    assert tags[0] == "mine" and tags[-1] == commit() and record(home, 1)["commit"] == commit()
 
 
 def test_a_failure_is_reported_with_its_log_and_tried_again(home):
@@ -123,45 +110,16 @@ def test_what_was_cut_off_goes_on(home):
     """Status 0 is not the end: a run that was told to stop ends so too."""
     (home / "behaviour").write_text("stops")
     first = start(home, seeds=1)
-    assert first.status == 1 and "cut off" in first.stdout
+    assert first.status == 1 and "started" in first.stdout
     second = start(home, seeds=1)
     assert second.status == 0
     run = home / "bench/test/seed1/runs/run1"
     assert calls(home)[1]["argv"] == ["--seed", "1", "--resume", str(run)]
 
 
-def test_a_damaged_run_is_not_finished(home):
-    """And a stray file among the runs is left alone."""
-    (home / "behaviour").write_text("meets")  # two that write at the same time; the second is not disturbed
-    command = f"bash -c '{sys.executable} {home}/job.py --seed {{seed}}; touch runs/stray; "
-    command += "if [ {seed} = 1 ]; then echo [1 > runs/run1/meta.json; fi'"
-    result = start(home, "--command", command, "--workers", "2", seeds=2)
-    assert result.status == 1 and "cut off" in result.stdout and record(home, 2)["finished"], result
-    (home / "behaviour").write_text("")
-    assert start(home, "--command", command, "--workers", "2", seeds=2).status == 1
-    assert record(home, 1)["starts"] == 2 and (home / "bench/test/seed1/runs/stray").exists()
-
-
-def test_a_signal_that_comes_while_a_seed_is_started(home):
-    """The command starts after the signal and is told to stop all the same."""
-    (home / "behaviour").write_text("stops when told")
-    slow = home / "bin/git"  # which the launcher asks for its commit before it starts a seed
-    slow.parent.mkdir()
-    slow.write_text(f"#!/bin/bash\ntouch {home}/asked\nwhile [ ! -e {home}/told ]; do sleep 0.05; done\n")
-    slow.chmod(0o755)
-    path = {"PATH": f"{slow.parent}{os.pathsep}{os.environ['PATH']}"}
-    launched = Launched(LAUNCHER, *arguments(home, "--workers", "2"), folder=home, **path)
-    wait_for(home / "asked")
-    os.kill(launched.process.pid, signal.SIGTERM)
-    (home / "told").touch()
-    result = launched.wait(60)
-    assert result.status == 1 and "cut off" in result.stdout and result.stdout.count("waiting") >= 2
-    assert not record(home, 1)["finished"] and not (home / "bench/test/seed2").exists()
-
-
 def test_an_error_of_the_launcher_stops_the_commands(home):
     """A seed that removes its own folder: one line, and no command goes on."""
-    command = f"bash -c 'if [ {{seed}} = 1 ]; then sleep 1; rm -rf {home}/bench/test/seed1; else exec sleep 7777; fi'"
+    command = f"bash -c 'if [ $2 = 1 ]; then sleep 1; rm -rf {home}/bench/test/seed1; else exec sleep 7777; fi' bash"
     result = start(home, "--command", command, "--workers", "2", seeds=2)
     assert result.status == 2 and result.stderr.count("\n") == 1 and "seed1" in result.stderr, result
     psutil.wait_procs(processes_with("sleep 7777"), timeout=60)
@@ -191,7 +149,7 @@ def test_sigterm_reaches_the_command_and_nothing_more_starts(home):
     result = launched.wait(60)
     assert result.status == 1 and len(calls(home)) == 1
     assert record(home, 1) | {"seconds": 0} == record(home, 1) | {"seconds": 0, "finished": False, "status": None}
-    assert "cut off" in result.stdout and "waiting" in result.stdout
+    assert "started" in result.stdout and "waiting" in result.stdout
     (home / "behaviour").write_text("")
     assert start(home).status == 0 and len(calls(home)) == 4
 
@@ -204,85 +162,33 @@ def test_a_second_sigterm_kills(home):
     wait_for(home / "no")
     os.kill(launched.process.pid, signal.SIGTERM)
     result = launched.wait(60)
-    assert result.status == 1 and record(home, 1)["status"] is None and "cut off" in result.stdout
+    assert result.status == 1 and record(home, 1)["status"] is None and "started" in result.stdout
     psutil.wait_procs(processes_with(f"{home}/job.py"), timeout=60)
     assert not processes_with(f"{home}/job.py")
 
 
-def test_a_launcher_that_was_killed_leaves_a_command_that_nobody_else_starts(home):
-    (home / "behaviour").write_text("stops when told")
-    launched = Launched(LAUNCHER, *arguments(home, seeds=1), folder=home)
-    wait_for(home / "started")
-    launched.process.kill()
-    launched.process.join()
-    shown = launch(LAUNCHER, "--name", "test", "--folder", str(home / "bench"), "--show", folder=home)
-    assert "running" in shown.stdout
-    second = start(home, seeds=1)
-    assert second.status == 1 and "elsewhere" in second.stdout and len(calls(home)) == 1
-    (left,) = processes_with(f"{home}/job.py")
-    left.kill()
-    psutil.wait_procs([left], timeout=60)
-    (home / "behaviour").write_text("")
-    assert start(home, seeds=1).status == 0 and "--resume" in calls(home)[-1]["argv"]
-
-
-def test_slurm(home):
-    """A sbatch that says which command the array's second task would execute, and where. It runs here."""
-    sbatch = home / "bin/sbatch"
-    sbatch.parent.mkdir()
-    said = f'{{ sed \'s/^exec/printf "%s\\\\n"/\' "$1"; echo pwd; }} | SLURM_ARRAY_TASK_ID=6 bash > {home}/said'
-    sbatch.write_text(f"#!/bin/bash\n{said}\n")
-    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
-    path = {"PATH": f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}"}
-    template = str(ROOT / "benchmark/curves/slurm_template.sh")
-    more = ["--start_seed", "5", "--workers", "2", "--slurm_template", template]
-    assert start(home, "--show", *more, seeds=2, **path).status == 1 and not (home / "said").exists()
-    result = start(home, *more, seeds=2, **path)
-    assert result.status == 0, result
-    script = (home / "bench/test/slurm.sh").read_text()
-    assert "--array=5-6%2" in script and "{{" not in script
-    python, *task, folder = (home / "said").read_text().splitlines()
-    assert python == sys.executable and launch(*task, folder=Path(folder)).status == 0
-    assert [call["argv"] for call in calls(home)] == [["--seed", "6"]]
-    assert start(home, "--start_seed", "5", seeds=2).status == 0  # which leaves the task's seed alone
-    assert [call["argv"] for call in calls(home)] == [["--seed", "6"], ["--seed", "5"]]
-    assert start(home, *more, seeds=2, PATH="/usr/bin:/bin").status == 2
-
-
 def test_seeds_at_a_distance(home):
-    """Here and in a job array: 5, 15, 25."""
     more = ["--start_seed", "5", "--seed_step", "10"]
     assert start(home, *more, seeds=3).status == 0
     assert sorted(call["argv"] for call in calls(home)) == [["--seed", seed] for seed in ("15", "25", "5")]
-    template = home / "template"
-    template.write_text("{{array}}")
-    result = start(home, *more, "--slurm_template", str(template), seeds=3, PATH=str(home / "bin"))
-    assert result.status == 2 and "sbatch is not on this machine" in result.stderr, result
-    assert (home / "bench/test/slurm.sh").read_text() == "5-25:10%1"
 
 
 def test_words_of_the_command(home):
     (home / "some").mkdir()
     (home / "some/file").touch()
-    command = f"{sys.executable} {home}/job.py --a some/file --b=some/file some --seed {{seed}} --model m{{seed}}"
+    command = f"{sys.executable} {home}/job.py --a some/file --b other/file some"
     name = ["--name", "words", "--num_seeds", "1", "--start_seed", "7", "--folder", "bench", "--command", command]
     assert launch(LAUNCHER, *name, folder=home).status == 0
     absolute = f"{home}/some/file"
-    expected = ["--a", absolute, f"--b={absolute}", "some", "--seed", "7", "--model", "m7"]
+    expected = ["--a", absolute, "--b", "other/file", "some", "--seed", "7"]
     assert calls(home)[0]["argv"] == expected
 
 
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--name", "a/b"], "must be the name of a folder"),
-        (["--name", ".."], "must be the name of a folder"),
         (["--num_seeds", "0"], "must be at least 1"),
-        (["--command", " "], "--command is missing"),
-        (["--command", "", "--show", "--name", "none"], "holds no seeds"),
-        (["--command", "python 'x"], "--command python 'x: No closing quotation"),
         (["--command", "no-such-program"], "no-such-program: No such file"),
-        (["--slurm_template", "nowhere"], "--slurm_template nowhere: No such file"),
     ],
 )
 def test_bad_input(home, more, message):
@@ -302,9 +208,6 @@ def test_other_commands_and_other_commits_are_refused(home):
     other = start(home, seeds=1)
     assert other.status == 2 and "was begun at commit 0123456" in other.stderr
     assert start(home, "--any_commit", seeds=1).status == 0
-    job.write_text("{")
-    damaged = start(home, seeds=1)
-    assert damaged.status == 2 and f"{job} was damaged" in damaged.stderr
 
 
 def test_a_real_run_that_is_killed_goes_on_and_gives_the_same_numbers(tiny_world, tmp_path):

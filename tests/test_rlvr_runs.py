@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from benchmark.experiments import forgetting
 from ppo_rlhf import sample
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
@@ -528,35 +527,6 @@ def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_fold
     prompt = rows_of(only(Path.cwd(), "runs/*") / "evaluation.jsonl")[0]["prompt"]
     assert prompt.startswith("<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n")
     assert "<|im_end|>\n<|im_start|>assistant\n" in prompt
-
-
-def test_what_is_forgotten_is_the_likelihood_of_the_base_model_s_answers(tiny_qwen, tmp_path, monkeypatch):
-    """Token by token, from passes over each text alone: under the base model, and under one with other weights."""
-    monkeypatch.setattr(forgetting, "QUESTIONS", ["Why?", "Who was it?", "When?"])
-    monkeypatch.setattr(forgetting, "LENGTH", 6)
-    base = AutoModelForCausalLM.from_pretrained(tiny_qwen)
-    other = AutoModelForCausalLM.from_pretrained(tiny_qwen)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    other.save_pretrained(tmp_path)
-    for model in (base, other):
-        model.resize_token_embeddings(259)  # the output layer has more rows than the tokenizer has ids
-    tokenizer, logprobs, count = byte_tokenizer(), [0.0, 0.0], 0
-    for question in forgetting.QUESTIONS:
-        messages = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        answer = solve_slowly(base, prompt, [0.5] * 6, 258, 1e-6)
-        count += len(answer)
-        logprobs = [
-            so_far + text_logprob(model, prompt, answer, 1.0)
-            for so_far, model in zip(logprobs, (base, other), strict=True)
-        ]
-    found = forgetting.measure(str(tmp_path), str(tiny_qwen))
-    assert found["before"] == pytest.approx(logprobs[0] / count, abs=1e-4)
-    assert found["after"] == pytest.approx(logprobs[1] / count, abs=1e-4) != pytest.approx(found["before"], abs=0.01)
-    assert [row["question"] for row in found["answers"]] == forgetting.QUESTIONS
 
 
 # ---- Reading what a policy writes: sample.py -------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""Episodes per second of chapters 1 and 3, and of other implementations on the same machine in the same minutes.
+"""Episodes per second of chapters 1 and 3, and of TRL on the same machine in the same minutes.
 
     python benchmark/cost/speed.py   # ours alone, the small model of tales
-    python benchmark/cost/speed.py --base_model smollm2-135m --batch_size 32 --query_length 8 --peer trl
+    python benchmark/cost/speed.py --base_model smollm2-135m --batch_size 32 --query_length 8 --trl make
     python benchmark/cost/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 \\
         --dtype bfloat16 --compile --output speed.json
 
-Everyone trains the same model on the same queries for the same number of episodes, minibatches and epochs, in
-processes of their own, in turn: ours, the peers, ours, the peers. The weights are random; only those of sums and of
-smollm2-135m, the real model, are trained. The first update of a run warms up and does not count. Each figure is the
-median of all runs, with its range. What remains different is said below the table.
+Both train the same model on the same queries for the same number of episodes, minibatches and epochs, in processes of
+their own, in turn: ours, TRL, ours, TRL. The weights are random; only those of sums and of smollm2-135m, the real
+model, are trained. The first update of a run warms up and does not count. Each figure is the median of all runs, with
+its range. What remains different is said below the table.
 
 A ratio compares runs of the same turn. Model FLOP utilisation is the share of the device's rate of matrix products
 that the products of the model itself make up. The product of (n, k) and (k, m) has 2 n k m FLOPs; so a forward pass
@@ -24,20 +24,18 @@ attends to; a backward pass has twice that. An episode needs
 What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a
 GPU 8192, on a slow CPU fewer) rows in the precision of the run, measured at the end of each run of ours.
 
-Chapter 3 is GRPO without a KL penalty. Its responses end where the model ends them, and so differ in length: that of
-sums writes 5 to 88 tokens, and random weights are given a chance of ending that is the same at every token.
+Chapter 3 is GRPO without a KL penalty. The model of sums ends its responses itself, after 5 to 88 tokens; random
+weights end none.
 """
 
-import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +48,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
-    GPTNeoXConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -70,16 +67,9 @@ from ppo_rlhf.worlds import smollm
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
-PLACES = ("folder", "output", "peer_python")  # arguments that say nothing about what was measured
+PLACES = ("folder", "output", "trl")  # arguments that say nothing about what was measured
 WARM_UP = 1  # updates of each run that do not count
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}
-PYTHIA = {
-    **ENDS,
-    "vocab_size": 50304,
-    "max_position_embeddings": 2048,
-    "rotary_pct": 0.25,
-    "use_parallel_residual": True,
-}
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "tales": lambda: GPT2Config(vocab_size=1024, n_positions=128, n_embd=128, n_layer=4, n_head=4, **ENDS),
     "gpt2": lambda: GPT2Config(**ENDS),
@@ -103,9 +93,6 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         num_key_value_heads=2,
         tie_word_embeddings=True,
     ),
-    "pythia-160m": lambda: GPTNeoXConfig(
-        **PYTHIA, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
-    ),
     "smollm2-135m": lambda: LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -118,14 +105,10 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 REAL = "smollm2-135m"  # its weights are not random
 REMARKS = {
-    1: {
-        "trl": "TRL runs in float32; it also trains a value network of the same size as the policy, which "
-        "nearly doubles its work; it uses AdamW and whitens no rewards.",
-    },
-    3: {
-        "trl": "TRL's GRPOTrainer runs in float32, generates by itself, without vLLM, and keeps activations as ours "
-        "does; it reads every row at the length of the longest prompt and the longest response of its update.",
-    },
+    1: "TRL runs in float32; it also trains a value network of the same size as the policy, which nearly doubles its "
+    "work; it uses AdamW and whitens no rewards.",
+    3: "TRL's GRPOTrainer runs in float32, generates by itself, without vLLM, and keeps activations as ours does; it "
+    "reads every row at the length of the longest prompt and the longest response of its update.",
 }
 
 
@@ -133,18 +116,13 @@ REMARKS = {
 class Args:
     chapter: Literal[1, 3] = 1
     """1: train_policy.py; 3: rlvr/policy.py with GRPO"""
-    base_model: Literal["tales", "gpt2", "pythia-160m", "sums", "qwen2.5-0.5b", "smollm2-135m"] = "tales"
+    base_model: Literal["tales", "gpt2", "sums", "qwen2.5-0.5b", "smollm2-135m"] = "tales"
     """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world;
     smollm2-135m: the real model"""
     query_length: int = 24
-    """tokens of a query, or of the longest; sums: that a problem may have"""
-    shortest_query: int = 0
-    """tokens of the shortest query, if they differ; the mean then lies 0.65 of the way from here to the longest, as
-    with prose that is cut at sentence ends"""
+    """tokens of a query; sums: that a problem may have"""
     response_length: int = 24
     """tokens of a response; in chapter 3 the most that it may have"""
-    mean_response: float = 24.0
-    """chapter 3, random weights: mean tokens of a response, if there were no longest; 0: none ends by itself"""
     batch_size: int = 64
     """episodes per update"""
     samples_per_prompt: int = 8
@@ -155,26 +133,25 @@ class Args:
     """episodes per forward and backward pass, over all processes; 0: the whole minibatch"""
     epochs: int = 4
     """passes over each batch"""
-    dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32",)
-    """arithmetic of ours; with several, ours runs with each. The peers run in float32"""
-    processes: tuple[int, ...] = (1,)
-    """processes of ours; with several, ours runs with each"""
-    share_prefixes: tuple[bool, ...] = (True,)
-    """chapter 3: whether ours reads what rows begin with once for all of them; with several, ours runs with each"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """arithmetic of ours; TRL runs in float32"""
+    processes: int = 1
+    """processes of ours"""
+    share_prefixes: bool = True
+    """chapter 3: ours reads what rows begin with once for all of them"""
     compile: bool = False
     """chapter 1: compile our models"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
-    peer: tuple[Literal["trl"], ...] = ()
-    """implementations to compare with ours"""
-    peer_python: str = ""
-    """interpreter of an environment with this TRL; by default one is made from the package index"""
+    trl: str = ""
+    """compare with TRL: the interpreter of an environment that has it, or `make`, and one is made from the package
+    index"""
     updates: int = 3
     """measured updates of each run"""
     pairs: int = 5
     """how many runs of each"""
     folder: Path = ROOT / "benchmark" / "runs" / "speed"
-    """where models, results and the peers' environment are kept"""
+    """where models, results and TRL's environment are kept"""
     output: Path | None = None
     """file that gets everything measured, as JSON"""
 
@@ -189,8 +166,8 @@ def flops_per_episode(
     epochs: int,
     chapter: int = 1,
     dtype: str = "float32",
-) -> dict[str, float]:
-    """FLOPs of the matrix products that one episode needs, by phase."""
+) -> float:
+    """FLOPs of the matrix products that one episode needs."""
     with torch.device("meta"):
         trunk = AutoModelForCausalLM.from_config(config).base_model
     weights = sum(m.weight.numel() for m in trunk.modules() if isinstance(m, torch.nn.Linear | Conv1D))
@@ -202,24 +179,37 @@ def flops_per_episode(
     scoring = 2 * trunk_pass + logits
     if chapter == 3:
         scoring = trunk_pass + logits if dtype == "bfloat16" else 0
-    return {
-        "generation": trunk_pass + logits,
-        "scoring": scoring,
-        "training": 3 * epochs * (trunk_pass + logits),
-    }
+    return trunk_pass + logits + scoring + 3 * epochs * (trunk_pass + logits)
 
 
-# ---- What everyone trains --------------------------------------------------------------------------------------
+# ---- What is trained -------------------------------------------------------------------------------------------
 
 
 def make_inputs(args: Args) -> dict[str, str]:
-    """A model and what it is trained on, made once. Returns their paths."""
-    if args.chapter == 1:
-        return make_queries(args)
-    if args.base_model == "sums":
+    """A model, a reward model, and texts or problems, made once. Returns their paths."""
+    if args.chapter == 3 and args.base_model == "sums":
         world = worlds.DATA / "sums"
         return {"model": str(world / "model"), "problems": str(world)}
-    return make_problems(args)
+    folder = args.folder / args.base_model / f"chapter{args.chapter}-{args.query_length}"
+    paths = {
+        "model": str(folder / "model"),
+        "reward": str(folder / "reward"),
+        "texts": str(folder / "texts.jsonl"),
+        "problems": str(folder),
+    }
+    if not (folder / "texts.jsonl").exists():
+        model, tokenizer = the_model(args.base_model)
+        model.save_pretrained(paths["model"])
+        tokenizer.save_pretrained(paths["model"])
+        info = {"kind": "reward model", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
+        save_reward_model(folder / "reward", RewardModel(model), tokenizer, info)
+        # The line break after a problem is a token of the real tokenizer.
+        line_break = args.chapter == 3 and args.base_model == REAL
+        texts = random_texts(args.base_model, tokenizer, args.query_length - line_break)
+        problems = [{"question": text, "answer": "#### 1"} for text in texts]
+        for name, rows in (("problems_test", problems[:8]), ("problems_train", problems[8:]), ("texts", texts)):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return paths
 
 
 def the_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -229,100 +219,28 @@ def the_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     config = SHAPES[base_model]()
-    return AutoModelForCausalLM.from_config(config), word_tokenizer(config.vocab_size)
-
-
-def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Its tokens are the words w1, w2 and so on, and token 0 the end of a text."""
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, vocab_size)}
+    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    return AutoModelForCausalLM.from_config(config), fast
 
 
-def random_texts(args: Args, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int) -> list[str]:
+def random_texts(base_model: str, tokenizer: PreTrainedTokenizerBase, length: int) -> list[str]:
     """Texts of so many random words, each of them one token."""
-    space = "Ġ" if args.base_model == REAL else ""  # a real tokenizer's words have a space in front
+    space = "Ġ" if base_model == REAL else ""  # a real tokenizer's words have a space in front
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     words = [token.removeprefix(space) for token in tokens if token.startswith(space)]
     words = [word for word in words if word.isascii() and word.isalnum()]
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(len(words), (4096, longest), generator=generator).tolist()
-    lengths = spread_lengths(shortest, longest, mean_query(args), 4096).tolist()
+    rows = torch.randint(len(words), (4096, length), generator=torch.Generator().manual_seed(0)).tolist()
     start = " " if space else ""
-    return [start + " ".join(words[i] for i in row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    return [start + " ".join(words[i] for i in row) for row in rows]
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def make_queries(args: Args) -> dict[str, str]:
-    """Chapter 1: a model with random weights, a reward model, and texts that queries are cut from."""
-    folder = args.folder / args.base_model
-    paths = {name: str(folder / name) for name in ("model", "reward")}
-    if not (folder / "reward" / "config.json").exists():
-        model, tokenizer = the_model(args.base_model)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        info = {"kind": "reward model", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
-        save_reward_model(folder / "reward", RewardModel(model), tokenizer, info)
-    texts = folder / f"texts-{args.shortest_query}-{args.query_length}.jsonl"
-    if not texts.exists():
-        longest = args.query_length if args.shortest_query else 256
-        tokenizer = AutoTokenizer.from_pretrained(paths["model"])
-        write_jsonl(texts, random_texts(args, tokenizer, args.shortest_query or longest, longest))
-    return paths | {"texts": str(texts)}
-
-
-def make_problems(args: Args) -> dict[str, str]:
-    """Chapter 3: a model with random weights that ends its responses now and then, and problems of random words."""
-    folder = args.folder / args.base_model / f"{args.shortest_query}-{args.query_length}-{args.mean_response:g}"
-    if not (folder / "problems_train.jsonl").exists():
-        model, tokenizer = the_model(args.base_model)
-        if args.mean_response and args.base_model != REAL:
-            end_after(model, args.mean_response)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        line_break = int(args.base_model == REAL)  # the one behind a problem is a token there
-        shortest, longest = args.shortest_query or args.query_length, args.query_length
-        texts = random_texts(args, tokenizer, shortest - line_break, longest - line_break)
-        rows = [{"question": text, "answer": "#### 1"} for text in texts]
-        write_jsonl(folder / "problems_test.jsonl", rows[:8])
-        write_jsonl(folder / "problems_train.jsonl", rows[8:])
-    return {"model": str(folder / "model"), "problems": str(folder)}
-
-
-def end_after(model: PreTrainedModel, tokens: float) -> None:
-    """Give the end of a text, token 0, a chance of about 1 / tokens wherever this model with random weights is."""
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
-    if not norms:
-        raise InputError("--mean_response: the norms of this model have no bias, so only 0 is possible")
-    end, others = model.get_output_embeddings().weight[0], model.config.vocab_size - 1
-    with torch.no_grad():  # the last norm's bias is added to what the output layer reads, at every token
-        norms[-1].bias += math.log(others / (tokens - 1)) * end / end.square().sum()
-
-
-def mean_query(args: Args) -> float:
-    """Mean tokens of a query."""
-    shortest = args.shortest_query or args.query_length
-    return shortest + 0.65 * (args.query_length - shortest)
-
-
-def spread_lengths(shortest: int, longest: int, mean: float, count: int) -> torch.Tensor:
-    """So many lengths, the same each time, from shortest to longest with about this mean: (count,)."""
-    if shortest == longest:
-        return torch.full((count,), longest)
-    steepness = (longest - shortest) / (mean - shortest) - 1  # the mean of u^steepness is 1 / (1 + steepness)
-    u = torch.linspace(0, 1, count, dtype=torch.float64) ** steepness
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
-    return (shortest + (longest - shortest) * u).round().long()[order]
-
-
-def peers_python(args: Args) -> str:
+def trls_python(args: Args) -> str:
     """The interpreter of an environment with TRL and the versions of ours of what both need; made once."""
-    if args.peer_python:
-        return args.peer_python
+    if args.trl != "make":
+        return args.trl
     trl = f"trl=={TRL[args.chapter]}"
     folder = args.folder / f"peers-{trl}"
     python = folder / "bin" / "python"
@@ -340,34 +258,13 @@ def peers_python(args: Args) -> str:
 # ---- Run and report --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Runner:
-    """Who runs: a row of the table."""
-
-    name: str
-    kind: Literal["ours", "trl"]
-    python: str
-    dtype: str
-    processes: int = 1
-    share_prefixes: bool = True
-
-
-def runners(args: Args) -> list[Runner]:
-    """Ours, in each precision, with each number of processes, with shared prefixes or without, and the peers."""
-    who = []
-    for dtype, processes, shares in itertools.product(args.dtype, args.processes, args.share_prefixes):
-        words = ["ours"] + [dtype] * (len(args.dtype) > 1)
-        words += [f"{processes} process{'es' * (processes > 1)}"] * (len(args.processes) > 1)
-        words += ["shared prefixes" if shares else "each row"] * (len(args.share_prefixes) > 1)
-        who.append(Runner(", ".join(words), "ours", sys.executable, dtype, processes, shares))
-    return who + [Runner(peer, peer, peers_python(args), "float32") for peer in args.peer]
-
-
-def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
-    """One run of one implementation, in a new process."""
+def measure(args: Args, who: str, inputs: dict[str, str]) -> dict[str, Any]:
+    """One run of ours or of TRL, in a new process."""
     folder = args.folder / "last"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = inputs | {
+    processes = args.processes if who == "ours" else 1
+    settings = {
+        **inputs,
         "chapter": args.chapter,
         "folder": str(folder),
         "query_length": args.query_length,
@@ -377,20 +274,20 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
         "minibatches": args.minibatches,
         "micro_batch_size": args.micro_batch_size,
         "epochs": args.epochs,
-        "dtype": who.dtype,
-        "share_prefixes": who.share_prefixes,
+        "dtype": args.dtype if who == "ours" else "float32",
+        "share_prefixes": args.share_prefixes,
         "compile": args.compile,
         "updates": WARM_UP + args.updates,
-        "processes": who.processes,
+        "processes": processes,
         "whiten_groups": max(1, min(8, args.batch_size // 8)),
     }
     write_json(folder / "settings.json", settings)
     result_file = folder / "result.json"
     result_file.unlink(missing_ok=True)
-    script = str(Path(__file__).with_name("speed_runs.py"))
-    command = [who.python, script, who.kind, str(folder / "settings.json"), str(result_file)]
-    if who.processes > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(who.processes)]
+    command = [sys.executable if who == "ours" else trls_python(args)]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += [str(Path(__file__).with_name("speed_runs.py")), who, str(folder / "settings.json"), str(result_file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if args.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -400,14 +297,14 @@ def measure(args: Args, who: Runner, inputs: dict[str, str]) -> dict[str, Any]:
     if status or not result_file.exists():
         end = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
         print(end, file=sys.stderr)
-        raise InputError(f"{who.name} ended with status {status}; the end of its log is above")
+        raise InputError(f"{who} ended with status {status}; the end of its log is above")
     result = json.loads(result_file.read_text())
     seconds = (result["updates"][-1] - result["updates"][WARM_UP - 1]) / args.updates
-    return result | {
-        "start_to_first_update": result["updates"][0] - started,
-        "seconds_per_update": seconds,
-        "episodes_per_second": args.batch_size / seconds,
-    }
+    result["processes"] = processes
+    result["start_to_first_update"] = result["updates"][0] - started
+    result["seconds_per_update"] = seconds
+    result["episodes_per_second"] = args.batch_size / seconds
+    return result
 
 
 def spread(values: list[float]) -> str:
@@ -419,11 +316,9 @@ def spread(values: list[float]) -> str:
     return f"{middle} [{low}, {high}]"
 
 
-def phase_seconds(run: dict[str, Any]) -> dict[str, float]:
-    """Mean seconds of an update in each phase; the rest is what no phase holds."""
-    phases = run["phases"][WARM_UP:]
-    seconds = {name: statistics.mean(update[name] for update in phases) for name in phases[0]}
-    return seconds | {"rest": run["seconds_per_update"] - sum(seconds.values())}
+def response_tokens(args: Args, run: dict[str, Any]) -> float:
+    """Mean tokens of a response."""
+    return run["tokens"]["response"] if args.chapter == 3 else args.response_length
 
 
 def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
@@ -435,108 +330,66 @@ def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[
         pairs = zip(runs[first], measured, strict=True)
         ratios = [ours["episodes_per_second"] / theirs["episodes_per_second"] for ours, theirs in pairs]
         tokens = [response_tokens(args, run) for run in measured]
-        rows.append(
-            {
-                "": name,
-                "episodes/s": spread(speeds),
-                "tokens/s": spread([speed * n for speed, n in zip(speeds, tokens, strict=True)]),
-                **({"tokens of a response": spread(tokens)} if args.chapter == 3 else {}),
-                f"{first}, times as fast": spread(ratios) if name != first else "",
-                "start to end of first update, s": spread([run["start_to_first_update"] for run in measured]),
-                "peak memory of a process, GB": spread([run["peak_memory"] / 1e9 for run in measured]),
-            }
-        )
+        row = {"": name, "episodes/s": spread(speeds)}
+        row["tokens/s"] = spread([speed * n for speed, n in zip(speeds, tokens, strict=True)])
+        if args.chapter == 3:
+            row["tokens of a response"] = spread(tokens)
+        row[f"{first}, times as fast"] = spread(ratios) if name != first else ""
+        row["start to end of first update, s"] = spread([run["start_to_first_update"] for run in measured])
+        row["peak memory of a process, GB"] = spread([run["peak_memory"] / 1e9 for run in measured])
+        rows.append(row)
     return rows
 
 
-def response_tokens(args: Args, run: dict[str, Any]) -> float:
-    """Mean tokens of a response."""
-    return run["tokens"]["response"] if args.chapter == 3 else args.response_length
-
-
-PHASES = {
-    "generation": ["generation"],
-    "scoring": ["scoring"],
-    "training": ["training"],
-    "rest": ["rest"],
-    "scoring and training": ["scoring", "training"],
-    "all": ["generation", "scoring", "training", "rest"],
-}
-
-
-def utilisation_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
-    """One row per implementation of ours and phase: share of the time, and share of the rate of matrix products."""
-    rows = []
-    for name, measured in runs.items():
-        response = statistics.mean(response_tokens(args, run) for run in measured)
-        query = statistics.mean(run["tokens"]["query"] for run in measured) if args.chapter == 3 else mean_query(args)
-        dtype = next(dtype for dtype in args.dtype if dtype in name or len(args.dtype) == 1)
-        flops = flops_per_episode(SHAPES[args.base_model](), query, response, args.epochs, args.chapter, dtype)
-        for what, phases in PHASES.items():
-            seconds = [sum(phase_seconds(run)[phase] for phase in phases) for run in measured]
-            work = sum(flops.get(phase, 0) for phase in phases)
-            shares = [100 * t / run["seconds_per_update"] for t, run in zip(seconds, measured, strict=True)]
-            used = [
-                100 * work * args.batch_size / (t * run["processes"]) / run["matmul_rate"]
-                for t, run in zip(seconds, measured, strict=True)
-            ]
-            rows.append(
-                {
-                    "": name,
-                    "phase": what,
-                    "share of the time, %": spread(shares),
-                    "GFLOP per episode": f"{work / 1e9:.3g}" if work else "",
-                    "utilisation, %": spread(used) if work else "",
-                }
-            )
-    return rows
+def utilisation_table(args: Args, measured: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The share of the device's rate of matrix products that the runs of ours used."""
+    query, response = args.query_length, args.response_length
+    if args.chapter == 3:
+        query, response = (statistics.mean(run["tokens"][part] for run in measured) for part in ("query", "response"))
+    config = SHAPES[args.base_model]()
+    work = flops_per_episode(config, query, response, args.epochs, args.chapter, args.dtype)
+    used = [100 * work * run["episodes_per_second"] / (run["processes"] * run["matmul_rate"]) for run in measured]
+    row = {"": "ours", "GFLOP per episode": f"{work / 1e9:.3g}", "utilisation, %": spread(used)}
+    row["matrix products, GFLOP/s"] = spread([run["matmul_rate"] / 1e9 for run in measured])
+    return [row]
 
 
 def main(args: Args) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda, but PyTorch finds no GPU")
-    for processes in args.processes:
-        if args.micro_batch_size % processes:
-            raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {processes} processes")
+    if args.micro_batch_size % args.processes:
+        raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {args.processes} processes")
     if args.compile and args.chapter == 3:
         raise InputError("--compile goes with --chapter 1")
-    if args.share_prefixes != (True,) and args.chapter == 1:
-        raise InputError("--share_prefixes goes with --chapter 3")
-    if args.shortest_query > args.query_length:
-        raise InputError(f"--shortest_query {args.shortest_query} is above --query_length {args.query_length}")
     if args.output and args.output.exists():
         raise InputError(f"--output {args.output} exists; remove it or choose another name")
-    inputs, who = make_inputs(args), runners(args)
-    runs: dict[str, list[dict[str, Any]]] = {runner.name: [] for runner in who}
+    inputs = make_inputs(args)
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []} if args.trl else {"ours": []}
     for turn in range(args.pairs):
-        for runner in who:
-            runs[runner.name].append(measure(args, runner, inputs) | {"processes": runner.processes})
-            speed = runs[runner.name][-1]["episodes_per_second"]
-            print(f"{turn + 1}/{args.pairs} {runner.name}: {speed:.3g} episodes/s", flush=True)
-    ours = {runner.name: runs[runner.name] for runner in who if runner.kind == "ours"}
-    tables = {"speed": speed_table(args, runs), "utilisation": utilisation_table(args, ours)}
+        for who in runs:
+            runs[who].append(measure(args, who, inputs))
+            speed = runs[who][-1]["episodes_per_second"]
+            print(f"{turn + 1}/{args.pairs} {who}: {speed:.3g} episodes/s", flush=True)
+    tables = {"speed": speed_table(args, runs), "utilisation": utilisation_table(args, runs["ours"])}
     print("", *(markdown(table) for table in tables.values()), sep="\n")
-    for runner in who:
-        if runner.kind == "ours":
-            rates = spread([run["matmul_rate"] / 1e9 for run in runs[runner.name]])
-            device = runs[runner.name][0]["device"]
-            print(f"{runner.name}: matrix products of {rates} GFLOP/s for a process, {runner.dtype}, {device}")
-    queries = f"{args.shortest_query} to {args.query_length}" if args.shortest_query else args.query_length
-    work = f"{args.minibatches} minibatches, {args.epochs} epochs" if args.chapter == 3 else f"{args.epochs} epochs"
-    print(f"{args.batch_size} episodes of {queries} + {args.response_length} tokens, {work}")
+    device = runs["ours"][0]["device"]
+    print(f"{args.batch_size} episodes of {args.query_length} + {args.response_length} tokens, on {device}")
     print(f"medians [lowest, highest] of {args.pairs} runs of {args.updates} updates after the first")
-    print(*(REMARKS[args.chapter][peer] for peer in args.peer), sep="\n")
+    if args.trl:
+        print(REMARKS[args.chapter])
     if args.output:
         versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "tokenizers")}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
+        if args.trl:
+            versions["trl"] = TRL[args.chapter]
         report = {
             "commit": commit(),
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "device": next(iter(ours.values()))[0]["device"]},
-            "versions": versions | ({"trl": TRL[args.chapter]} if "trl" in args.peer else {}),
+            "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "device": device},
+            "versions": versions,
             "arguments": {name: value for name, value in asdict(args).items() if name not in PLACES},
             **tables,
             "runs": runs,
         }
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.output, report)
     return 0
 

@@ -1,12 +1,11 @@
-"""The processes that speed.py starts: one training run each, of ours or of a peer, with the times of its updates.
+"""The processes that speed.py starts: one training run each, of ours or of TRL, with the times of its updates.
 
     python speed_runs.py ours|trl <settings.json> <result.json>
 
 settings.json is made by speed.py. The result holds: `updates`, the time (seconds since the epoch) at which each
-update ended; `phases`, seconds in each part of each update (ours only); `peak_memory` in bytes (on a CPU, the
-resident memory of the process, on a GPU, its tensors); `matmul_rate` in FLOP/s; `device`; and in chapter 3 `tokens`:
-of a query and of a response on average, and of the shortest and the longest response. A peer runs in an environment
-of its own, so nothing of ppo_rlhf is imported before it is known to be ours.
+update ended; `peak_memory` in bytes (on a CPU, the resident memory of the process, on a GPU, its tensors);
+`matmul_rate` in FLOP/s; `device`; and in chapter 3 `tokens`, of a query and of a response on average. TRL runs in an
+environment of its own, so nothing of ppo_rlhf is imported before the run is known to be ours.
 """
 
 import json
@@ -15,7 +14,6 @@ import resource
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,19 +24,24 @@ Settings = dict[str, Any]
 Result = dict[str, Any]
 
 
+def seconds_of(function: Callable[[], Any], device: torch.device, count: int) -> float:
+    """The median time of a function, with what it has launched; the first two calls don't count."""
+    found = []
+    for _ in range(count + 2):
+        synchronize(device)
+        started = time.perf_counter()
+        function()
+        synchronize(device)
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[2:])
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Square matrix products on this device now, in FLOP/s: the median of twenty, on a CPU of five."""
 
     def products(size: int, count: int) -> float:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = []
-        for _ in range(count + 2):
-            synchronize(device)
-            started = time.perf_counter()
-            a @ b
-            synchronize(device)
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[2:])
+        return seconds_of(lambda: a @ b, device, count)
 
     if device.type == "cuda":
         return 2 * 8192**3 / products(8192, 20)
@@ -57,10 +60,23 @@ def as_argv(flags: dict[str, Any]) -> list[str]:
     return [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
 
 
-def tokens_of(queries: list[int], responses: list[int]) -> dict[str, float]:
-    """What chapter 3 says of lengths. queries, responses: tokens of each."""
-    means = {"query": statistics.mean(queries), "response": statistics.mean(responses)}
-    return means | {"shortest_response": min(responses), "longest_response": max(responses)}
+def problems_of(settings: Settings, tokenizer: Any) -> list[dict[str, Any]]:
+    """Chapter 3's problems that fit, in the order of their file: prompt, end of the answer, tokens of the prompt."""
+    rows = []
+    for line in (Path(settings["problems"]) / "problems_train.jsonl").read_text().splitlines():
+        problem = json.loads(line)
+        prompt = problem["question"] + "\n"
+        tokens = len(tokenizer(prompt)["input_ids"])
+        if tokens <= settings["query_length"]:
+            rows.append({"prompt": prompt, "end": problem["answer"].splitlines()[-1], "tokens": tokens})
+    return rows
+
+
+def mean_tokens(settings: Settings, rows: list[dict[str, Any]], responses: list[float]) -> dict[str, float]:
+    """Of a query and of a response. Every run reads the same problems, the first ones."""
+    count = settings["updates"] * settings["batch_size"] // settings["samples_per_prompt"]
+    queries = [rows[i % len(rows)]["tokens"] for i in range(count)]
+    return {"query": statistics.mean(queries), "response": statistics.mean(responses)}
 
 
 def finish(updates: list[float], device: torch.device, settings: Settings, **more: Any) -> Result:
@@ -77,69 +93,29 @@ def finish(updates: list[float], device: torch.device, settings: Settings, **mor
 # ---- Ours ------------------------------------------------------------------------------------------------------
 
 
-class Stopwatch:
-    """Seconds spent in functions. On a GPU, events in its stream are read at the end, so that nothing waits."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.spans: dict[str, list[tuple]] = defaultdict(list)
-
-    def mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def around(self, phase: str, function: Callable) -> Callable:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = self.mark()
-            result = function(*args, **kwargs)
-            self.spans[phase].append((start, self.mark()))
-            return result
-
-        return timed
-
-    def seconds(self) -> dict[str, float]:
-        """Of each phase, over the whole run."""
-        if self.device.type != "cuda":
-            return {phase: sum(end - start for start, end in spans) for phase, spans in self.spans.items()}
-        torch.cuda.synchronize()
-        return {phase: sum(s.elapsed_time(e) for s, e in spans) / 1000 for phase, spans in self.spans.items()}
-
-
-def ours(settings: Settings) -> Result:
-    """ppo_rlhf/train_policy.py as it is, with a stopwatch around the functions that it calls."""
-    from ppo_rlhf import train_policy
-    from ppo_rlhf.lib.services import cli
+def log_times(updates: list[float], lengths: list[float]) -> None:
+    """Let every run note when an update ends, and the mean tokens of chapter 3's responses."""
     from ppo_rlhf.lib.services.run import Run
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    watch, updates, phases = Stopwatch(device), [], []
+    log_untimed = Run.log
 
     def log(run: Run, step: int, metrics: dict[str, float]) -> None:
         updates.append(time.time())
-        seconds = watch.seconds()
-        phases.append(seconds | {"scoring": seconds["scoring"] - seconds["generation"]})
-        watch.spans.clear()
+        if "val/sequence_lengths" in metrics:
+            lengths.append(metrics["val/sequence_lengths"])
         log_untimed(run, step, metrics)
 
-    add_affixes, compute_rewards, begun = train_policy.add_affixes, train_policy.compute_rewards, []
+    Run.log = log
 
-    def begin_rollout(*args: Any) -> Any:
-        begun.append(watch.mark())
-        return add_affixes(*args)
 
-    def end_rollout(*args: Any) -> Any:
-        watch.spans["scoring"].append((begun[-1], watch.mark()))  # with the generation in it
-        return compute_rewards(*args)
+def ours(settings: Settings) -> Result:
+    """ppo_rlhf/train_policy.py as it is."""
+    from ppo_rlhf import train_policy
+    from ppo_rlhf.lib.services import cli
 
-    log_untimed, Run.log = Run.log, log
-    train_policy.generate = watch.around("generation", train_policy.generate)
-    train_policy.add_affixes = begin_rollout
-    train_policy.compute_rewards = end_rollout
-    train_policy.ppo_update = watch.around("training", train_policy.ppo_update)
-
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    updates = []
+    log_times(updates, [])
     flags = {
         "base_model": settings["model"],
         "dtype": settings["dtype"],
@@ -160,45 +136,24 @@ def ours(settings: Settings) -> Result:
     }
     argv = as_argv(flags) + (["--compile"] if settings["compile"] else [])
     train_policy.train(cli.parse_args(train_policy.PRESETS, argv))
-    return finish(updates, device, settings, phases=phases)
+    return finish(updates, device, settings)
 
 
 def rlvr(settings: Settings) -> Result:
-    """ppo_rlhf/rlvr/policy.py as it is, with GRPO, and a stopwatch around the functions that it calls.
+    """ppo_rlhf/rlvr/policy.py with GRPO. Problems come in the order of their file, as in `grpo`."""
+    from transformers import AutoTokenizer
 
-    Scoring is everything between sampling and training: the policy reads its responses, and the verifier judges them.
-    Problems come in the order of their file, as in `grpo`.
-    """
     from ppo_rlhf.lib.data import problems
     from ppo_rlhf.lib.services import cli
-    from ppo_rlhf.lib.services.run import Run
     from ppo_rlhf.rlvr import policy as rlvr_policy
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    watch, updates, phases, queries, responses = Stopwatch(device), [], [], [], []
-
-    def rollout(setup: Any, *args: Any, **kwargs: Any) -> Any:
-        result = rollout_timed(setup, *args, **kwargs)
-        length = setup.args.task.response_length
-        queries.extend((result.query_responses[:, :-length] != setup.ids.pad).sum(1).tolist())
-        responses.extend(result.mask.sum(1).tolist())
-        return result
-
-    def log(run: Run, step: int, metrics: dict[str, float]) -> None:
-        updates.append(time.time())
-        phases.append(watch.seconds())
-        watch.spans.clear()
-        log_untimed(run, step, metrics)
 
     def in_order(count: int, batch: int, number: int, seed: int) -> torch.Tensor:
         return torch.arange(number * batch, (number + 1) * batch) % count
 
     problems.problems_of_batch = in_order
-    rollout_timed, rlvr_policy.rollout = watch.around("scoring", rlvr_policy.rollout), rollout
-    log_untimed, Run.log = Run.log, log
-    rlvr_policy.Sampler.sample = watch.around("generation", rlvr_policy.Sampler.sample)
-    rlvr_policy.update = watch.around("training", rlvr_policy.update)
-
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    updates, responses = [], []
+    log_times(updates, responses)
     flags = {
         "preset": "sums-grpo",
         "base_model": settings["model"],
@@ -224,10 +179,11 @@ def rlvr(settings: Settings) -> Result:
     }
     argv = [*as_argv(flags), "--ppo.share_prefixes" if settings["share_prefixes"] else "--ppo.no-share_prefixes"]
     rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv))
-    return finish(updates, device, settings, phases=phases, tokens=tokens_of(queries, responses))
+    rows = problems_of(settings, AutoTokenizer.from_pretrained(settings["model"]))
+    return finish(updates, device, settings, tokens=mean_tokens(settings, rows, responses))
 
 
-# ---- Peers -----------------------------------------------------------------------------------------------------
+# ---- TRL -------------------------------------------------------------------------------------------------------
 
 
 def trl(settings: Settings) -> Result:
@@ -267,7 +223,7 @@ def trl(settings: Settings) -> Result:
         response_length=settings["response_length"],
         temperature=0.7,
         learning_rate=1e-5,
-        bf16=settings["dtype"] == "bfloat16",
+        bf16=False,
         num_sample_generations=0,
         logging_strategy="no",
         save_strategy="no",
@@ -296,7 +252,7 @@ def grpo(settings: Settings) -> Result:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    updates, queries, responses = [], [], []
+    updates, responses = [], []
     steps = settings["minibatches"] * settings["epochs"]  # of the optimiser, in an update
     minibatch_size = settings["batch_size"] // settings["minibatches"]
     micro_batch_size = settings["micro_batch_size"] or minibatch_size
@@ -307,16 +263,11 @@ def grpo(settings: Settings) -> Result:
                 updates.append(time.time())
 
     def is_right(completions: list[str], completion_ids: list[list[int]], **columns: list) -> list[float]:
-        queries.extend(columns["tokens"])
         responses.extend(map(len, completion_ids))
         return [float(text.endswith(end)) for text, end in zip(completions, columns["end"], strict=True)]
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
-    problems = (Path(settings["problems"]) / "problems_train.jsonl").read_text().splitlines()
-    rows = [
-        {"prompt": row["question"] + "\n", "end": row["answer"].splitlines()[-1]} for row in map(json.loads, problems)
-    ]
-    rows = [row | {"tokens": len(tokenizer(row["prompt"])["input_ids"])} for row in rows]
+    rows = problems_of(settings, tokenizer)
     config = GRPOConfig(
         output_dir=settings["folder"],
         max_steps=steps * settings["updates"],
@@ -330,7 +281,7 @@ def grpo(settings: Settings) -> Result:
         learning_rate=1e-6,
         disable_dropout=True,
         gradient_checkpointing=False,
-        bf16=settings["dtype"] == "bfloat16",
+        bf16=False,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
@@ -341,11 +292,11 @@ def grpo(settings: Settings) -> Result:
         processing_class=tokenizer,
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),
         reward_funcs=is_right,
-        train_dataset=Dataset.from_list([row for row in rows if row["tokens"] <= settings["query_length"]]),
+        train_dataset=Dataset.from_list(rows),
         callbacks=[Clock()],
     )
     trainer.train()
-    return finish(updates, trainer.accelerator.device, settings, tokens=tokens_of(queries, responses))
+    return finish(updates, trainer.accelerator.device, settings, tokens=mean_tokens(settings, rows, responses))
 
 
 if __name__ == "__main__":

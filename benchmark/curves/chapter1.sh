@@ -12,8 +12,8 @@
 #     cerebras-111m                               the same; MODEL says where cerebras/Cerebras-GPT-111M lies with
 #                                                 safetensors, which its main branch lacks: a folder, or name@revision
 #
-# WORKERS (default 1): how many seeds run at once. TEMPLATE: a Slurm template, to submit job arrays instead. SHOW=1:
-# print the table of progress and run nothing. Give a line again to go on after an interruption.
+# WORKERS (default 1): how many seeds run at once. SHOW=1: print the table of progress and run nothing. Give a line
+# again to go on after an interruption.
 set -euo pipefail
 if [ $# = 0 ]; then
     sed -n '2,/^set/{/^#/p}' "$0" >&2
@@ -23,7 +23,7 @@ cd "$(dirname "$0")/../.."
 
 seeds() { # name, number of seeds, command
     "${PYTHON:-python}" benchmark/curves/many_seeds.py --name "$1" --num_seeds "$2" --command "$3" \
-        --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"} ${SHOW:+--show}
+        --workers "${WORKERS:-1}" ${SHOW:+--show}
 }
 
 eight="accelerate launch --num_processes 8"

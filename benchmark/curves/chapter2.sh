@@ -10,8 +10,8 @@
 #     1b-subtract 1b-k3             the penalty subtracted; the k3 estimator of the KL divergence
 #     posts                         the small world, four seeds on a CPU
 #
-# WORKERS (default 1): how many seeds run at once. TEMPLATE: a Slurm template, to submit job arrays instead. SHOW=1:
-# print the table of progress and run nothing. Give a line again to go on after an interruption.
+# WORKERS (default 1): how many seeds run at once. SHOW=1: print the table of progress and run nothing. Give a line
+# again to go on after an interruption.
 set -euo pipefail
 if [ $# = 0 ]; then
     sed -n '2,/^set/{/^#/p}' "$0" >&2
@@ -21,7 +21,7 @@ cd "$(dirname "$0")/../.."
 
 seeds() { # name, first seed, distance of the seeds, command
     "${PYTHON:-python}" benchmark/curves/many_seeds.py --name "$1" --start_seed "$2" --seed_step "$3" --num_seeds 4 \
-        --command "$4" --workers "${WORKERS:-1}" ${TEMPLATE:+--slurm_template "$TEMPLATE"} ${SHOW:+--show}
+        --command "$4" --workers "${WORKERS:-1}" ${SHOW:+--show}
 }
 of_the_paper() { seeds "tldr-$1" 44413 11100 "$2"; } # 44413, 55513, 66613, 77713
 

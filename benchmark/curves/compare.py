@@ -1,4 +1,4 @@
-"""Compare learning curves with published ones: picture, verdict at fixed updates, exit status.
+"""Compare learning curves with published ones: verdict at fixed updates, exit status. replay.py draws them.
 
     # our runs of a task against OpenAI's, and against those of lm-human-preference-details
     python benchmark/curves/compare.py --ours 'benchmark/runs/sentiment/*/runs/*' --theirs openai/lm-human-preferences
@@ -39,8 +39,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import tyro
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import write_json
@@ -58,7 +56,6 @@ PUBLISHED_FIGURES = ("ours1.png", "lm-human-preference.png")  # the first shows 
 PUBLISHED_SEEDS = {"sentiment": 10, "descriptiveness": 10, "tldr": 1}
 FEW_SEEDS = 5
 HIDDEN_PIXELS = 1.7  # a band that the line hides is narrower than this
-COLORS = ("#0072b2", "#d55e00")
 
 # Section by section, in the order of the published figure.
 METRICS = (
@@ -85,10 +82,6 @@ METRICS = (
     "ppo/val/var_explained",
     "train_reward/minibatch/loss",
 )
-NEVER_NEGATIVE = {
-    *("objective/kl_coef", "ppo/loss/value", "ppo/policy/clipfrac", "ppo/policy/entropy", "ppo/policy/approxkl"),
-    *("ppo/returns/var", "ppo/val/clipfrac", "ppo/val/error", "ppo/val/var", "train_reward/minibatch/loss"),
-}
 
 
 @dataclass(frozen=True)
@@ -96,13 +89,11 @@ class Args:
     ours: tuple[str, ...]
     """run folders (patterns in quotes), a curves.csv, or the name of a published implementation"""
     theirs: str = ""
-    """a curves.csv, the name of a published implementation, or nothing: then curves are only aggregated and drawn"""
+    """a curves.csv, the name of a published implementation, or nothing: then curves are only aggregated"""
     output: Path = Path("comparison")
-    """folder that gets curves.csv, verdict.md, verdict.csv and one picture per task"""
+    """folder that gets curves.csv, verdict.md and verdict.csv"""
     metrics: tuple[str, ...] = METRICS
     """which metrics, where both sides have them"""
-    figure: Path | None = None
-    """draw one picture of all tasks here, a column per metric, and write nothing else"""
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -394,50 +385,6 @@ def verdict_rows(verdict: pd.DataFrame, ours: str, theirs: str) -> list[dict[str
     ]
 
 
-def curve_rows(curves: pd.DataFrame) -> list[dict[str, str]]:
-    """The first update and the checkpoints of curves that are compared with nothing."""
-    rows = []
-    for (task, metric), curve in curves.groupby(["task", "metric"], sort=False):
-        for update in [0, *checkpoints(int(curve["update"].max()))]:
-            value = " ± ".join(number(value_at(curve, name, update)) for name in ("mean", "std"))
-            who = {"task": task, "metric": f"`{metric}`", "update": str(update), "seeds": str(curve["seeds"].iloc[0])}
-            rows.append(who | {"mean ± std": value})
-    return rows
-
-
-def draw(
-    sides: Sequence[pd.DataFrame], tasks: Sequence[str], metrics: Sequence[str], columns: int, path: Path
-) -> None:
-    """Small multiples: one panel per task and metric that the first side has; mean and one deviation of each side."""
-    first = sides[0]
-    panels = [(task, metric) for task in tasks for metric in metrics if len(curve_of(first, task, metric))]
-    if not panels:
-        raise InputError(f"there are no curves of {', '.join(metrics)}")
-    lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(10, 1.9 * lines + 0.4), layout="constrained")
-    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes, (task, metric) in zip(grid, panels, strict=False):
-        for side, color in zip(sides, COLORS, strict=False):
-            curve = curve_of(side, task, metric)
-            low, high = curve["mean"] - curve["std"], curve["mean"] + curve["std"]
-            if metric in NEVER_NEGATIVE:
-                low = low.clip(lower=0)
-            axes.fill_between(curve["update"], low, high, color=color, alpha=0.2, linewidth=0)
-            axes.plot(curve["update"], curve["mean"], color=color, linewidth=1.4)
-        axes.set_title(metric if len(tasks) == 1 else f"{task}\n{metric}", fontsize=9)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
-    names = [side["implementation"].iloc[0] for side in sides]
-    names = [f"{name}, {int(side['seeds'].max())} seeds" for name, side in zip(names, sides, strict=True)]
-    handles = [Line2D([], [], color=color, linewidth=2) for color in COLORS[: len(sides)]]
-    figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=10, frameon=False)
-    of_reward = any(metric.startswith("train_reward") for _, metric in panels)
-    figure.supxlabel(f"update{'; for train_reward, step of its own training' if of_reward else ''}", fontsize=9)
-    figure.savefig(path, dpi=100)
-
-
 def main(args: Args) -> int:
     theirs = pd.DataFrame(columns=["task", "metric", "window"])
     if args.theirs:
@@ -445,32 +392,19 @@ def main(args: Args) -> int:
     ours, facts = load(args.ours, args.metrics, theirs)
     if args.theirs and theirs["implementation"].iloc[0] == ours["implementation"].iloc[0]:
         theirs = theirs.assign(implementation=args.theirs)
-    tasks = list(ours["task"].unique())
-    sides = [ours, theirs] if args.theirs else [ours]
-
-    if args.figure:
-        if args.figure.suffix not in (".png", ".pdf", ".svg"):
-            raise InputError(f"--figure {args.figure}: must end in .png, .pdf or .svg")
-        args.figure.parent.mkdir(parents=True, exist_ok=True)
-        draw(sides, tasks, args.metrics, len(args.metrics), args.figure)
-        return 0
-
     args.output.mkdir(parents=True, exist_ok=True)
     facts["command"] = [shlex.join(["python", "benchmark/curves/compare.py", *sys.argv[1:]])]
     write_json(args.output / "facts.json", facts)
     ours.to_csv(args.output / "curves.csv", index=False, float_format="%.6g")
-    for task in tasks:
-        draw(sides, [task], args.metrics, 4, args.output / f"{task}.png")
-    header = "".join(f"{name}: {'; '.join(values)}\n\n" for name, values in facts.items())
     if not args.theirs:
-        (args.output / "table.md").write_text(header + markdown(curve_rows(ours)))
-        print(markdown(curve_rows(ours)))
+        print(f"{args.output / 'curves.csv'} has the curves of {', '.join(ours['task'].unique())}")
         return 0
     verdict = compare(ours, theirs, args.metrics)
     lines = not_compared(ours, theirs) + summary(verdict)
     if (fewest := int(ours["seeds"].min())) < FEW_SEEDS:
         lines.insert(0, f"seeds: {fewest}; with fewer than {FEW_SEEDS}, points may be outside by chance")
-    names = [side["implementation"].iloc[0] for side in sides]
+    names = [side["implementation"].iloc[0] for side in (ours, theirs)]
+    header = "".join(f"{name}: {'; '.join(values)}\n\n" for name, values in facts.items())
     verdict.to_csv(args.output / "verdict.csv", index=False, float_format="%.6g")
     table = markdown(verdict_rows(verdict, *names))
     (args.output / "verdict.md").write_text(header + table + "\n" + "\n\n".join(lines) + "\n")

@@ -6,9 +6,6 @@
 
 `dr_grpo` is the preset. `gae` has a critic in place of the groups' means, which learns alone at first, and
 `reinforce++` has neither. All else is the same, and so are the problems and the noise of a seed.
-
-Next to what is learned, the table has what is forgotten: the log-prob of the language model's own answers to general
-questions (forgetting.py), and answers.jsonl has answers before and after.
 """
 
 import json
@@ -19,10 +16,8 @@ from typing import Any
 import pandas as pd
 
 from benchmark import lab
-from benchmark.experiments import forgetting
-from benchmark.lab import Args, cell
+from benchmark.lab import cell
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base.files import read_json, write_json
 
 VARIANTS = {
     "dr_grpo": "",
@@ -34,34 +29,20 @@ SHARES = {"greedy": "eval/gsm8k_flexible", "samples": "eval/mean@4", "pass@4": "
 CURVES = {"entropy": "policy/entropy_avg", "equal groups": "val/groups_zero_std", "KL": "objective/kl"}
 
 
-def what_is_forgotten(run: Path, base_model: str) -> dict[str, Any]:
-    """Of the policy of a run: forgetting.measure, which is kept next to the run's other results."""
-    kept = run / "forgetting.json"
-    if not kept.is_file():
-        write_json(kept, forgetting.measure(str(run.parents[1] / "models" / run.name / "policy"), base_model))
-    return read_json(kept)
-
-
 def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, Any]:
     """The numbers of a finished run, before and after."""
-    after, found = meta["results"], {}
+    found = {}
     for name, column in SHARES.items():
-        found |= {f"{name} before": table[column].iloc[0], f"{name} after": after[column]}
+        found[f"{name} before"] = table[column].iloc[0]
+        found[f"{name} after"] = meta["results"][column]
     for name, column in CURVES.items():
-        found |= {f"{name} before": table[column].iloc[0], f"{name} after": table[column].tail(LAST).mean()}
+        found[f"{name} before"] = table[column].iloc[0]
+        found[f"{name} after"] = table[column].tail(LAST).mean()
     solved = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
     numbers = [re.search(rewards.NUMBER, row["response"]) is not None for row in solved]
-    lost = what_is_forgotten(run, meta["args"]["base_model"])
-    found |= {"a number after": sum(numbers) / len(numbers)}
-    found |= {f"own answers {when}": lost[when] for when in ("before", "after")}
-    return found | {"minutes": meta["wall_time"] / 60}
-
-
-def write_answers(args: Args) -> None:
-    """answers.jsonl: what the policies of finished runs answer to general questions."""
-    runs = lab.finished_runs(EXPERIMENT, args)
-    rows = [whose | row for whose, run, _ in runs for row in what_is_forgotten(run, "")["answers"]]
-    lab.keep_lines(EXPERIMENT.of(args, output=True) / "answers.jsonl", rows)
+    found["a number after"] = sum(numbers) / len(numbers)
+    found["minutes"] = meta["wall_time"] / 60
+    return found
 
 
 def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
@@ -71,10 +52,13 @@ def means_of(runs: pd.DataFrame) -> list[dict[str, str]]:
     for name, own in [("before", first), *runs.groupby("variant", sort=False)]:
         when = "before" if name == "before" else "after"
         row = {"variant": f"`{name}`" if when == "after" else name, "seeds": str(len(own))}
-        row |= {f"{share} (%)": cell(100 * own[f"{share} {when}"], ".1f") for share in (*SHARES, "equal groups")}
-        row |= {"a number (%)": cell(100 * own["a number after"], ".1f") if when == "after" else ""}
-        row |= {of: cell(own[f"{of} {when}"], ".2f") for of in ("entropy", "KL", "own answers")}
-        rows.append(row | {"minutes": cell(own["minutes"], ".1f") if when == "after" else ""})
+        for share in (*SHARES, "equal groups"):
+            row[f"{share} (%)"] = cell(100 * own[f"{share} {when}"], ".1f")
+        row["a number (%)"] = cell(100 * own["a number after"], ".1f") if when == "after" else ""
+        for column in ("entropy", "KL"):
+            row[column] = cell(own[f"{column} {when}"], ".2f")
+        row["minutes"] = cell(own["minutes"], ".1f") if when == "after" else ""
+        rows.append(row)
     return rows
 
 
@@ -86,7 +70,6 @@ EXPERIMENT = lab.Experiment(
     curves=tuple(CURVES.values()),
     measure=measure,
     table=means_of,
-    also=write_answers,
 )
 
 if __name__ == "__main__":
