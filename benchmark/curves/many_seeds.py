@@ -13,8 +13,8 @@ Give the same line again after an interruption: finished seeds are skipped, inte
 checkpoint, failed ones are tried again. Ctrl-C and SIGTERM let the commands write a checkpoint first; a second one
 kills them. The exit status is 0 if every seed is finished.
 
-Words of the command with a slash in them that name an existing file are made absolute. The commands python, accelerate
-and torchrun are those of the environment of this file.
+Words of the command with a slash in them that name an existing file are made absolute. The commands python,
+accelerate and torchrun are those of the environment of this file.
 """
 
 import contextlib
