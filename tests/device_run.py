@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import stand_in
 
-from ppo_rlhf.lib.nets import packing, passes, pretrained
+from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.tldr import packing, passes
 
 
 class Method:

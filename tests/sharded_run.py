@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.lib.nets import models, packing
+from ppo_rlhf.tldr import models, packing
 
 place = models.place
 seen: list[dict] = []

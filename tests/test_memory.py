@@ -18,13 +18,14 @@ from refusals import edit_tensors
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import classifier, lm, memory, models, packing, pretrained
+from ppo_rlhf.lib.nets import classifier, memory, pretrained
 from ppo_rlhf.lib.nets.layers import checkpoint_layers
-from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.rlvr import policy as rlvr_policy, problems
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, PpoSizes
+from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 from ppo_rlhf.tldr.policy import ActorCritic
 
 VOCAB = PAD = 29
@@ -84,7 +85,7 @@ def test_a_layer_keeps_as_many_bytes_as_estimated(architecture, low_precision, m
 
         mixed = torch.autocast("cpu", torch.bfloat16, enabled=low_precision)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
-            lm.read_tokens(model, tokens, PAD, slice(None))
+            train_policy.read_tokens(model, tokens, PAD, slice(None))
         counts.append(sum(size for size, _ in kept.values()) / tokens.numel())
     three_and_one_more = memory.bytes_per_token(config, "training", narrow=2 if low_precision else 4)
     least = 0.5 if architecture == "gpt_neox" else 0.9
@@ -108,7 +109,7 @@ def test_tokens_that_fit_by_hand():
 
 def test_numbers_of_two_networks_are_kept_for_training_alone(tiny_models):
     backbone = tiny_models("llama")
-    both = ActorCritic(backbone, lm.RewardModel(tiny_models("llama", seed=1).base_model), VOCAB)
+    both = ActorCritic(backbone, train_reward.RewardModel(tiny_models("llama", seed=1).base_model), VOCAB)
     for use, times in (("training", 2), ("reading", 1)):
         assert memory.costs(both, use)[0] == pytest.approx(times * memory.costs(backbone, use)[0], abs=1)
 
@@ -116,11 +117,11 @@ def test_numbers_of_two_networks_are_kept_for_training_alone(tiny_models):
 def test_rows_that_are_sampled_in_parts_are_the_same(tiny_models, monkeypatch):
     model = tiny_models("llama").double()
     uniforms = torch.rand(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    monkeypatch.setattr(lm, "read_contexts", counted := Counted(lm.read_contexts))
-    expected = lm.generate_until(model, TOKENS, uniforms, PAD, VOCAB, 0.7, {3})
+    monkeypatch.setattr(tldr_responses, "read_contexts", counted := Counted(tldr_responses.read_contexts))
+    expected = tldr_responses.generate_until(model, TOKENS, uniforms, PAD, VOCAB, 0.7, {3})
     # A token has 1.2 * 2 layers * 2 * 2 heads * 4 * 8 bytes of keys and values: 307. A row has 16, two rows 32.
     monkeypatch.setattr(memory, "budget", 2 * 32 * 308.0)  # half of it is for them
-    actual = lm.generate_until(model, TOKENS, uniforms, PAD, VOCAB, 0.7, {3})
+    actual = tldr_responses.generate_until(model, TOKENS, uniforms, PAD, VOCAB, 0.7, {3})
     for tensor, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(tensor, other, rtol=1e-12, atol=1e-13)
     assert counted.rows == [3, 2, 1]
@@ -259,7 +260,9 @@ def one_pass(network: ActorCritic) -> tuple[list[torch.Tensor], int]:
 def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny_models):
     networks = [
         ActorCritic(
-            tiny_models(architecture).eval(), lm.RewardModel(tiny_models(architecture, seed=1).base_model), VOCAB
+            tiny_models(architecture).eval(),
+            train_reward.RewardModel(tiny_models(architecture, seed=1).base_model),
+            VOCAB,
         )
         for _ in range(2)
     ]
@@ -269,7 +272,7 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny
     assert len(expected) == len(actual) and all(map(torch.equal, actual, expected))
     assert kept < 0.5 * all_kept
     uniforms = torch.rand(3, 5, generator=torch.Generator().manual_seed(1))
-    sampled = [lm.generate(network.lm_backbone, TOKENS, uniforms, PAD, VOCAB, 0.7) for network in networks]
+    sampled = [train_policy.generate(network.lm_backbone, TOKENS, uniforms, PAD, VOCAB, 0.7) for network in networks]
     assert all(map(torch.equal, *sampled))  # with its cache
 
 
@@ -277,13 +280,13 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny
 def test_logits_in_pieces_give_the_same(rows, tiny_models, monkeypatch):
     """Those of a row or two at a time, and once more in the backward pass."""
     network = ActorCritic(
-        tiny_models("gpt2").double(), lm.RewardModel(tiny_models("gpt2").base_model).double(), VOCAB
+        tiny_models("gpt2").double(), train_reward.RewardModel(tiny_models("gpt2").base_model).double(), VOCAB
     )
     expected, _ = one_pass(network)
     network.zero_grad()
     length = TOKENS.shape[1] - CONTEXT
     monkeypatch.setattr(memory, "MOST_LOGITS", rows * length * VOCAB + 1)
-    monkeypatch.setattr(lm, "scaled_logits", counted := Counted(lm.scaled_logits))
+    monkeypatch.setattr(tldr_responses, "scaled_logits", counted := Counted(train_policy.scaled_logits))
     actual, _ = one_pass(network)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         torch.testing.assert_close(tensor, expected_tensor, rtol=1e-12, atol=1e-13)
@@ -339,7 +342,7 @@ def saved(request, tiny_models, tiny_tokenizer, tmp_path: Path) -> Path:
     """The folders sft and reward: a language model, and a reward model with another."""
     language_model = tiny_models(request.param).eval()
     language_model.save_pretrained(tmp_path / "sft")
-    reward_model = lm.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
+    reward_model = train_reward.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
     with torch.no_grad():
         reward_model.bias.fill_(1.5)
     classifier.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})

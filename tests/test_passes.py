@@ -16,9 +16,17 @@ from test_policy_math import PAD, VOCAB, token_ids
 from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import lm, memory, passes
-from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf import train_policy
+from ppo_rlhf.lib.nets import memory
+from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.tldr import (
+    passes,
+    policy as tldr_policy,
+    posts,
+    responses as tldr_responses,
+    reward as tldr_reward,
+    sft as tldr_sft,
+)
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
@@ -111,12 +119,12 @@ def test_packed_tokens_read_the_same(tiny_models, architecture, padding_inside):
     longest = int((tokens != PAD).sum(1).max())
     packed, responses = passes.pack(tokens, PAD, longest), tokens[:, CONTEXT - 10 :]
     assert packed.shape[1] == longest
-    expected = lm.read_tokens(model, tokens, PAD, slice(CONTEXT - 11, -1))
+    expected = train_policy.read_tokens(model, tokens, PAD, slice(CONTEXT - 11, -1))
     for rows in (packed, tokens):
-        read = lm.read_before_responses(model, rows, responses, PAD)
+        read = tldr_responses.read_before_responses(model, rows, responses, PAD)
         assert_close(read, expected, atol=1e-12, rtol=0)
     last = slice(-1, None)
-    read, expected = (lm.read_tokens(model, rows, PAD, last) for rows in (packed, tokens))
+    read, expected = (train_policy.read_tokens(model, rows, PAD, last) for rows in (packed, tokens))
     assert_close(read, expected, atol=1e-12, rtol=0)
     assert passes.pack(tokens, PAD, tokens.shape[1]) is tokens
 
@@ -138,7 +146,7 @@ def everything_at_once(lengths, *_, **__) -> list[passes.Pass]:
 
 
 def as_it_is(lm_backbone, tokens, responses, pad_id):
-    return lm.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
+    return train_policy.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
 def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
@@ -236,7 +244,8 @@ def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, c
     sizes = [len(one.rows) * one.longest for plan in plans for one in plan if len(one.rows) > 1]
     assert budget == math.inf or (max(sizes, default=0) <= 128 and all(len(plan) > 10 for plan in plans))
     monkeypatch.setattr(passes, "plan_passes", everything_at_once)
-    monkeypatch.setattr(lm, "read_before_responses", as_it_is)
+    for module in (tldr_responses, tldr_policy, rlvr_policy):
+        monkeypatch.setattr(module, "read_before_responses", as_it_is)
     same_numbers(found, numbers_of(update, model))
     # Of the padding that there was, less than a quarter is left.
     at_once = read.tokens - in_passes

@@ -27,13 +27,7 @@ from transformers import (
 
 from ppo_rlhf.lib.base import errors, files, launch, precision, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import (
-    lm,
-    packing,
-    passes,
-    pretrained,
-    templates,
-)
+from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.layers import layers
 from ppo_rlhf.lib.nets.pretrained import (
@@ -49,6 +43,8 @@ from ppo_rlhf.lib.nets.pretrained import (
     same_logits,
     vocabulary_size,
 )
+from ppo_rlhf.tldr import packing, passes
+from ppo_rlhf.train_reward import RewardModel
 
 # ---- Load ------------------------------------------------------------------------------------------------------
 
@@ -208,12 +204,12 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 # ---- Our own models --------------------------------------------------------------------------------------------
 
 
-def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
+def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
     """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     find_head(folder)
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
-    reward_model = lm.RewardModel(backbone)
+    reward_model = RewardModel(backbone)
     load_head(reward_model, folder, own_only=processes.sharding())  # `place` reads what belongs to the backbone
     return reward_model.requires_grad_(False)
 
@@ -224,7 +220,7 @@ def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, froze
     return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
 
 
-def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> lm.RewardModel:
+def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> RewardModel:
     """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
     folder, dtype = Path(getattr(args.rewards, field)), dtype_of_weights(args, frozen=frozen)
     model = load_reward_model(folder, dtype, args.trust_remote_code)
@@ -333,14 +329,14 @@ def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None
 # ---- Save ------------------------------------------------------------------------------------------------------
 
 
-def unsharded(reward_model: lm.RewardModel, trust_remote_code: bool = False) -> lm.RewardModel:
+def unsharded(reward_model: RewardModel, trust_remote_code: bool = False) -> RewardModel:
     """A reward model with whole weights, on the first process: itself, unless it is sharded. All must call this."""
     if not any(isinstance(module, FSDPModule) for module in reward_model.modules()):
         return reward_model
     weights, config = processes.full_state_dict(reward_model), reward_model.lm_backbone.config
     if not errors.is_first_process():
         return reward_model
-    plain = lm.RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
+    plain = RewardModel(AutoModel.from_config(config, trust_remote_code=trust_remote_code))
     plain.to(reward_model.gain.dtype).load_state_dict(weights, strict=False)  # tied weights come once
     return plain
 
@@ -363,7 +359,7 @@ def save_language_model(
 def save_policy_and_critic(
     folder: Path,
     lm_backbone: PreTrainedModel,
-    critic: lm.RewardModel | None,
+    critic: RewardModel | None,
     adapters: nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
     info: dict[str, Any],

@@ -142,7 +142,7 @@ def plan_passes(
 
 
 def is_packed(model: nn.Module, how: str = "is_packed") -> bool:
-    """Whether lib/nets/packing.py was applied to this language model, or to all that are part of this network.
+    """Whether tldr/packing.py was applied to this language model, or to all that are part of this network.
 
     how: is_packed, or shares_prefixes.
     """
