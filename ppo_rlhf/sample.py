@@ -36,6 +36,7 @@ from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTraine
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, errors, files, launch, paths
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
@@ -54,11 +55,11 @@ SHOWN = 50  # rows that are printed, of more
 class Args:
     policy: str
     """a trained policy, models/<run>/policy; with --task_of, any causal language model, in a folder or on the hub"""
-    n: int = 5
+    n: PositiveInt = 5
     """number of queries"""
-    temperature: float | None = None
+    temperature: NonNegativeFloat | None = None
     """sampling temperature; 0: the likeliest token each time; None: the task's, in chapter 2 that of evaluations"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the sampling noise; both models get the same"""
     prompt: tuple[str, ...] = ()
     """texts to continue, posts to summarise or questions to answer, in place of the task's"""
@@ -100,7 +101,6 @@ class Continuations:
         """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
         may be next to the policy's run, in root.
         """
-        task = {"reshuffle": False} | task  # which models from earlier versions lack
         self.task, self.tokenizer = cli.from_dict(TaskArgs, task), tokenizer
         trained_on = paths.find_path(self.task.query_dataset, root).resolve()
         source = meant("task.query_dataset", source, self.task.query_dataset, root)
@@ -365,8 +365,6 @@ class Comparison:
                 f"add --trust_remote_code"
             )
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
-        if not self.temperature >= 0:
-            raise InputError(f"--temperature {self.temperature}: must be at least 0")
         trust, vocab_size = args.trust_remote_code, self.pad_id
         length = self.texts.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
@@ -536,9 +534,6 @@ def typed_queries() -> Iterator[str]:
 
 def sample(args: Args) -> list[dict[str, Any]]:
     """Print the comparison as a table, write it to args.out, and return its rows."""
-    cli.check_values(args)
-    if args.n < 1:
-        raise InputError(f"--n {args.n}: must be at least 1")
     comparison = Comparison(args)
     if args.interactive:
         rows = []

@@ -22,6 +22,7 @@ import torch
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import files, paths
+from ppo_rlhf.lib.base.bounds import NonNegativeInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.services import cli, run, sequence
@@ -31,7 +32,7 @@ from ppo_rlhf.lib.services import cli, run, sequence
 class Args:
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of both parts"""
     base_model: str = "gpt2"
     """causal language model that both parts start from: a folder, a name on the hub, or `tales`"""

@@ -437,18 +437,6 @@ def test_a_stream_leaves_the_global_random_state_alone(texts_file):
     assert random.getstate() == before
 
 
-def test_each_pass_has_an_order_of_its_own_if_asked(texts_file):
-    texts = [f"t{number}" for number in range(9)]
-    before = batch_texts(make_stream(texts_file, texts), 9)
-    stream = make_stream(texts_file, texts, reshuffle=True)
-    passes = [batch_texts(stream, 9) for _ in range(4)]
-    assert passes[0] == before and all(sorted(one) == texts for one in passes)
-    assert len(set(map(tuple, passes))) == 4
-    assert stream.first(2, PAD).tolist() == make_stream(texts_file, texts).next_batch(2, PAD).tolist()
-    resumed = make_stream(texts_file, texts, position=14, reshuffle=True)
-    assert batch_texts(resumed, 13) == [*passes[1][5:], *passes[2]]
-
-
 @pytest.mark.parametrize("batches_before", [0, 1, 4])
 def test_a_stream_goes_on_where_another_stopped(texts_file, batches_before):
     texts = [f"x.t{number}." if number % 3 else f"no stop {number}" for number in range(11)]

@@ -188,12 +188,8 @@ def test_a_broken_number_is_followed_by_the_argument_to_lower(stage):
 
 def test_what_all_stages_share_keeps_its_name(tiny_tokenizer):
     args = train_policy.PRESETS["tales"]
-    for change, name in (({"query_length": 0}, "query_length"), ({"truncate_text": "ab"}, "truncate_text")):
-        with (
-            pytest.raises(InputError, match=f"^--task.{name} "),
-            flags_of("policy", args, train_both.SHARED),
-        ):
-            task_ids(replace(args.task, **change), tiny_tokenizer)
+    with pytest.raises(InputError, match=r"^--task.truncate_text "), flags_of("policy", args, train_both.SHARED):
+        task_ids(replace(args.task, truncate_text="ab"), tiny_tokenizer)
 
 
 def wrong_values(script) -> Iterator[tuple[str, object]]:

@@ -29,11 +29,11 @@ TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
 
 # 48 rows in batches of 20: the last batch of a pass has 8, and of two processes one gets none of them.
-SFT = "--batch_size 20 --epochs 2 --lr 0.03 --save_interval 2 --keep_checkpoints 2 --eval_posts 0"
-REWARD = "--batch_size 20 --lr 0.01 --save_interval 2 --keep_checkpoints 2 --normalize_posts 0"
+SFT = "--batch_size 20 --epochs 2 --lr 0.03 --save_interval 2 --eval_posts 0"
+REWARD = "--batch_size 20 --lr 0.01 --save_interval 2 --normalize_posts 0"
 POLICY = (
     "--ppo.total_episodes 80 --ppo.batch_size 20 --ppo.nminibatches 2 --ppo.noptepochs 2 --ppo.lr 1e-3 "
-    "--save_interval 2 --keep_checkpoints 2 --eval_interval 3 --eval_prompts 8 --eval_posts 0 --log_interval 1 "
+    "--save_interval 2 --eval_interval 3 --eval_prompts 8 --eval_posts 0 --log_interval 1 "
     "--trace_interval 0 --rewards.adaptive_kl.target 0.05 --rewards.adaptive_kl.horizon 200"
 )
 LORA = f"{POLICY} --lora.rank 2 --lora.target_modules all-linear --ppo.lr 0.1"
@@ -729,7 +729,7 @@ def test_a_resumed_run_gives_the_same_numbers(trained, tmp_path):
 ALL = (
     "--sft.batch_size 16 --sft.lr 0.03 --sft.save_interval 1 --reward.batch_size 16 --reward.save_interval 1 "
     "--policy.ppo.total_episodes 32 --policy.ppo.batch_size 16 --policy.ppo.noptepochs 1 --policy.save_interval 1 "
-    "--sft.keep_checkpoints 2 --reward.keep_checkpoints 2 --policy.keep_checkpoints 2 --policy.trace_interval 0"
+    "--policy.trace_interval 0"
 )
 
 

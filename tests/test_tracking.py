@@ -28,10 +28,8 @@ class Hub:
     """What a run sees of the hub."""
 
     cards: dict[str, str] = {}  # noqa: RUF012
-    private: dict[str, bool | None] = {}  # noqa: RUF012
 
-    def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> huggingface_hub.RepoUrl:
-        self.private[name] = private
+    def create_repo(self, name: str, exist_ok: bool) -> huggingface_hub.RepoUrl:
         return huggingface_hub.RepoUrl(
             f"https://user:word@hub.test/owner/{name}", endpoint="https://user:word@hub.test"
         )
@@ -43,7 +41,7 @@ class Hub:
 def tracked_run(monkeypatch, tracker: str, address: str = "") -> run_module.Run:
     """A run of two steps with samples, a table, results and an uploaded model."""
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    args = FakeArgs(track=True, tracker=tracker, upload_model=True, hf_private=True)
+    args = FakeArgs(track=True, tracker=tracker, upload_model=True)
     run = run_module.Run(args, Accelerator(cpu=True), {"batch": 8})
     run.start_logging(0)
     run.address = address or run.address
@@ -96,7 +94,7 @@ def test_results_tables_and_the_models_address_reach_weights_and_biases(monkeypa
     assert {name: summary.get(name) for name in expected} == expected
     assert tables == {"samples": 1, "lengths": 2}
     (card,) = Hub.cards.values()
-    assert "(https://wandb.test/run)" in card and Hub.private[run.folder.name] is True
+    assert "(https://wandb.test/run)" in card
 
 
 def test_results_are_the_last_points_of_tensorboard(monkeypatch):
@@ -115,7 +113,6 @@ def test_a_model_without_a_tracked_run_has_a_card_without_a_link(monkeypatch, tm
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert tracking.upload_model(tmp_path, "", "name") == "https://hub.test/owner/name"
     assert "http" not in Hub.cards["owner/name"] and "ppo_rlhf.json" in Hub.cards["owner/name"]
-    assert Hub.private["name"] is None  # so the hub's own setting decides
 
 
 def test_lengths_leave_padding_out():

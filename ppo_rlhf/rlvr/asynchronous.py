@@ -53,13 +53,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
+from annotated_types import Ge
 from torch import Tensor
 
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import (
@@ -78,9 +80,9 @@ from ppo_rlhf.rlvr import (
 class Args(rlvr_arguments.Args):
     script = "rlvr_async"
     exp_name: str = "rlvr_async"
-    staleness: int = 1
+    staleness: NonNegativeInt = 1
     """age in updates of the weights that sample a batch, less at the start; 0: sampling and training take turns"""
-    workers: int = 1
+    workers: PositiveInt = 1
     """number of processes that sample"""
     engine: Literal["built-in", "vllm"] = "built-in"
     """sampler: PyTorch, as in rlvr/policy.py, or vLLM"""
@@ -88,27 +90,27 @@ class Args(rlvr_arguments.Args):
     """with vllm: the Python interpreter of an environment that has it, on every machine with workers"""
     ray_address: str = ""
     """address of a Ray cluster; auto: the one of this machine; empty: the run starts its own"""
-    gpus_per_worker: float | None = None
+    gpus_per_worker: NonNegativeFloat | None = None
     """GPUs of a worker, which may be a fraction; None: 1 if the learner has one, otherwise 0"""
-    time_out: float = 600.0
+    time_out: PositiveFloat = 600.0
     """seconds that a worker may take to start, and for one piece, before another takes its place"""
     correction: Literal["auto", "decoupled", "bypass", "none"] = "auto"
     """correction for the age of the weights that have sampled; see `correct`. auto: decoupled if staleness is above 0
     or vLLM samples, otherwise none"""
     correction_level: Literal["token", "sequence"] = "token"
     """whether each token has its own importance weight, or that of its whole response"""
-    correction_cap: float = 2.0
+    correction_cap: Annotated[float, Ge(1)] = 2.0
     """the largest weight: truncated importance sampling, TIS"""
     correction_normalised: bool = False
     """divide the weights by their mean over the batch"""
     rejection: Literal["none", "token", "sequence", "product"] = "none"
     """leave tokens out of the loss whose ratio is out of bounds (masked importance sampling, MIS, as in IcePop), or
     responses whose ratios have a geometric mean (sequence) or a product out of bounds"""
-    rejection_low: float = 0.5
+    rejection_low: NonNegativeFloat = 0.5
     """the smallest ratio that is kept; 0: no lower bound"""
     rejection_high: float = 2.0
     """the largest ratio that is kept"""
-    off_policy_mask: float | None = None
+    off_policy_mask: PositiveFloat | None = None
     """a response that has become less likely by more than this, in nats per token, is no longer blamed: its tokens
     with a negative advantage have no policy loss. None: no such mask"""
 
@@ -523,11 +525,6 @@ def is_on_policy(args: Args) -> bool:
 
 
 def check_arguments(args: Args) -> None:
-    cli.at_least(0, "", args, "staleness", "rejection_low")
-    cli.at_least(1, "", args, "workers", "correction_cap")
-    cli.above_zero("", args, "time_out")
-    cli.at_least(0, "", args, "gpus_per_worker")
-    cli.above_zero("", args, "off_policy_mask")
     if not args.rejection_low <= 1 - ROUNDING < 1 + ROUNDING <= args.rejection_high:
         raise InputError(
             f"{errors.flag('rejection_low')} {args.rejection_low} and {errors.flag('rejection_high')} "

@@ -28,7 +28,6 @@ from ppo_rlhf.train_policy import keyed_generator
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
 # What is logged of the critic's steps. With minibatches of its own, it has another number of steps than the policy.
-OF_CRITIC = {"loss/value_avg", "val/clipfrac_avg", "value/grad_norm", "critic_tokens"}
 
 
 @torch.no_grad()
@@ -118,14 +117,13 @@ def update_metrics(
         accelerator=accelerator,
     )
     # [V55] A minibatch in which no token counts is in no mean either.
-    names = [name for name in ("tokens", "right_tokens", "critic_tokens") if name in steps]
+    names = [name for name in ("tokens", "right_tokens") if name in steps]
     counts = {name: accelerator.reduce(steps[name], "sum") for name in names}
     live_steps = {name: (count > 0).nonzero()[:, 0] for name, count in counts.items()}  # numbers of steps
     shares = {}
     for name, x in steps.items():
         if not name.endswith("grad_norm"):
-            counted = "critic_tokens" if name in OF_CRITIC and "critic_tokens" in steps else "tokens"
-            inds = live_steps["right_tokens" if name == "loss/nll_avg" else counted]
+            inds = live_steps["right_tokens" if name == "loss/nll_avg" else "tokens"]
             shares[name] = x[inds].sum() / max(len(inds), 1)
     shares |= {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0], "val/num_stop_token_ids": one["stopped"].sum()}
     m |= launch.sum_over_processes(shares, accelerator)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ppo_rlhf import judge
 from ppo_rlhf.lib.base import console, paths
+from ppo_rlhf.lib.base.bounds import NonNegativeInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run, sequence
 from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
@@ -27,7 +28,7 @@ from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, s
 class Args:
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """seed of all three stages"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
     """causal language model that SFT starts from: a folder, a name on the hub, `posts` or `smollm2-135m`"""

@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError
 
+KEPT = 2  # the newest checkpoints of a run; if the last is damaged, the one before it is there
+
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in a run's folder, in order."""
     return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
 
 
-def write(
-    run_folder: Path, run_id: str, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int
-) -> int:
+def write(run_folder: Path, run_id: str, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> int:
     """Write checkpoints/<step> completely, then give it its name; keep the newest few. Returns its bytes.
 
     run_id: the id in the run's meta.json, which the checkpoint keeps.
@@ -50,14 +50,9 @@ def write(
         ) from error
     shutil.rmtree(folder / str(step), ignore_errors=True)
     temporary.rename(folder / str(step))
-    remove_old(run_folder, keep)
+    for old in checkpoint_steps(run_folder)[:-KEPT]:
+        shutil.rmtree(folder / str(old))
     return sum(file.stat().st_size for file in (folder / str(step)).iterdir())
-
-
-def remove_old(run_folder: Path, keep: int) -> None:
-    """Remove all checkpoints of a run but the newest few."""
-    for old in checkpoint_steps(run_folder)[:-keep]:
-        shutil.rmtree(run_folder / "checkpoints" / str(old))
 
 
 def read(run_folder: Path, run_id: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -526,7 +526,6 @@ class Run:
             self.close_logs()
         held = round(memory.most_held() / 2**20)
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), peak_mib=held, results=results)
-        checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
         print(f"finished {paths.shown(self.folder)}; what it trained is in {paths.shown(self.model_folder)}")
 
@@ -539,9 +538,7 @@ class Run:
                 for part in parts:
                     name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
                     folder = self.model_folder / part
-                    address = tracking.upload_model(
-                        folder, self.args.hf_entity, name, self.address, private=self.args.hf_private
-                    )
+                    address = tracking.upload_model(folder, self.args.hf_entity, name, self.address)
                     for write in self.result_writers:
                         write({f"model/{part}": address})
             finally:
@@ -565,11 +562,9 @@ class Run:
             if not tensor.isfinite().all():
                 raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
         if self.is_main:
-            keep = self.args.keep_checkpoints
-            size = checkpoints.write(self.folder, self.meta["id"], step, tensors, state, keep or 2)
+            size = checkpoints.write(self.folder, self.meta["id"], step, tensors, state)
             if not self._told_size:
-                kept = f"the newest {keep} are kept" if keep else "two are kept, and one once the run has finished"
-                print(f"a checkpoint has {size / 1e6:,.1f} MB; {kept} ({flag('keep_checkpoints')})", flush=True)
+                print(f"a checkpoint has {size / 1e6:,.1f} MB; the newest two are kept", flush=True)
             self._told_size = True
             files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
         self._saved = step

@@ -133,10 +133,10 @@ def check(args: Any, name: str) -> None:
             ) from error
 
 
-def upload_model(folder: Path, entity: str, name: str, run_address: str = "", *, private: bool = False) -> str:
+def upload_model(folder: Path, entity: str, name: str, run_address: str = "") -> str:
     """Push a model's folder to the Hugging Face hub, with a model card. Returns its address.
 
-    run_address: of the run that trained it, for the card. private: if not, the hub's setting for new models decides.
+    run_address: of the run that trained it, for the card. A repository that is there stays private if it is.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -147,7 +147,7 @@ def upload_model(folder: Path, entity: str, name: str, run_address: str = "", *,
     (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
     try:
         api = HfApi()
-        address = api.create_repo(repository, private=private or None, exist_ok=True)
+        address = api.create_repo(repository, exist_ok=True)
         repository = address.repo_id
         api.upload_folder(repo_id=repository, folder_path=str(folder))
         return re.sub(r"(?<=://)[^/@]*@", "", str(address))  # a mirror's may hold a password
