@@ -36,8 +36,6 @@ from ppo_rlhf.rlvr import asynchronous as rlvr_async
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.worlds import building
 
-DEEP = "[" * 100_000  # no JSON reader follows so many brackets
-
 # ---- Rows ------------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], None]  # of the folder that the script runs in

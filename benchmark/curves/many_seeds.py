@@ -32,10 +32,9 @@ from typing import Any
 import torch
 import tyro
 
-from ppo_rlhf.lib.base.console import print_table
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import read_json, write_json
-from ppo_rlhf.lib.services.run import commit
+from ppo_rlhf.lib.services.run import commit, print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # of a command that failed
@@ -227,7 +226,7 @@ def report(name: str, jobs: list[Job]) -> int:
         }
         for job in jobs
     ]
-    print_table(name, rows, show_lines=False)
+    print_table(name, rows, lines=False)
     for job in jobs:
         if job.state == "failed":
             log = job.folder / "log.txt"
