@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, launch
+from ppo_rlhf.lib.base import checkpoints, errors, files, launch
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.data import sources
@@ -256,16 +256,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    with launch.launcher(sharding=False):
-        accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
+    accelerator = launch.make_accelerator(sharding=False)
     device = accelerator.device
     noise_device = launch.device_of_noise(device)
     check_ppo_arguments(args)
     args = with_newest_reward_model(args)
-    worlds.check_names(args, joint)
+    worlds.check_names(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args = args
-    args = worlds.find_paths(args, joint)  # names such as `tales` become paths
+    args = worlds.find_paths(args)  # names such as `tales` become paths
     task = args.task
 
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -292,10 +291,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
     ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(task, "query_dataset")
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
-    this_run.rehearse(partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args))
-    resumed = this_run.resume(policy, optimizer)  # from the newest checkpoint; {"step": 0} if there is none
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint)
+    save = partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args)
+    this_run.rehearse(save)
+    # From the newest checkpoint; {"step": 0} if there is none.
+    resumed = this_run.resume(partial(checkpoints.restore_training_state, policy, optimizer))
     controller.value = resumed.get("kl_coef", controller.value)
     stream.position = resumed.get("query_position", stream.position)
     scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
@@ -425,10 +425,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # The counterpart of `resume` above.   train_policy.py#L474-L508
             checkpoint=lambda state=state: (checkpoints.training_state(policy, optimizer), state),
         )
-    folder = this_run.save("policy")
+    folder = this_run.model_folder / "policy"
+    if accelerator.is_main_process:
+        save(folder)
     last = this_run.last_means("score", "kl", "kl_coef")
-    this_run.finish(**last, skipped_queries=stream.position - sizes.updates * sizes.batch)
-    this_run.upload("policy")
+    this_run.finish("policy", **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     return folder
 
 
@@ -1272,7 +1273,9 @@ def make_recorder(
             "objectives": shown,
         }
 
-    return this_run.recorder(
+    return traces.Recorder(
+        this_run.folder,
+        this_run.accelerator,
         stream.tokenizer,
         ids.pad,
         episodes=min(args.trace_episodes, group),
@@ -1338,7 +1341,7 @@ def with_newest_reward_model(args: Args) -> Args:
             f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
             f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"
         )
-    console.say(f"reward model {newest}, the newest of the preset {args.preset}")
+    errors.say(f"reward model {newest}, the newest of the preset {args.preset}")
     return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
 
 
@@ -1474,7 +1477,7 @@ def save_policy(
         "vocab_size": vocabulary_size(tokenizer),
         "task": dataclasses.asdict(args.task),
     }
-    run.describe_model(folder, info)
+    files.write_json(folder / "ppo_rlhf.json", info)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, files, launch
+from ppo_rlhf.lib.base import checkpoints, launch
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 from ppo_rlhf.lib.data import label_files, sources
@@ -172,15 +172,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
-    with launch.launcher(sharding=False):
-        accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
+    accelerator = launch.make_accelerator(sharding=False)
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
-    worlds.check_names(args, joint)
+    worlds.check_names(args)
     typed_args = args
-    args = worlds.find_paths(args, joint)  # names such as `tales` become paths
-    label_file = files.stored(label_files.find_label_file(args.label_dataset, args.task.query_dataset)).absolute()
+    args = worlds.find_paths(args)  # names such as `tales` become paths
+    label_files.find_label_file(
+        args.label_dataset, args.task.query_dataset
+    )  # a slip is found before anything is loaded
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
@@ -202,11 +203,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     )
     micro_batch = fitting["local_micro_batch"]
     pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
-    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "query_dataset")
-    inputs["label_dataset"] = [label_file]
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
-    this_run.rehearse(partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args))
-    state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint)
+    save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args)
+    this_run.rehearse(save)
+    # Of the newest checkpoint; {"step": 0} if there is none.
+    state = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))
     stream.position = state.get("query_position", stream.position)
     this_run.start_logging(state["step"], note=sources.left_out(stream))
 
@@ -273,7 +274,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if args.normalize_after:
         normalize_now("after", 0.0, 1.0)
 
-    folder = this_run.save("reward")
+    folder = this_run.model_folder / "reward"
+    if accelerator.is_main_process:
+        save(folder)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     if accelerator.is_main_process:
         samples, lengths = label_files.tables_of(
@@ -281,8 +284,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         )
         this_run.log_samples(sizes.steps, samples)
         this_run.write_table("lengths", lengths)
-    this_run.finish(**labels.known, skipped_queries=stream.position - queries, **measured)
-    this_run.upload("reward")
+    this_run.finish("reward", **labels.known, skipped_queries=stream.position - queries, **measured)
     return folder
 
 

@@ -30,8 +30,6 @@ from ppo_rlhf.lib.services import plots
 from ppo_rlhf.lib.services.run import Run
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
-DEEP = "[" * 100_000  # no JSON reader follows so many brackets
-
 # ---- Rows ------------------------------------------------------------------------------------------------------
 
 Damage = Callable[[Path], None]  # of the folder that the script runs in

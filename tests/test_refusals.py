@@ -15,7 +15,6 @@ import pytest
 import torch
 from processes import Result, launch, launch_together
 from refusals import (
-    DEEP,
     Damage,
     GoodFiles,
     Row,
@@ -359,9 +358,7 @@ RUNS = {
     "both: no such run": resumed_both("--resume runs/none", "runs/none"),
     "run of the other script": resumed_policy(f"--resume {REWARD_RUN}", REWARD_RUN, "its argument"),
     "both: run of one part": resumed_both("", POLICY_RUN, "own script", damage=edit(POLICY_META, "joint", to=None)),
-    "meta.json is nested without end": bad_run(write(POLICY_META, DEEP)),
     "meta.json is a list": bad_run(write(POLICY_META, []), "meta.json"),
-    "meta.json with a number for the joint arguments": bad_run(edit(POLICY_META, "joint", to=-1), "meta.json"),
     "meta.json without arguments": bad_run(edit(POLICY_META, "args"), "meta.json", "arguments"),
     "an argument too many": bad_run(edit(POLICY_META, "args", "top_p", to=1), "its argument", "top_p"),
     "an argument is a text": bad_run(
@@ -370,9 +367,6 @@ RUNS = {
     "a saved number is nan": resumed_policy(
         "", "ppo.lr is nan", damage=edit(POLICY_META, "args", "ppo", "lr", to=float("nan"))
     ),
-    "wall time is a text": bad_run(edit(POLICY_META, "wall_time", to="long"), "wall_time", "'long'"),
-    "both: no joint arguments": bad_joint("args"),
-    "both: no time": bad_joint("timestamp"),
     "both: joint arguments are damaged": bad_joint("args", "seed", to="one"),
     "both: the other run's meta.json is cut": resumed_both("", REWARD_RUN, damage=cut(REWARD_META)),
     "both: the reward model is gone": resumed_both(
@@ -397,18 +391,7 @@ RUNS = {
     ),
     "checkpoint's state is a list": bad_run(write(STATE, [1]), "checkpoints/2", "remove"),
     "checkpoint without its tensors": bad_run(remove(TENSORS), "checkpoints/2", "remove"),
-    "another model": resumed_policy("", "is not what --base_model was", damage=fewer_positions("model", 100)),
-    "another first text": resumed_policy(
-        "",
-        "stories.txt is not what --task.query_dataset was",
-        damage=edit_lines("stories.txt", lambda lines: lines[1::-1] + lines[2:]),
-    ),
-    "another label": resumed_reward(
-        "", "labels.json is not what --label_dataset was", damage=edit("labels.json", 0, "best", to=0)
-    ),
-    "checkpoint of another model": resumed_policy(
-        "", "checkpoint", "tensors", damage=all_of(fewer_positions("model", 100), edit(POLICY_META, "inputs"))
-    ),
+    "checkpoint of another model": resumed_policy("", "checkpoint", "tensors", damage=fewer_positions("model", 100)),
     "metrics without a header": bad_run(edit_lines(METRICS, lambda lines: lines[1:]), "metrics.csv"),
     "a row of metrics is missing": bad_run(
         edit_lines(METRICS, lambda lines: lines[:-1]), "metrics.csv", "1 of the 2 steps"
@@ -427,14 +410,10 @@ RUNS = {
 ENVIRONMENT = {
     "threads: words": policy("", "PPO_RLHF_THREADS", "many", PPO_RLHF_THREADS="many"),
     "threads: 0": reward("", "PPO_RLHF_THREADS is '0'", PPO_RLHF_THREADS="0"),
-    "processes without a launcher": policy("", "WORLD_SIZE", "torchrun", WORLD_SIZE="2"),
-    "rank: words": policy("", "RANK", "first", RANK="first"),
-    "processes of this machine: 0": policy("", "LOCAL_WORLD_SIZE", LOCAL_WORLD_SIZE="0"),
     "cache is a file": policy("--base_model smollm2-135m", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
     "cache is a dangling link": policy("--base_model smollm2-135m", "cache", damage=link("cache", "nowhere/at/all")),
-    "runs is a dangling link": reward("", "runs", "link", damage=link("runs", "nowhere/at/all")),
-    "models is a file": policy("", "models", damage=write("models", "")),
-    "wandb mode": policy("--track", "--track", "WANDB_MODE", WANDB_MODE="nonsense"),
+    "runs is a dangling link": reward("", "runs", damage=link("runs", "nowhere/at/all")),
+    "wandb mode": policy("--track", "--track", "nonsense", WANDB_MODE="nonsense"),
     "wandb project": reward("--track --wandb_project_name 'a/b:c'", "--track", "project", WANDB_MODE="offline"),
 }
 

@@ -737,7 +737,7 @@ def test_sample_takes_all_texts_of_a_file_that_ppo_never_read(source, tiny_token
     for name in ("own.txt", "other.txt", "stories.txt"):
         Path(name).write_text(".a.\n" * 53)
     task = dataclasses.asdict(TaskArgs(query_dataset="own.txt", query_length=4, response_length=2, truncate_after=0))
-    queries, _ = sample.Continuations(task, tiny_tokenizer, source, tmp_path).held_out(60)
+    queries, _ = sample.Continuations(task, tiny_tokenizer, source).held_out(60)
     assert len(queries) == (53 if source == "other.txt" else 1)
 
 

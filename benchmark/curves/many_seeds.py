@@ -32,11 +32,10 @@ from typing import Any
 import torch
 
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.base.console import print_table
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import read_json, write_json
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.lib.services.run import commit
+from ppo_rlhf.lib.services.run import commit, print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # of a command that failed
@@ -228,7 +227,7 @@ def report(name: str, jobs: list[Job]) -> int:
         }
         for job in jobs
     ]
-    print_table(name, rows, show_lines=False)
+    print_table(name, rows, lines=False)
     for job in jobs:
         if job.state == "failed":
             log = job.folder / "log.txt"

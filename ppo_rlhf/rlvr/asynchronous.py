@@ -60,7 +60,7 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, console, errors, launch
+from ppo_rlhf.lib.base import checkpoints, errors, launch
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run
@@ -178,7 +178,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         weights = {name: checkpoints.gather_for_saving(parameter) for name, parameter in parameters.items()}
         launch.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
-        self.current, self.publishing = version, run.seconds_since(started)
+        self.current, self.publishing = version, time.monotonic() - started
 
     def put(self, version: int, weights: dict[str, Tensor]) -> None:
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in weights.items()}
@@ -227,7 +227,7 @@ class SamplerAhead(rlvr_policy.Sampler):
                 )
             # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
             pieces.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
-        self.waiting += run.seconds_since(started)
+        self.waiting += time.monotonic() - started
         rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request
         of_requests = [pieces[:rows], pieces[rows:]] if pieces[rows:] else [pieces]
         answers = [tuple(map(torch.cat, zip(*some, strict=True))) for some in of_requests]
@@ -314,7 +314,7 @@ class Workers:
                     if self.closed:
                         raise
                     self.lost += 1
-                    console.say(f"a worker is lost ({type(error).__name__}); another takes its place")
+                    errors.say(f"a worker is lost ({type(error).__name__}); another takes its place")
             raise InputError(
                 f"a piece of a batch has cost {LIVES} workers; is there memory for them, are there as many free "
                 f"processors and GPUs, and are {errors.flag('time_out')} {self.time_out:g} seconds enough?"
@@ -553,13 +553,13 @@ def check_arguments(args: Args) -> None:
         )
     threads, busy, cores = torch.get_num_threads(), args.workers + (args.staleness > 0), os.cpu_count() or 1
     if busy * threads > cores and not args.ray_address and not torch.cuda.is_available():
-        console.say(
+        errors.say(
             f"{busy} processes of {threads} threads each share {cores} cores and slow each other down; "
             f"PPO_RLHF_THREADS={max(1, cores // busy)} would be faster"
         )
     if args.correction == "none" and (args.staleness or args.engine == "vllm"):
         # [V82] As open-instruct did until 7917d41 (March 2026).
-        console.say(
+        errors.say(
             f"{errors.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
             f"and nothing makes up for that"
         )

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
@@ -95,7 +95,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             sampler.begin_update(number)
             lr = set_learning_rates(optimizers, args.ppo, number)
             if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
-                with this_run.before_update(number), actor_critic.sampling():
+                with this_run.saved_if_it_fails(), actor_critic.sampling():
                     progress.evaluation |= rlvr_metrics.evaluate(setup, sampler.respond, with_samples=number == 0)[0]
 
             with this_run.saved_if_it_fails(), actor_critic.sampling():
@@ -668,7 +668,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     rlvr_checks.check_arguments(args)
     worlds.check_names(args)
     for doubt in rlvr_checks.doubts(args):
-        console.say(doubt)
+        errors.say(doubt)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args, args = args, worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -676,7 +676,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
     for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
-        console.say(doubt)
+        errors.say(doubt)
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
@@ -771,15 +771,14 @@ def start_run(
         for name, network in networks_of(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
     prompt, rows, tokens = setup.problems.longest(), setup.sizes.local_minibatch, math.inf
     if passes.is_packed(actor_critic, "shares_prefixes"):  # a prompt is read once for all its responses
         tokens = setup.sizes.local_batch // args.ppo.samples_per_prompt * prompt + rows * args.task.response_length
     length = prompt + args.task.response_length
     of_pass = passes.limit(args, accelerator, actor_critic, rows=rows, length=length, tokens=tokens)
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass, inputs=inputs)
+    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass)
     this_run.rehearse(partial(save_models, setup=setup, actor_critic=actor_critic))
-    state = this_run.resume_with(restore)
+    state = this_run.resume(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
     left_over = Rollout(**surplus) if surplus else None
     kl_coef = state.get("kl_coef", args.rewards.kl_coef)
@@ -844,9 +843,9 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     save_models(this_run.model_folder, setup, actor_critic)
     last = this_run.last_means(*(["scores", "kl"] if args.rewards.has_penalty else ["scores"]))
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
-    this_run.finish(**evaluation, **last, **left_out)
+    parts = ["policy", "value"] if actor_critic.critic else ["policy"]
+    this_run.finish(*parts, **evaluation, **last, **left_out)
     rlvr_metrics.report(this_run, verifier, kind_column=args.task.kind_column, after=evaluation, rows=rows)
-    this_run.upload("policy", *(["value"] if actor_critic.critic else []))
     return this_run.model_folder / "policy"
 
 

@@ -30,7 +30,7 @@ from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import hub_files, launch, processes
+from ppo_rlhf.lib.base import hub, launch, processes
 from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import sources
@@ -39,7 +39,7 @@ from ppo_rlhf.rlvr import problem_rows
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.train_policy import keyed_generator
 
-GSM8K_FILES = hub_files.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
+GSM8K_FILES = hub.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
 SOURCES = ("gsm8k", "sums", "sums-tools", "arithmetic")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
+        with hub.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
             from datasets import load_dataset
 
             split = split or "test"

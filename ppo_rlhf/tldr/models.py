@@ -352,7 +352,6 @@ def save_language_model(
     state = processes.full_state_dict(lm_backbone) if weights else {}
     if errors.is_first_process():
         lm_backbone.save_pretrained(folder, state_dict=state)
-        files.give_usual_mode(folder)
         tokenizer.save_pretrained(folder)
         files.write_json(folder / "ppo_rlhf.json", info)
 

@@ -246,7 +246,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     for update in this_run.updates("PPO", first_update, sizes.updates):
         optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
-            with this_run.before_update(update):
+            with this_run.saved_if_it_fails():
                 evaluation, _ = evaluate(prompts, reference_scores, update)
 
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
@@ -928,7 +928,9 @@ def make_recorder(
         rows = posts.evaluation_rows(setup.tokenizer, ids, references, references, references)
         return {"reference": [row["reference"] for row in rows]}
 
-    return this_run.recorder(
+    return traces.Recorder(
+        this_run.folder,
+        this_run.accelerator,
         setup.tokenizer,
         ids.pad,
         episodes=args.trace_episodes,
@@ -1025,8 +1027,8 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
     unmade: arguments that name what an earlier stage will make.
     """
     sizes = check_arguments(args, num_processes)
-    worlds.check_names(args, joint, unused=["task.comparisons", *unmade])
-    typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons", *unmade])
+    worlds.check_names(args, unused=["task.comparisons", *unmade])
+    typed_args, args = args, worlds.find_paths(args, unused=["task.comparisons", *unmade])
     if args.lora.rank and processes.sharding():
         raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -1120,14 +1122,13 @@ def start_run(
 
     Returns the run, the first update to make, and the newest evaluation.
     """
-    inputs = pretrained.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
     task, local_minibatch = setup.args.task, setup.sizes.local_batch // setup.args.ppo.nminibatches
     minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
     of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
     sizes = dataclasses.asdict(setup.sizes) | of_pass
-    this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint, inputs=inputs)
+    this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint)
     this_run.rehearse(save)
-    state = this_run.resume(actor_critic, optimizer)
+    state = this_run.resume(partial(checkpoints.restore_training_state, actor_critic, optimizer))
     controller.value = state.get("kl_coef", controller.value)
     setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
     shaping = setup.args.rewards
@@ -1203,8 +1204,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, save: Cal
         this_run.write_evaluation(split, rows)
     save(this_run.model_folder)
     last = this_run.last_means("scores", "kl", "eos_rate")
-    this_run.finish(**results, **last, too_long=setup.train_posts.too_long)
-    this_run.upload("policy", "value")
+    this_run.finish("policy", "value", **results, **last, too_long=setup.train_posts.too_long)
     return this_run.model_folder / "policy"
 
 

@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, files, hub_files, launch, processes
+from ppo_rlhf.lib.base import errors, files, hub, launch, processes
 from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import pretrained, templates
@@ -39,7 +39,7 @@ from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.tldr.responses import generate_until
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
-COMPARISON_FILES = hub_files.HubFiles(
+COMPARISON_FILES = hub.HubFiles(
     repository="openai/summarize_from_feedback",
     names=("comparisons/{split}/*.parquet",),
     revision="refs/convert/parquet",
@@ -296,7 +296,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
-        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
+        with hub.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
             from datasets import load_dataset
 
             if field == "posts":

@@ -34,9 +34,10 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward, worlds
-from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data.label_files import rows_of_lengths
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.services import cli, run
@@ -97,15 +98,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
     length = 2 * int(comparisons.lengths(ids.pad).max())  # both texts of a comparison
     of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint)
     info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
     saved = {"tokenizer": tokenizer, "info": info, "trust_remote_code": args.trust_remote_code}
     this_run.rehearse(partial(save_reward_model, reward_model=reward_model, **saved))
-    first_step = this_run.resume(reward_model, optimizer)["step"]
+    first_step = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
@@ -159,12 +159,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
         results |= normalised
 
     texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
-    this_run.write_table("lengths", console.rows_of_lengths(ids.pad, **texts))
+    this_run.write_table("lengths", rows_of_lengths(ids.pad, **texts))
     folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
         save_reward_model(folder, plain, **saved)
-    this_run.finish(**results)
-    this_run.upload("reward")
+    this_run.finish("reward", **results)
     return folder
 
 
@@ -343,8 +342,8 @@ class Checked:
 def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    worlds.check_names(args, joint)
-    args = worlds.find_paths(args, joint)
+    worlds.check_names(args)
+    args = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)

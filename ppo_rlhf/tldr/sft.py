@@ -114,14 +114,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
         models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(task, "posts")
     of_pass = passes.limit(args, accelerator, model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint)
     info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"task": dataclasses.asdict(typed_args.task)}
     save = partial(models.save_language_model, lm_backbone=lm_backbone, tokenizer=tokenizer, info=info)
     this_run.rehearse(save)
-    first_step = this_run.resume(model, optimizer)["step"]
+    first_step = this_run.resume(partial(checkpoints.restore_training_state, model, optimizer))["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
@@ -163,8 +162,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder = this_run.model_folder / "sft"
     save(folder)
-    this_run.finish(**results)
-    this_run.upload("sft")
+    this_run.finish("sft", **results)
     return folder
 
 
@@ -295,8 +293,8 @@ class Checked:
 def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    worlds.check_names(args, joint, unused=["task.comparisons"])
-    args = worlds.find_paths(args, joint, unused=["task.comparisons"])
+    worlds.check_names(args, unused=["task.comparisons"])
+    args = worlds.find_paths(args, unused=["task.comparisons"])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
     train_posts = read_posts("train", args.num_train)
