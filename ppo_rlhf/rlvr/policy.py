@@ -687,8 +687,11 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
-    for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
-        console.say(doubt)
+    if train_problems.unscorable:
+        console.say(
+            f"{train_problems.unscorable} problems to train on are left out, because "
+            f"{errors.flag('rewards.verifier')} {args.rewards.verifier} accepts no response to them"
+        )
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
@@ -783,7 +786,7 @@ def start_run(
         for name, network in networks_of(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
+    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems")
     prompt, rows, tokens = setup.problems.longest(), setup.sizes.local_minibatch, math.inf
     if passes.is_packed(actor_critic, "shares_prefixes"):  # a prompt is read once for all its responses
         tokens = setup.sizes.local_batch // args.ppo.samples_per_prompt * prompt + rows * args.task.response_length
