@@ -328,7 +328,7 @@ def test_answers_that_only_the_generator_can_judge(gym):
 )
 def test_a_generator_that_is_not_there(library, tmp_path, name, message):
     with pytest.raises(InputError, match=message) as raised:
-        worlds.check_name("task.problems", name, tmp_path)
+        worlds.check_name("task.problems", name)
     assert "\n" not in str(raised.value)
 
 
