@@ -256,7 +256,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    with launch.launcher(sharding=False):
+    with launch.launcher():
         accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
     device = accelerator.device
     noise_device = launch.device_of_noise(device)
@@ -325,7 +325,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
         queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
         uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(noise_device)
 
-        launch.return_freed_memory()  # from training
         with this_run.saved_if_it_fails(), torch.no_grad():
             with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
                 # 2. Generate responses. Keep their log-probs and values, all (local_batch, response_length).
@@ -870,7 +869,6 @@ def ppo_update(
     context_length = rollout.context_responses.shape[1] - rollout.rewards.shape[1]
     device = rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
-    launch.return_freed_memory()  # from sampling
     steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):

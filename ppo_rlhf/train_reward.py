@@ -171,7 +171,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
-    with launch.launcher(sharding=False):
+    with launch.launcher():
         accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
     device = accelerator.device
     rank = accelerator.process_index

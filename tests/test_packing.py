@@ -9,12 +9,12 @@ from oracles import gradients, numbers
 from test_passes import RESPONSE, ROWS, TEMPERATURE, UPDATES, Read, networks_in, numbers_of, ragged, same_numbers
 from test_policy_math import PAD, VOCAB
 from torch.testing import assert_close
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import precision
-from ppo_rlhf.lib.nets import lm, models, packing, passes, pretrained
+from ppo_rlhf.lib.nets import lm, models, packing, passes
 from ppo_rlhf.lib.nets.layers import checkpoint_layers
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all
@@ -265,27 +265,6 @@ def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
     windowed = type(model)(config).double()
     windowed.load_state_dict(model.state_dict())
     return windowed
-
-
-@pytest.mark.parametrize("shape", [(7,), (8, 1), (2, 4, 6), (49, 1)])
-def test_few_rows_of_wide_layers(monkeypatch, shape):
-    """They give the same numbers, without gradients by another product."""
-    sizes = {"vocab_size": 9, "hidden_size": 512, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=8, attention_bias=True)
-    model = pretrained.checked_model(LlamaForCausalLM(config), None, {})
-    layers = [type(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    few, usual = pretrained.FewRowsLinear, torch.nn.Linear
-    assert layers == [usual] * 4 + [few, few, usual, few]  # attention has biases, and the third of the MLP is narrow
-    x, layer = torch.randn(*shape, 512, requires_grad=True), model.lm_head
-    expected = (x.double() @ layer.weight.double().T).float()
-    linear, called = torch.nn.functional.linear, []
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: called.append(given) or linear(*given))
-    with torch.no_grad():
-        assert_close(layer(x), expected)
-    assert len(called) == (shape in [(7,), (49, 1)])
-    (gradient,) = torch.autograd.grad(layer(x).sum(), x)
-    assert_close(gradient, layer.weight.sum(0).expand_as(x))
-    assert len(called) == 1 + (shape in [(7,), (49, 1)])
 
 
 @pytest.mark.parametrize("window", ["a row", "shorter", "as long as all tokens", "longer"])

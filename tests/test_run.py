@@ -35,7 +35,7 @@ from torch import nn
 from ppo_rlhf import train_both, train_policy, train_reward
 from ppo_rlhf.lib.base import console, errors, files, paths
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, run_script
-from ppo_rlhf.lib.base.launch import advice, make_accelerator
+from ppo_rlhf.lib.base.launch import make_accelerator
 from ppo_rlhf.lib.scoring.scorers import import_function
 from ppo_rlhf.lib.services import cli, run as run_module
 from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
@@ -728,7 +728,6 @@ def test_a_table_takes_any_text(capsys):
 ALLOCATE = """
 import resource, torch
 from ppo_rlhf.lib.base import launch
-from ppo_rlhf.lib.nets import memory
 
 def new_pages():
     faults = []
@@ -741,37 +740,13 @@ def new_pages():
 print(new_pages())
 launch.keep_freed_memory()
 print(new_pages())
-tensors = [torch.ones(2**21) for _ in range(200)]  # 8 MB each
-del tensors[:-1]  # what stays lies behind what was freed
-launch.MUCH, held = 0, memory.held_memory(torch.device("cpu"))
-launch.return_freed_memory()
-print(held - memory.held_memory(torch.device("cpu")))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
-def test_freed_memory_is_kept_until_it_is_returned(tmp_path):
+def test_freed_memory_is_kept(tmp_path):
     """A tensor takes the pages of the one before; else the kernel would clear new ones, with a fault for each."""
     (tmp_path / "allocate.py").write_text(ALLOCATE)
     result = launch(tmp_path / "allocate.py", folder=tmp_path)
-    without, kept, returned = map(int, result.stdout.split())
-    assert 5 * kept < without and returned > 1.5e9
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device", "flags", "is_slow"),
-    [
-        ("bfloat16", "cpu", "flags\t\t: fpu avx2 fma", True),
-        ("bfloat16", "cpu", "flags\t\t: fpu avx2 avx512_bf16", False),
-        ("bfloat16", "cpu", "flags\t\t: fpu amx_bf16 amx_tile", False),
-        ("bfloat16", "cpu", "Features\t: fp asimd bf16", False),
-        ("bfloat16", "cpu", "processor : 0", False),
-        ("float32", "cpu", "flags\t\t: fpu avx2", False),
-        ("bfloat16", "cuda", "flags\t\t: fpu avx2", False),
-    ],
-)
-def test_a_processor_without_bfloat16_is_named(dtype, device, flags, is_slow, tmp_path):
-    (tmp_path / "cpuinfo").write_text(f"model name : x\n{flags}\n")
-    line = advice(dtype, torch.device(device), tmp_path / "cpuinfo")
-    assert ("no instructions for bfloat16" in line) == is_slow
-    assert advice(dtype, torch.device(device), tmp_path / "none") == ""
+    without, kept = map(int, result.stdout.split())
+    assert 5 * kept < without

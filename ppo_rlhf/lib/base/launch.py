@@ -8,10 +8,8 @@ import ctypes
 import datetime
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +22,6 @@ from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, fl
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
-MUCH = 2 * 2**30  # bytes; a process that holds less keeps what is freed
 
 
 def keep_freed_memory() -> None:
@@ -38,19 +35,6 @@ def keep_freed_memory() -> None:
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         library.mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
         library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
-
-
-def return_freed_memory() -> None:
-    """Give the kernel what tensors have left and none has taken, if this process holds much; see keep_freed_memory.
-
-    What stays lies among what was freed, so the process would grow, by 18 % in two updates of PPO with a model of 135
-    million parameters. Taking pages again costs time; chapters 2 and 3 hold less than expected and go without.
-    """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(library, "malloc_trim"):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        if pages * os.sysconf("SC_PAGE_SIZE") > MUCH:
-            library.malloc_trim(0)
 
 
 def default_device() -> torch.device:
@@ -74,34 +58,22 @@ def device_of_noise(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
-def advice(dtype: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """A line for the console if bfloat16 makes matrix products slower, as on processors that can't multiply it."""
-    if dtype != "bfloat16" or device.type != "cpu" or not cpuinfo.is_file():
-        return ""
-    features = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
-    if features is None or "bf16" in features[1]:  # avx512_bf16, amx_bf16, or bf16 on ARM
-        return ""
-    return "This processor has no instructions for bfloat16, which is several times as slow here; use float32."
-
-
 @contextlib.contextmanager
-def launcher(*, sharding: bool = True) -> Iterator[None]:
-    """For the block that makes the Accelerator: what is wrong with the launch ends in one line. Then threads are set.
-
-    sharding: whether the script can shard, should the launcher ask for it.
-    """
+def launcher() -> Iterator[None]:
+    """For the block that makes the Accelerator: what is wrong with the launch ends in one line; threads are set."""
     errors.environment_number("RANK", default=0, least=0)
     started = errors.environment_number("WORLD_SIZE", default=1, least=1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
     share = max(1, cores // errors.environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
     threads = errors.environment_number("PPO_RLHF_THREADS", default=share, least=1, most=1024)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
-    if not sharding and started > 1 and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
-        raise InputError(
-            "chapter 1 keeps whole models on every process; launch without FSDP: benchmark/accelerate/ddp.yaml"
-        )
+    for name in ("DEEPSPEED", "FSDP"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false") == "true":
+            raise InputError(
+                f"{name} is not supported: every process keeps whole models; launch with "
+                f"benchmark/accelerate/ddp.yaml; for models that do not fit, there are --frozen_bfloat16 and, in "
+                f"chapters 2 and 3, --lora.rank"
+            )
     try:
         yield
     except ValueError as error:

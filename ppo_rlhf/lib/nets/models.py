@@ -201,7 +201,6 @@ def whole_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         tensor.copy_(processes.full_tensor(tensors[name]))
     if passes.is_packed(model):
         packing.enable(whole)
-    pretrained.hasten_few_rows(whole)
     return whole.eval()
 
 

@@ -291,8 +291,8 @@ class Run:
         sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
         print(f"run {paths.shown(self.folder)}")
         console.print_table("", sizes, show_lines=False)
-        for line in filter(None, (note, launch.advice(self.args.dtype, self.accelerator.device))):
-            print(line)
+        if note:
+            print(note)
         self._open_csv()
         from ppo_rlhf.lib.services import tracking
 
