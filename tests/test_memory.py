@@ -2,7 +2,6 @@
 bfloat16, slices.
 """
 
-import json
 import math
 import mmap
 from collections.abc import Callable
@@ -14,11 +13,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from processes import SCRIPTS, launch
-from refusals import edit_tensors
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import classifier, lm, memory, models, packing, pretrained
@@ -367,88 +365,3 @@ def test_a_run_of_chapter_1_with_frozen_models_in_bfloat16(tiny_world: Path, tin
     assert abs(rows[0]["objective/kl"]) < 1e-5 < abs(rows[1]["objective/kl"]) < 0.05
     assert rows[0]["objective/score"] != rows[1]["objective/score"]
     assert rows[1]["objective/score"] == pytest.approx(rows[0]["objective/score"], abs=0.05)
-
-
-# ---- Slices of weights from files ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone(monkeypatch, tmp_path: Path):
-    """A group of one process, which reads all slices."""
-    monkeypatch.setattr(processes, "sharding", lambda: True)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield SimpleNamespace(device=torch.device("cpu"))
-    torch.distributed.destroy_process_group()
-
-
-def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: processes.full_tensor(tensor).detach().clone() for name, tensor in tensors}
-
-
-@pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModel, None])
-@pytest.mark.parametrize("several", [False, True])
-def test_slices_are_those_of_the_whole_model(saved: Path, auto_class, several: bool, monkeypatch, alone):
-    """Of a language model, with its output layer and without, in one file or several; and of a reward model."""
-    monkeypatch.setattr(pretrained, "WIDE", 1)
-
-    def load() -> torch.nn.Module:
-        if auto_class is None:
-            return models.load_reward_model(saved / "reward", torch.float32)
-        return models.load_pretrained(str(saved / "sft"), torch.float32, auto_class=auto_class)
-
-    if several:
-        for folder, opened in (("sft", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
-            opened.from_pretrained(saved / folder).save_pretrained(saved / folder, max_shard_size="10KB")
-            (saved / folder / "model.safetensors").unlink(missing_ok=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(processes, "sharding", lambda: False)
-        whole = load()
-    model = load()
-    assert all(parameter.is_meta for parameter in getattr(model, "lm_backbone", model).parameters())
-    models.place(model, alone)
-    expected, actual = weights_of(whole), weights_of(model)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
-    assert not model.training or auto_class is None
-    if auto_class is None:
-        assert torch.equal(model(TOKENS, PAD), whole(TOKENS, PAD))
-    elif auto_class is AutoModelForCausalLM:
-        copied = models.whole_copy(model, torch.bfloat16)
-        assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
-        assert type(copied.get_output_embeddings()) is pretrained.FewRowsLinear
-        rounded = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
-        buffers = dict(copied.named_buffers())
-        for name, tensor in weights_of(copied).items():
-            assert torch.equal(tensor.float(), expected[name] if name in buffers else rounded[name])
-
-
-NORM = "transformer.ln_f.weight"
-SPOILT = {
-    "its weights lack transformer.ln_f.weight": lambda tensors: tensors.pop(NORM),
-    r"hold transformer.ln_f.weight of shape \(3,\), but config.json means \(16,\)": lambda tensors: tensors.update(
-        {NORM: torch.ones(3)}
-    ),
-    "its weights hold numbers that are not finite": lambda tensors: tensors[NORM][2].fill_(torch.inf),
-}
-
-
-@pytest.mark.parametrize("message", SPOILT)
-def test_slices_of_a_damaged_model_are_refused(message, tiny_models, tmp_path: Path, alone):
-    tiny_models("gpt2").save_pretrained(tmp_path / "model")
-    edit_tensors("model/model.safetensors", SPOILT[message])(tmp_path)
-    model = models.load_pretrained(str(tmp_path / "model"), torch.float32)
-    with pytest.raises(InputError, match=message):
-        models.place(model, alone)
-
-
-@pytest.mark.parametrize("there", [[], ["pytorch_model.bin"]])
-def test_pickles_are_not_read_for_slices(there, tiny_models, tmp_path: Path, alone):
-    tiny_models("gpt2").save_pretrained(tmp_path / "model")
-    (tmp_path / "model/model.safetensors").unlink()
-    for name in there:
-        torch.save({}, tmp_path / "model" / name)
-        index = {"weight_map": {"transformer.ln_f.weight": name}}
-        (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(InputError, match="safetensors"):
-        models.place(models.load_pretrained(str(tmp_path / "model"), torch.float32), alone)

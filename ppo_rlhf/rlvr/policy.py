@@ -46,7 +46,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
-from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import layers, lm, models, networks, packing, passes, pretrained
 from ppo_rlhf.lib.nets.networks import AdaptiveKLController
@@ -220,7 +219,7 @@ class Sampler:
         """Responses of the policy, padding after the stop id, and their log-probs; within `sampling`."""
         ids = self.setup.ids
         settings = {"pad_id": ids.pad, "vocab_size": ids.vocab_size, "stop_ids": ids.stops}
-        return self.generate(self.actor_critic.sampler, contexts, uniforms, temperature=temperature, **settings)
+        return self.generate(self.actor_critic.lm_backbone, contexts, uniforms, temperature=temperature, **settings)
 
     def correct(self, episodes: Rollout, number: int) -> Correction:
         """What update `number` learns from, if another policy has sampled. Every process must call this."""
@@ -712,10 +711,8 @@ def load_networks(
 ) -> tuple[ActorCritic, Reference | None, nn.Module | None]:
     """Policy with or without a critic, reference, and peft's handle of the policy's adapters, if there are any.
 
-    They are sharded over the processes if the launcher asks for it. Without a penalty there is no reference.
+    Without a penalty there is no reference.
     """
-    if args.lora.rank and processes.sharding():
-        raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
     task = args.task
     length, vocab_size = task.prompt_length + task.response_length, pretrained.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
@@ -729,9 +726,8 @@ def load_networks(
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
-    models.place(actor_critic, accelerator)
-    with processes.gathered(actor_critic):
-        models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
+    actor_critic.to(accelerator.device)
+    models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
     adapters, reference = None, None
     if args.lora.rank:
         adapters = models.add_adapters(lm_backbone, args.lora, args.seed)
@@ -740,7 +736,7 @@ def load_networks(
         if adapters is None:
             frozen = models.load_base_model(args, frozen=True)
             packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
-            models.place(frozen, accelerator)
+            frozen.to(accelerator.device)
         reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
     return actor_critic, reference, adapters
 

@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.nets import lm, passes, pretrained, templates
@@ -96,8 +96,6 @@ def train(args: Args) -> Path:
             f"{errors.flag('tools.time_limit')} {args.tools.time_limit:g} is more than {tools.LONGEST_LIMIT:g} "
             f"seconds, a day; a call that takes so long holds up the whole run"
         )
-    if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
-        raise InputError("tools cannot be combined with FSDP")
     tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)  # found before any model is loaded
     return rlvr_policy.train(args, partial(sampler_with_tool, tool=tool))
 

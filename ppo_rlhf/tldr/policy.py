@@ -449,7 +449,7 @@ def respond(
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
     responses, sampled_logprobs = lm.generate_until(
-        actor_critic.sampler, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
+        actor_critic.lm_backbone, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
     )
     # [T34] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
@@ -668,7 +668,7 @@ def ppo_update(
                     )
                 )
             processes.average_gradients(actor_critic, accelerator)
-            gradient_norm = processes.full_tensor(processes.gradient_norm(actor_critic))
+            gradient_norm = processes.gradient_norm(actor_critic)
             optimizer.step()
             steps.append(
                 {name: sum(share[name] for share in shares) for name in shares[0]}
@@ -957,7 +957,7 @@ def evaluate_policy(
         if not reference_scores:
             reference_scores |= posts.score_references(judges, held_out, rows_at_a_time, accelerator)
         responses, *scores = posts.summarise(
-            actor_critic.sampler,
+            actor_critic.lm_backbone,
             held_out,
             ids=ids,
             task=args.task,
@@ -1026,8 +1026,6 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
     sizes = check_arguments(args, num_processes)
     worlds.check_names(args, joint, unused=["task.comparisons", *unmade])
     typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons", *unmade])
-    if args.lora.rank and processes.sharding():
-        raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     if args.lora.rank:
@@ -1053,21 +1051,20 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
 def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, networks.Reference]:
-    """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
+    """Policy, critic and reference."""
     length, vocab_size = args.task.query_length + args.task.response_length, pretrained.vocabulary_size(tokenizer)
     lm_backbone, critic = models.load_base_model(args), networks.load_critic(args, vocab_size)
     packing.enable(lm_backbone, critic.lm_backbone)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
-    models.place(actor_critic, accelerator)
-    with processes.gathered(actor_critic):
-        models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
+    actor_critic.to(accelerator.device)
+    models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
     if args.lora.rank:
         return actor_critic, networks.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
     frozen = models.load_base_model(args, frozen=True)
     packing.enable(frozen)
-    models.place(frozen, accelerator)
+    frozen.to(accelerator.device)
     return actor_critic, networks.Reference(frozen, None)
 
 
@@ -1092,7 +1089,7 @@ def load_scorer(
         return foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
-    models.place(reward_model, accelerator)
+    reward_model.to(accelerator.device)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641
     score = networks.response_scorer(reward_model, pad_id)
     return lambda queries, responses, references: score(queries, responses)
@@ -1143,7 +1140,7 @@ def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
     generator = lm.keyed_generator(args.seed, "scale of the function")
     with actor_critic.sampling():
         _, scores = posts.summarise(
-            actor_critic.sampler,
+            actor_critic.lm_backbone,
             setup.train_posts.first(args.rewards.normalize_samples),
             ids=setup.ids,
             task=args.task,

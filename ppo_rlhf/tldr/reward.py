@@ -160,9 +160,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
     this_run.write_table("lengths", console.rows_of_lengths(ids.pad, **texts))
-    folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
+    folder = this_run.model_folder / "reward"
     if accelerator.is_main_process:
-        save_reward_model(folder, plain, **saved)
+        save_reward_model(folder, reward_model, **saved)
     this_run.finish(**results)
     this_run.upload("reward")
     return folder
@@ -213,7 +213,7 @@ def pairs_update(
         numbers = launch.widened(torch.stack([losses, prefers_chosen(*scores), *scores]).detach())  # (4, micro_batch)
         sums += (numbers * weights).sum(1)
     processes.average_gradients(reward_model, accelerator)
-    gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
+    gradient_norm = processes.gradient_norm(reward_model)
     optimizer.step()
     # The names are the reproduction's.   reward.py#L420-L503
     names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards")
@@ -424,7 +424,7 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
     reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16").to(backbone.dtype)
     if args.gradient_checkpointing:
         layers.checkpoint_layers(reward_model)
-    models.place(reward_model, accelerator)
+    reward_model.to(accelerator.device)
     return reward_model
 
 
@@ -432,9 +432,8 @@ def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Acc
     """Refuse a model that does not read tokens as we do."""
     language_model = models.load_base_model(args)
     packing.enable(language_model)
-    models.place(language_model, accelerator)
-    with processes.gathered(language_model):
-        models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
+    language_model.to(accelerator.device)
+    models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
 
 
 if __name__ == "__main__":

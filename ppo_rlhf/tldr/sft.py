@@ -108,10 +108,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         layers.checkpoint_layers(model)
-    models.place(model, accelerator)
+    model.to(accelerator.device)
     length = task.query_length + task.response_length
-    with processes.gathered(model):
-        models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
+    models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
@@ -236,7 +235,7 @@ def sft_update(
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
         total = total + loss.detach()
     processes.average_gradients(model, accelerator)
-    gradient_norm = processes.full_tensor(processes.gradient_norm(model))
+    gradient_norm = processes.gradient_norm(model)
     optimizer.step()
     # The names are the reproduction's.   sft.py#L407-L425
     metrics = launch.sum_over_processes({"train/sft/loss": total}, accelerator)
@@ -263,7 +262,7 @@ def summarise_held_out(
     generator = lm.keyed_generator(args.seed, "evaluate", split)
     with model.sampling():
         responses, logprobs, counts = posts.summarise(
-            model.sampler,
+            model.lm_backbone,
             held_out,
             ids,
             args.task,

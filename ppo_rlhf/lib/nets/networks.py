@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.nets import foreign, lm, models, passes
 
 
@@ -46,9 +45,9 @@ class Reference:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within the block, the language model is the reference, whole on every process, and has no gradient."""
-        whole = self.adapters.disable_adapter() if self.adapters else processes.gathered(self.lm_backbone)
-        with torch.no_grad(), whole:
+        """Within the block, the language model is the reference, and has no gradient."""
+        without_adapters = self.adapters.disable_adapter() if self.adapters else contextlib.nullcontext()
+        with torch.no_grad(), without_adapters:
             yield
 
 

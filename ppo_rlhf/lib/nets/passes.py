@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.nets import memory
 
 limit = memory.limit_passes  # which the scripts find here
@@ -110,8 +109,7 @@ def plan_passes(
     lengths: tokens of each row (rows,), on the CPU. rows, tokens: how many a pass has at most, padding included; with
     neither, there are as many passes as pay, and one where no padding is read. A pass that would hold more than
     memory.budget is divided further. model: what reads them. uses: how often it is called in a pass, for each token
-    if it generates. shared: from find_shared. Where weights are sharded, every process makes equally many passes, and
-    all must call this.
+    if it generates. shared: from find_shared.
     """
     order = shared[1] if shared else lengths.argsort(descending=True, stable=True)
     ordered, count = lengths[order].tolist(), len(lengths)
@@ -132,12 +130,6 @@ def plan_passes(
     parts = pairwise([*starts, count])
     starts = [start + place for start, end in parts for place in starts_within(ordered[start:end], most)]
     plan = list(order.tensor_split(starts[1:]))
-    if processes.sharding():
-        counts = [0] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(counts, len(plan))
-        while len(plan) < max(counts):
-            largest = max(range(len(plan)), key=lambda i: len(plan[i]))
-            plan[largest : largest + 1] = plan[largest].tensor_split(2)
     return [Pass(rows=rows, longest=max(lengths[rows].tolist())) for rows in plan]
 
 

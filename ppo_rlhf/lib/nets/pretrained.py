@@ -410,9 +410,9 @@ def find_head(folder: Path, what: str = "") -> Path:
     return head_file
 
 
-def load_head(reward_model: nn.Module, folder: Path, *, own_only: bool = False) -> None:
+def load_head(reward_model: nn.Module, folder: Path) -> None:
     """Give a reward model or critic what is not in the classifier of its folder: head, gain, bias, and what saving
-    changed in the language model. own_only: without the latter.
+    changed in the language model.
     """
     head_file = find_head(folder)
     for own in (reward_model.gain, reward_model.bias, *reward_model.reward_head.parameters()):
@@ -421,8 +421,6 @@ def load_head(reward_model: nn.Module, folder: Path, *, own_only: bool = False) 
         head = load_file(head_file)
     except SafetensorError as error:
         raise InputError(f"{head_file} does not fit the model next to it: {error}") from error
-    if own_only:
-        head = {name: tensor for name, tensor in head.items() if not name.startswith("lm_backbone.")}
     state = reward_model.state_dict()
     problems = sorted({"reward_head.weight", "reward_head.bias", "gain", "bias"} - head.keys() | head.keys() - state)
     problems += [name for name in head if name in state and head[name].shape != state[name].shape]

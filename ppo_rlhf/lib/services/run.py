@@ -515,7 +515,7 @@ class Run:
         """
         if not self.is_main:
             return
-        from ppo_rlhf.lib.nets import memory
+        from ppo_rlhf.lib.base import processes
         from ppo_rlhf.lib.services import plots
 
         results = files.without_nan(results)
@@ -524,7 +524,7 @@ class Run:
             write({name: value for name, value in results.items() if value is not None})
         if not self.args.upload_model:
             self.close_logs()
-        held = round(memory.most_held() / 2**20)
+        held = round(processes.peak_memory() / 2**20)
         self.save_meta(finished=True, wall_time=round(self.seconds(), 1), peak_mib=held, results=results)
         checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
         self._unlock()
