@@ -38,7 +38,7 @@ from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, errors, files, launch, paths
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data import posts, problems, texts
-from ppo_rlhf.lib.nets import foreign, lm, models, passes, pretrained, templates
+from ppo_rlhf.lib.nets import foreign, lm, models, packing, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli
 
@@ -230,7 +230,7 @@ class Solutions(Continuations):
         return [self.asked[tuple(row[row != self.ids.pad].tolist())] for row in queries]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
-        return passes.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
+        return packing.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
 
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float

@@ -15,7 +15,7 @@ started from (the reference) keeps the text fluent. Each update has eight steps:
 
 `train()` is the loop and shows steps 1 to 5 and 8. `ppo_update()` has steps 6 and 7, because each minibatch whitens
 its own rewards and advantages. What is imported of ours is machinery, which you can skip: a run's folder and logs,
-the command line, files of models and texts, and memory.
+the command line, files of models and texts.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
 and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose: docs/reference.
@@ -50,7 +50,7 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, launch
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import foreign, layers, memory, pretrained, templates
+from ppo_rlhf.lib.nets import foreign, layers, pretrained, templates
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.scoring.scale import Scale
@@ -198,13 +198,16 @@ class Args(cli.PolicyRunArgs):
     """the optimisation"""
 
 
+SENTIMENT = Args(ppo=PpoArgs(local_micro_batch_size=24))
 # Summaries do without reward whitening.   launch.py#L166
-SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
+SUMMARIES_PPO = PpoArgs(
+    batch_size=32, lr=2e-6, whiten_rewards=False, local_micro_batch_size=4, local_rollout_batch_size=16
+)
 TALES = Args(
     base_model="tales",
     trace_interval=20,
     rewards=RewardsArgs(adaptive_kl=QUICK, monitor="ppo_rlhf.worlds.tales:sentiment.gold_scores"),
-    ppo=PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4),
+    ppo=PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4, local_micro_batch_size=64),
 )
 DESCRIPTIVENESS = dataclasses.replace(TALES.rewards, monitor="ppo_rlhf.worlds.tales:descriptiveness.gold_scores")
 # A real language model sees few episodes: it learns from each once, in two steps an update; the controller acts soon.
@@ -230,8 +233,8 @@ REVIEWS = Args(
     ),
 )
 PRESETS = {
-    "sentiment": Args(),
-    "descriptiveness": Args(),  # with another reward model
+    "sentiment": SENTIMENT,
+    "descriptiveness": SENTIMENT,  # with another reward model
     "cnndm": Args(rewards=RewardsArgs(kl_coef=0.01, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
     "tldr": Args(rewards=RewardsArgs(kl_coef=0.03, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
     "tales": TALES,
@@ -266,7 +269,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args = args
     args = worlds.find_paths(args, joint)  # names such as `tales` become paths
-    task = args.task
+    task, ppo = args.task, args.ppo
+    pass_rows = ppo.local_rollout_batch_size  # rows of a pass without gradients
 
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
@@ -281,19 +285,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = AdamTensorFlowStyle(groups_of_weights, lr=args.ppo.lr)
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-    fitting = memory.rows_that_fit(
-        args,
-        accelerator,
-        policy,
-        frozen=(reference, reward),
-        length=ids.context_length + task.response_length,
-        local_batch=sizes.local_batch,
-    )
-    pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
-    ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
-
     inputs = pretrained.weight_files(args) | worlds.data_files(task, "query_dataset")
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint, inputs)
     this_run.rehearse(partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args))
     resumed = this_run.resume(policy, optimizer)  # from the newest checkpoint; {"step": 0} if there is none
     controller.value = resumed.get("kl_coef", controller.value)
@@ -865,7 +858,6 @@ def ppo_update(
     """
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
-    micro_batch = ppo.local_micro_batch_size or groups * group_minibatch
     context_length = rollout.context_responses.shape[1] - rollout.rewards.shape[1]
     device = rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
@@ -884,8 +876,8 @@ def ppo_update(
             # 7. Make one optimiser step. Micro-batches add up to the gradient of the whole minibatch. [D67] [D88]
             shares = []  # what is logged of each micro-batch, times its share of the minibatch
             optimizer.zero_grad()
-            for start in range(0, mb_inds.numel(), micro_batch):
-                part = slice(start, start + micro_batch)
+            for start in range(0, mb_inds.numel(), ppo.local_micro_batch_size):
+                part = slice(start, start + ppo.local_micro_batch_size)
                 inds = mb_inds.flatten()[part]  # (micro_batch,); what follows is (micro_batch, response_length)
                 new_logprobs, entropies, new_values = policy(
                     rollout.context_responses[inds], pad_id, context_length, temperature
@@ -1314,7 +1306,7 @@ class PpoSizes:
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    cli.at_least(1, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
     local_groups = launch.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
     what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
@@ -1326,8 +1318,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
             f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
             f"{flag('ppo.batch_size')} {8 * slices} is enough; fewer {flag('ppo.whiten_groups')} need less"
         )
-    launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", ppo.batch_size // num_processes)
-    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
     return PpoSizes(
         # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
         updates=math.ceil(ppo.total_episodes / ppo.batch_size),

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrained
 from ppo_rlhf.lib.base import launch, processes
 from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.posts import Comparisons, Posts, TaskArgs, TaskIds
-from ppo_rlhf.lib.nets import classifier, lm, models, networks, passes
+from ppo_rlhf.lib.nets import classifier, lm, models, networks, packing
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
@@ -350,10 +350,10 @@ def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> Rep
     return lm, "generate_until", wrapper
 
 
-def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[passes.Pass]:
+def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[packing.Pass]:
     """Passes as the original has them."""
     parts = torch.arange(len(lengths)).split(rows or len(lengths))
-    return [passes.Pass(rows=part, longest=int(lengths.max())) for part in parts]
+    return [packing.Pass(rows=part, longest=int(lengths.max())) for part in parts]
 
 
 def read_as_stored(lm_backbone, tokens, responses, pad_id):
@@ -362,8 +362,8 @@ def read_as_stored(lm_backbone, tokens, responses, pad_id):
 
 # Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
 AS_STORED: list[Replaced] = [
-    (passes, "plan_passes", in_order),
-    (passes, "pack", lambda tokens, pad_id, longest: tokens),
+    (packing, "plan_passes", in_order),
+    (packing, "pack", lambda tokens, pad_id, longest: tokens),
     (lm, "read_before_responses", read_as_stored),
 ]
 

@@ -1,28 +1,19 @@
-"""What changes memory, and what it may change besides: the size of passes, gradient checkpointing, frozen models in
-bfloat16, slices.
+"""What changes memory, and what it may change besides: logits in pieces, gradient checkpointing, frozen models in
+bfloat16.
 """
 
-import math
 import mmap
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from processes import SCRIPTS, launch
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import classifier, lm, memory, models, packing, pretrained
+from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.nets import classifier, lm, models, packing
 from ppo_rlhf.lib.nets.layers import checkpoint_layers
-from ppo_rlhf.rlvr import policy as rlvr_policy
-from ppo_rlhf.rlvr.arguments import Args, PpoArgs, PpoSizes
 from ppo_rlhf.tldr.policy import ActorCritic
 
 VOCAB = PAD = 29
@@ -32,126 +23,7 @@ CONTEXT = 6
 RUN = Path(__file__).parent / "checkpointed_run.py"
 
 
-# ---- The size of passes ----------------------------------------------------------------------------------------
-
-# SmolLM2-135M. Numbers of a layer for each token: 11 * 576 + 4 * 1536 = 12,480.
-SMOL = LlamaConfig(
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    vocab_size=49152,
-    tie_word_embeddings=True,
-)
-BYTES = {
-    "training": (31 * 4 * 12_480, {}),
-    "checkpointed": (4 * 30 * 4 * 576 + 2 * 4 * 12_480, {"use": "training", "checkpointed": True}),
-    "bfloat16": (31 * (4 * 4 * 576 + 2 * (10 * 576 + 4 * 1536)), {"use": "training", "narrow": 2}),
-    "float64": (31 * 8 * 12_480, {"use": "training", "wide": 8, "narrow": 8}),
-    "sampling": (30 * 2 * 192 * 4, {}),  # keys and values of 3 heads, 64 wide
-    "reading": (4 * 12_480 + 30 * 2 * 192 * 4, {}),
-}
-
-
-@pytest.mark.parametrize("case", BYTES)
-def test_bytes_of_a_token_by_hand(case: str):
-    expected, settings = BYTES[case]
-    assert memory.bytes_per_token(SMOL, **{"use": case} | settings) == expected
-
-
-@pytest.mark.parametrize("low_precision", [False, True])
-@pytest.mark.parametrize("architecture", packing.TRIED)
-def test_a_layer_keeps_as_many_bytes_as_estimated(architecture, low_precision, monkeypatch):
-    """Counted: the storages that autograd keeps in a network of three layers, less those in one of one layer."""
-    monkeypatch.setattr(packing, "LEAST_WIDTH", 1)
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": PAD, "bos_token_id": None}
-    sizes |= {"eos_token_id": None} | ({} if architecture == "gpt2" else {"intermediate_size": 192})
-    if architecture not in ("gpt2", "gpt_neox"):
-        sizes |= {"num_key_value_heads": 2, "head_dim": 16}
-    tokens, counts = torch.randint(0, PAD, (13, 61)), []
-    for layers in (1, 3):
-        config = AutoConfig.for_model(architecture, num_hidden_layers=layers, **sizes)
-        model, kept = AutoModelForCausalLM.from_config(config).eval(), {}
-        packing.enable(model)
-
-        def keep(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
-            if tensor.numel() % tokens.numel() == 0:  # neither a weight nor the cast of one
-                kept[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor)
-            return tensor
-
-        mixed = torch.autocast("cpu", torch.bfloat16, enabled=low_precision)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed:
-            lm.read_tokens(model, tokens, PAD, slice(None))
-        counts.append(sum(size for size, _ in kept.values()) / tokens.numel())
-    three_and_one_more = memory.bytes_per_token(config, "training", narrow=2 if low_precision else 4)
-    least = 0.5 if architecture == "gpt_neox" else 0.9
-    assert least < (counts[1] - counts[0]) / 2 / (three_and_one_more / 4) < 1.1
-
-
-def test_tokens_that_fit_by_hand():
-    """A token has 1.2 * 1,547,520 = 1,857,024 bytes, and 12 * 49,152 = 589,824 of logits, 3 GiB of these at most."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(SMOL)
-    # So many gibibytes are enough for 965, 1,053 and, because 3 GiB of logits are enough, 35,270 tokens.
-    fit = {size: memory.tokens_that_fit(model, size * 2**30, "training") for size in (0, 2.2, 2.4, 64)}
-    assert fit == {0: 1, 2.2: 512, 2.4: 1024, 64: 32768}
-    assert memory.pass_bytes(model, 1024, "training") == 1024 * (1_857_024 + 589_824)
-    assert memory.pass_bytes(model, 32768, "training") == 32768 * 1_857_024 + 3 * 2**30
-    checkpoint_layers(model)
-    assert memory.pass_bytes(model, 1, "training") == 1.2 * (276_480 + 99_840) + 589_824
-    assert memory.bytes_per_token(SimpleNamespace(hidden_size=9), "training") == 0
-    assert memory.tokens_that_fit(torch.nn.Linear(2, 2), 1, "training") == math.inf
-
-
-def test_numbers_of_two_networks_are_kept_for_training_alone(tiny_models):
-    backbone = tiny_models("llama")
-    both = ActorCritic(backbone, lm.RewardModel(tiny_models("llama", seed=1).base_model), VOCAB)
-    for use, times in (("training", 2), ("reading", 1)):
-        assert memory.costs(both, use)[0] == pytest.approx(times * memory.costs(backbone, use)[0], abs=1)
-
-
-def test_rows_that_are_sampled_in_parts_are_the_same(tiny_models, monkeypatch):
-    model = tiny_models("llama").double()
-    uniforms = torch.rand(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    monkeypatch.setattr(lm, "read_contexts", counted := Counted(lm.read_contexts))
-    expected = lm.generate_until(model, TOKENS, uniforms, PAD, VOCAB, 0.7, {3})
-    # A token has 1.2 * 2 layers * 2 * 2 heads * 4 * 8 bytes of keys and values: 307. A row has 16, two rows 32.
-    monkeypatch.setattr(memory, "budget", 2 * 32 * 308.0)  # half of it is for them
-    actual = lm.generate_until(model, TOKENS, uniforms, PAD, VOCAB, 0.7, {3})
-    for tensor, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(tensor, other, rtol=1e-12, atol=1e-13)
-    assert counted.rows == [3, 2, 1]
-
-
-V2, V1 = {"proc/self/cgroup": "0::/job\n"}, {"proc/self/cgroup": "9:cpu:/\n4:cpuset,memory:/a/b\n0::/\n"}
-OF_V1 = {"limit_in_bytes": "3000", "usage_in_bytes": "1200", "stat": "cache 9\ntotal_inactive_file 200\n"}
-MACHINES = {  # files, and how many bytes are free
-    "no limit": ({"proc/self/cgroup": "0::/\n"}, 5000 * 1024),
-    "no groups": ({}, 5000 * 1024),
-    "version 2": (
-        V2
-        | {
-            "sys/fs/cgroup/memory.max": "max\n",
-            "sys/fs/cgroup/job/memory.max": "4000\n",
-            "sys/fs/cgroup/job/memory.current": "1500\n",
-            "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 100\n",
-        },
-        4000 - 1500 + 100,
-    ),
-    "version 1": (V1 | {f"sys/fs/cgroup/memory/a/memory.{name}": text for name, text in OF_V1.items()}, 2000),
-    "in a container": (V1 | {f"sys/fs/cgroup/memory/memory.{name}": text for name, text in OF_V1.items()}, 2000),
-}
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_free_memory_of_a_machine(machine: str, tmp_path: Path):
-    files, expected = MACHINES[machine]
-    files = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 1000 kB\nMemAvailable:   5000 kB\n"} | files
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert memory.free_on_cpu(tmp_path) == expected
+# ---- Too much of it -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has another count of it")
@@ -161,78 +33,18 @@ def test_the_most_that_a_process_has_held():
             mapped[start] = 1
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     most = int(lines["VmHWM"].split()[0]) * 1024
-    assert memory.most_held() == pytest.approx(most, rel=0.01)
-    assert memory.held_memory(torch.device("cpu")) < most - 2**27  # what was held was given back
-
-
-def limit(monkeypatch, max_memory: float = 0.0, free: float = 10.0, **knobs: int) -> dict[str, int]:
-    """The sizes of a process that holds 2 GiB, with so many GiB free. 1 GiB of its weights learns."""
-    with torch.device("meta"):
-        network = torch.nn.ModuleList([torch.nn.Linear(2**14, 2**14, bias=False) for _ in range(2)])
-    network[1].requires_grad_(False)
-    knobs = {"local_micro_batch_size": 0, "local_micro_batch_tokens": 0} | knobs
-    args = SimpleNamespace(max_memory=max_memory, ppo=SimpleNamespace(**knobs))
-    monkeypatch.setattr(memory, "budget", None)
-    monkeypatch.setattr(memory, "held_memory", lambda device: 2 * 2**30)
-    monkeypatch.setattr(memory, "free_memory", lambda device: free * 2**30)
-    return memory.limit_passes(args, Accelerator(cpu=True), network, rows=8, length=50)
-
-
-@pytest.mark.parametrize(
-    ("settings", "gibibytes"),
-    # Gradients, two moments and a gradient that is added to another one take 4 GiB.
-    [
-        ({"free": 10.0}, 0.8 * 10 - 4),
-        ({"free": 5.0}, 1),  # the least
-        ({"max_memory": 9.5, "free": 1.0}, 9.5 - 2 - 4),
-        ({"max_memory": 6.5, "free": 90.0}, 6.5 - 2 - 4),
-    ],
-)
-def test_what_is_left_for_a_pass(settings, gibibytes, monkeypatch):
-    assert limit(monkeypatch, **settings) == {
-        "largest_pass_tokens": 8 * 50,
-        "largest_pass_mib": 0,  # there is no language model
-        "process_mib": 6 * 1024,
-    }
-    assert memory.budget == pytest.approx(gibibytes * 2**30)
-    assert limit(monkeypatch, local_micro_batch_size=2)["largest_pass_tokens"] == 2 * 50
-    assert limit(monkeypatch, local_micro_batch_tokens=120)["largest_pass_tokens"] == 120
-    with pytest.raises(InputError, match=r"max_memory is 6 GiB.* take 6\.0; --max_memory 7 may do"):
-        limit(monkeypatch, max_memory=6.0)
-
-
-def test_a_shared_prompt_counts_once_in_the_largest_pass(tiny_models, monkeypatch):
-    """Four prompts of 7 tokens at most, with 3 responses of 5 tokens each: 4 * 7 + 12 * 5, or else 12 * 12."""
-
-    def stop(args: object, accelerator: object, sizes: dict[str, int], **more: object) -> None:
-        raise InputError(str(sizes["largest_pass_tokens"]))
-
-    monkeypatch.setattr(rlvr_policy.run, "Run", stop)
-    monkeypatch.setattr(pretrained, "weight_files", lambda args: {})
-    monkeypatch.setattr(rlvr_policy.worlds, "data_files", lambda *_: {})
-    args = Args(task=problems.TaskArgs(prompt_length=40, response_length=5), ppo=PpoArgs(samples_per_prompt=3))
-    sizes = PpoSizes(**{field.name: 12 for field in fields(PpoSizes)})
-    setup = {"args": args, "typed_args": args, "accelerator": Accelerator(cpu=True), "sizes": sizes}
-    setup = SimpleNamespace(**setup, problems=SimpleNamespace(longest=lambda: 7))
-    for shares, tokens in ((False, 12 * 12), (True, 4 * 7 + 12 * 5)):
-        packing.enable(network := tiny_models("llama"), share_prefixes=shares)
-        with pytest.raises(InputError, match=f"^{tokens}$"):
-            rlvr_policy.start_run(setup, network, {})
+    assert processes.peak_memory() == pytest.approx(most, rel=0.01)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried ...")])
-def test_one_line_says_what_needs_less_memory(error, monkeypatch, capsys):
-    monkeypatch.setattr(errors, "how_to_need_less", "")
-    with errors.typed_as({"max_memory": "policy.max_memory"}):
-        limit(monkeypatch)
-
+def test_one_line_says_what_needs_less_memory(error, capsys):
     def fail() -> None:
         raise error
 
     with pytest.raises(SystemExit):
         errors.run_script(fail)
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and "--policy.max_memory" in line and "--ppo.local_micro_batch_size" in line
+    assert line.count("\n") == 1 and "local_micro_batch_size" in line and "local_rollout_batch_size" in line
 
 
 # ---- Gradient checkpointing ------------------------------------------------------------------------------------
@@ -280,7 +92,7 @@ def test_logits_in_pieces_give_the_same(rows, tiny_models, monkeypatch):
     expected, _ = one_pass(network)
     network.zero_grad()
     length = TOKENS.shape[1] - CONTEXT
-    monkeypatch.setattr(memory, "MOST_LOGITS", rows * length * VOCAB + 1)
+    monkeypatch.setattr(packing, "MOST_LOGITS", rows * length * VOCAB + 1)
     monkeypatch.setattr(lm, "scaled_logits", counted := Counted(lm.scaled_logits))
     actual, _ = one_pass(network)
     for tensor, expected_tensor in zip(actual, expected, strict=True):

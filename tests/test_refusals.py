@@ -499,10 +499,6 @@ LONG_ARTICLE = edit_row("world/comparisons_validation.jsonl", 0, info={"article"
 
 
 CHAPTER_2 = {
-    "sft: micro-batch": sft("--local_micro_batch_size 3", "local_micro_batch_size 3", "_size 1"),
-    "reward: micro-batch": summary_reward("--local_micro_batch_size 6", "local_micro_batch_size 6"),
-    "policy: micro-batch": summary_policy("--ppo.local_micro_batch_size 5", "ppo.local_micro_batch_size 5"),
-    "policy: rollout batch": summary_policy("--ppo.local_rollout_batch_size 5", "ppo.local_rollout_batch_size 5"),
     "policy: fewer than a batch": summary_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
     "sft: two processes": sft("--batch_size 15", "batch_size 15", "2 (processes", "--batch_size 16", processes=2),
     "policy: two processes": summary_policy(
@@ -803,19 +799,18 @@ NUMBERS_OF = {
 VALUES = {int: (0, -1, 2**63, 10**400), float: (0.0, -1.0, math.nan, math.inf, 1e39)}
 # What may be 0, and what may be below 0 too. No number is taken that is no float32 or int64.
 MAY_BE_0 = """
-    seed max_memory log_interval save_interval trace_interval eval_interval eval_problems eval_samples lora.rank
+    seed log_interval save_interval trace_interval eval_interval eval_problems eval_samples lora.rank
     rewards.kl_coef rewards.kl_loss_coef rewards.missing_stop_penalty rewards.min_response_length
     rewards.missing_eos_penalty rewards.overlong_buffer rewards.overlong_factor endpoint.temperature
     ppo.beta2 ppo.critic_lam ppo.critic_warmup ppo.entropy_coef ppo.gamma ppo.lam ppo.lr_warmup ppo.nll_coef
     ppo.prompts_per_round ppo.weight_decay ppo.critic_epochs ppo.critic_minibatches
-    ppo.local_micro_batch_size ppo.local_micro_batch_tokens ppo.local_rollout_batch_size
     staleness rejection_low gpus_per_worker
     n
-    local_micro_batch_size local_micro_batch_tokens rewards.normalize_samples ppo.vf_coef task.truncate_after
+    rewards.normalize_samples ppo.vf_coef task.truncate_after
     eval_posts weight_decay
 """
 MAY_BE_BELOW_0 = "task.penalty_reward_value rewards.verifier_weight rewards.format_weight"
-ONLY_HERE = {name: {"local_rollout_batch_size", "normalize_samples"} for name in ("train_reward", "train_both")}
+ONLY_HERE = {name: {"normalize_samples"} for name in ("train_reward", "train_both")}
 ONLY_HERE |= {name: {"num_train", "normalize_posts"} for name in ("tldr_sft", "tldr_reward", "tldr_all")}
 # What checks the numbers of rlvr_policy here, too. Whether it is called, one value of each shows.
 CHECKED_AGAIN = ("rlvr_policy, in groups", "rlvr_async", "rlvr_tools")

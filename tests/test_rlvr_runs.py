@@ -41,7 +41,7 @@ GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
     "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --ppo.nminibatches 2 --save_interval 1 "
     "--keep_checkpoints 2 --log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 "
-    "--task.response_length 20 --ppo.local_micro_batch_size 0 --trace_interval 0"
+    "--task.response_length 20 --ppo.local_micro_batch_size 256 --trace_interval 0"
 )
 LETTERS = """
 def letters(prompts, responses, answers):

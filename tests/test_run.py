@@ -25,7 +25,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from processes import Launched, launch, launch_together
+from processes import Launched, launch_together
 from refusals import with_value
 from runs import error_line, meta_of, metrics_of, only, samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -723,30 +723,3 @@ def test_a_clock_may_stand_still_or_be_set_back(accelerator, monkeypatch):
 def test_a_table_takes_any_text(capsys):
     console.print_table("[/b] title", [{"query": "[/i] \\[ text", "score": 1.0}])
     assert "[/i]" in capsys.readouterr().out
-
-
-ALLOCATE = """
-import resource, torch
-from ppo_rlhf.lib.base import launch
-
-def new_pages():
-    faults = []
-    for _ in range(10):
-        tensors = [torch.ones(2**22 * size) for size in (1, 4, 2, 3)]  # 160 MB: 40,960 pages
-        del tensors
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    return faults[-1] - faults[2]
-
-print(new_pages())
-launch.keep_freed_memory()
-print(new_pages())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
-def test_freed_memory_is_kept(tmp_path):
-    """A tensor takes the pages of the one before; else the kernel would clear new ones, with a fault for each."""
-    (tmp_path / "allocate.py").write_text(ALLOCATE)
-    result = launch(tmp_path / "allocate.py", folder=tmp_path)
-    without, kept = map(int, result.stdout.split())
-    assert 5 * kept < without

@@ -145,6 +145,8 @@ class PpoArgs(cli.MemoryArgs):
     """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
     max_generation_rounds: int = 10
     """with filter_groups: rounds of generation per update, at most"""
+    local_rollout_batch_size: int = 256
+    """responses that one process samples at a time, at most; a memory knob"""
     share_prefixes: bool = True
     """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
 
@@ -154,11 +156,6 @@ class PpoArgs(cli.MemoryArgs):
         low = algebra.lower_clip_range(self.loss, self.cliprange_low)
         found = {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
         return found | {"trust_region": self.trust_region}
-
-    @property
-    def limits_of_a_pass(self) -> dict[str, int]:
-        """For lib/nets/passes.py."""
-        return {"rows": self.local_micro_batch_size, "most_tokens": self.local_micro_batch_tokens}
 
     @property
     def loops(self) -> list[tuple[list[str], int, int]]:
@@ -242,6 +239,7 @@ SUMS = Args(
         weight_decay=0.0,
         lam=0.95,
         cliprange_value=None,
+        local_micro_batch_size=128,
     ),
 )
 SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
@@ -335,6 +333,7 @@ PRESETS = {
             weight_decay=0.0,
             advantage="dr_grpo",
             loss_aggregation="seq-mean-token-sum-norm",
+            local_micro_batch_size=64,
         ),
     ),
 }
@@ -371,10 +370,8 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "batch_size", "samples_per_prompt", "nminibatches", "noptepochs")
     cli.at_least(1, "ppo.", ppo, "max_generation_rounds")
-    cli.at_least(
-        0, "ppo.", ppo, "prompts_per_round", "local_rollout_batch_size", "critic_epochs", "critic_minibatches"
-    )
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens")
+    cli.at_least(0, "ppo.", ppo, "prompts_per_round", "critic_epochs", "critic_minibatches")
+    cli.at_least(1, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
     cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
     n, split, typed = ppo.samples_per_prompt, launch.split_evenly, errors.typed
     prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
@@ -384,7 +381,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     if ppo.critic_minibatches:
         slices, what = num_processes * ppo.critic_minibatches, f"processes x {typed('ppo.critic_minibatches')}"
         split("ppo.batch_size", ppo.batch_size, slices, what)
-    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
     local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")
     return PpoSizes(
@@ -395,6 +391,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         round_prompts=round_prompts,
         local_batch=ppo.batch_size // num_processes,
         local_round=local_round,
-        local_rollout_batch=launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_round),
+        local_rollout_batch=min(ppo.local_rollout_batch_size, local_round),
         local_minibatch=local_minibatch,
     )

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
 from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import layers, lm, models, networks, packing, passes, pretrained
+from ppo_rlhf.lib.nets import layers, lm, models, networks, packing, pretrained
 from ppo_rlhf.lib.nets.networks import AdaptiveKLController
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics
@@ -208,7 +207,7 @@ class Sampler:
         """Responses to the requests of a draw; within `sampling`."""
         chunk = self.setup.sizes.local_rollout_batch
         answers = [
-            passes.few_rows_at_a_time(partial(self.respond, temperature=temperature), chunk, contexts, uniforms)
+            packing.few_rows_at_a_time(partial(self.respond, temperature=temperature), chunk, contexts, uniforms)
             for contexts, uniforms, temperature in draw.requests
         ]
         return Samples(draw=draw, answers=answers, version=self.version, on_policy=True)
@@ -256,8 +255,8 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
     query_responses, exact = torch.cat([queries, responses], dim=1), shaping.kl_estimator == "full"
     recorded = samples.on_policy and args.dtype != "bfloat16" and not exact
     settings = {"pad_id": ids.pad, "reference": reference, "exact": exact, "recorded": recorded}
-    settings |= args.ppo.limits_of_a_pass
-    read = passes.by_length(
+    settings |= {"rows": args.ppo.local_micro_batch_size}
+    read = packing.by_length(
         read_responses, actor_critic, query_responses, responses, mask, sampler_logprobs, **settings
     )
 
@@ -399,8 +398,8 @@ def update(
     exact = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
     of_policy, of_critic = "policy" in optimizers, "value" in optimizers or len(ppo.loops) == 1
     read_by = reference if exact and of_policy else None
-    limits = {"pad_id": pad_id} | ppo.limits_of_a_pass
-    lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
+    limits = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size}
+    lengths = packing.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
     for b_inds in minibatches:  # an epoch
@@ -415,7 +414,7 @@ def update(
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             # [V77] A micro-batch has rows of similar length: little padding, and the same sum.
-            for tokens, rows in passes.micro_batches(
+            for tokens, rows in packing.micro_batches(
                 actor_critic, lengths[mb_inds], mb.query_responses, torch.arange(len(mb_inds)), **limits
             ):
                 micro_batch = mb.rows(rows)
@@ -571,7 +570,7 @@ class ActorCritic(models.MixedPrecision):
                 if reference:
                     states.append(reference.hidden_states(*place)[at])
                 read = partial(self.read_hidden, reference)
-                logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, labels, *states)
+                logprobs, entropies, exact_kl = packing.few_logits_at_a_time(read, self.vocab_size, labels, *states)
             else:
                 logprobs = recorded[at]
                 entropies = exact_kl = torch.zeros_like(logprobs)
@@ -779,12 +778,7 @@ def start_run(
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
     inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
-    prompt, rows, tokens = setup.problems.longest(), setup.sizes.local_minibatch, math.inf
-    if passes.is_packed(actor_critic, "shares_prefixes"):  # a prompt is read once for all its responses
-        tokens = setup.sizes.local_batch // args.ppo.samples_per_prompt * prompt + rows * args.task.response_length
-    length = prompt + args.task.response_length
-    of_pass = passes.limit(args, accelerator, actor_critic, rows=rows, length=length, tokens=tokens)
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass, inputs=inputs)
+    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes), inputs=inputs)
     this_run.rehearse(partial(save_models, setup=setup, actor_critic=actor_critic))
     state = this_run.resume_with(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}

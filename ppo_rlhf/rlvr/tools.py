@@ -48,7 +48,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, passes, pretrained, templates
+from ppo_rlhf.lib.nets import lm, packing, pretrained, templates
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy
@@ -144,7 +144,7 @@ def converse(
     for turn in range(conversation.max_calls + 1):
         # [V102] Read the ids of prompt and response so far as they are, then generate up to a call or the end.
         so_far = torch.cat([contexts[rows], responses[rows]], 1)
-        so_far = passes.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
+        so_far = packing.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
         # The noise of a token belongs to its place in the response, so it depends neither on the number of
         #        turns before it nor on the rows that are sampled together.
         places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens

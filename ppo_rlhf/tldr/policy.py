@@ -49,7 +49,7 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, errors, files, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import foreign, layers, lm, models, networks, packing, passes, pretrained
+from ppo_rlhf.lib.nets import foreign, layers, lm, models, networks, packing, pretrained
 from ppo_rlhf.lib.nets.networks import AdaptiveKLController
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.scoring.scale import Scale
@@ -172,7 +172,9 @@ PRESETS = {
             adaptive_kl=cli.AdaptiveKLArgs(target=6.0, horizon=300),
             missing_eos_penalty=3.0,
         ),
-        ppo=PpoArgs(total_episodes=1_280, batch_size=32, nminibatches=2, noptepochs=2, lr=5e-4),
+        ppo=PpoArgs(
+            total_episodes=1_280, batch_size=32, nminibatches=2, noptepochs=2, lr=5e-4, local_micro_batch_size=16
+        ),
         lora=models.LoraArgs(rank=16, target_modules="all-linear"),
     ),
 }
@@ -201,17 +203,16 @@ class PpoSizes:
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    cli.at_least(1, "ppo.", ppo, "local_micro_batch_size", "local_rollout_batch_size")
     cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
     slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
-    local_minibatch = launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     local_batch = ppo.batch_size // num_processes
-    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
         batch=ppo.batch_size,
         local_batch=local_batch,
-        local_rollout_batch=launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
+        local_rollout_batch=min(ppo.local_rollout_batch_size, local_batch),
     )
 
 
@@ -372,7 +373,7 @@ def make_rollout(
 ) -> Episodes:
     """Steps 2 to 5 for some posts (rows). uniforms: (rows, response_length) random numbers, one for each token."""
     ids, task, shaping, device = setup.ids, setup.args.task, setup.args.rewards, setup.accelerator.device
-    by_length = partial(passes.by_length, pad_id=ids.pad, rows=setup.args.ppo.local_rollout_batch_size)
+    by_length = partial(packing.by_length, pad_id=ids.pad, rows=setup.args.ppo.local_rollout_batch_size)
     references = batch.references.to(device)
     queries = posts.trim_padding(batch.queries, pad_id=ids.pad).to(device)  # (rows, context_length)
     with actor_critic.sampling():
@@ -455,7 +456,7 @@ def respond(
     #       ppo.py#L321-L335, ppo.py#L617-L619
     query_responses = torch.cat([contexts, responses], dim=1)
     reading = {"pad_id": pad_id, "temperature": temperature}
-    logprobs, _, values = passes.by_length(nn.Module.__call__, actor_critic, query_responses, responses, **reading)
+    logprobs, _, values = packing.by_length(nn.Module.__call__, actor_critic, query_responses, responses, **reading)
     gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == pad_id, 0)
     return Sampled(responses=responses, logprobs=logprobs, values=values, sampler_gap=gap)
 
@@ -590,8 +591,8 @@ def ppo_update(
     counts in the minibatch. The shares of all processes add up to that mean.
     """
     reduce, device = partial(accelerator.reduce, reduction="sum"), rollout.rewards.device
-    lengths = passes.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
-    reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
+    lengths = packing.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
+    reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size}
     steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
     for b_inds in minibatches:  # of an epoch
         for cpu_inds in b_inds:  # (local_minibatch,)
@@ -622,7 +623,7 @@ def ppo_update(
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             mb_query_responses, mb_rows = rollout.query_responses[mb_inds], torch.arange(len(mb_inds))
-            for tokens, rows in passes.micro_batches(
+            for tokens, rows in packing.micro_batches(
                 actor_critic, lengths[cpu_inds], mb_query_responses, mb_rows, **reading
             ):
                 # tokens: (micro_batch, length); rows of the minibatch: (micro_batch,); others: (micro_batch,
@@ -1011,7 +1012,7 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     found, scale = check(args, accelerator.num_processes, joint), Scale()
     actor_critic, reference = load_networks(found.args, found.tokenizer, accelerator)
     score = load_scorer(found.args, found.tokenizer, found.ids, accelerator)
-    few_rows = partial(passes.few_rows_at_a_time, score, found.sizes.local_rollout_batch)
+    few_rows = partial(packing.few_rows_at_a_time, score, found.sizes.local_rollout_batch)
     setup = Setup(
         **vars(found), score=lambda *tokens: scale.apply(few_rows(*tokens)), scale=scale, accelerator=accelerator
     )
@@ -1117,10 +1118,7 @@ def start_run(
     Returns the run, the first update to make, and the newest evaluation.
     """
     inputs = pretrained.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
-    task, local_minibatch = setup.args.task, setup.sizes.local_batch // setup.args.ppo.nminibatches
-    minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
-    of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
-    sizes = dataclasses.asdict(setup.sizes) | of_pass
+    sizes = dataclasses.asdict(setup.sizes)
     this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint, inputs=inputs)
     this_run.rehearse(save)
     state = this_run.resume(actor_critic, optimizer)

@@ -37,7 +37,7 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import layers, lm, models, packing, passes, pretrained
+from ppo_rlhf.lib.nets import layers, lm, models, packing, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.services import cli, run
 
@@ -98,16 +98,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 
     inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
-    length = 2 * int(comparisons.lengths(ids.pad).max())  # both texts of a comparison
-    of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes), joint=joint, inputs=inputs)
     info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
     saved = {"tokenizer": tokenizer, "info": info, "trust_remote_code": args.trust_remote_code}
     this_run.rehearse(partial(save_reward_model, reward_model=reward_model, **saved))
     first_step = this_run.resume(reward_model, optimizer)["step"]
     this_run.start_logging(first_step)
-    limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
     # 1. One pass over the comparisons.
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
@@ -131,7 +128,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 counts=counts,
                 pad_id=ids.pad,
                 accelerator=accelerator,
-                **limits,
+                rows=args.local_micro_batch_size,
             )
             launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/rm/lr": lr})
@@ -188,12 +185,11 @@ def pairs_update(
     accelerator: Accelerator,
     *,
     rows: int,
-    most_tokens: int,
 ) -> dict[str, float]:
     """One optimiser step on the comparisons with these indices (local_batch,). counts: which of them have a weight.
 
-    rows, most_tokens: of a micro-batch, at most; 0: as many as are fast. Returns the metrics of the step: loss,
-    accuracy and mean scores of the whole batch on all processes, and gradient norm.
+    rows: comparisons of a micro-batch, at most. Returns the metrics of the step: loss, accuracy and mean scores of
+    the whole batch on all processes, and gradient norm.
     """
     device = reward_model.gain.device
     count = accelerator.reduce(counts.sum().to(device), "sum")
@@ -201,7 +197,7 @@ def pairs_update(
     # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[mb_inds]  # (local_batch,), of the longer text of each
-    for one in passes.plan_passes(2 * lengths, reward_model, rows, most_tokens):
+    for one in packing.plan_passes(2 * lengths, reward_model, rows):
         queries, chosen, rejected, weights = (
             t.to(device) for t in (*comparisons.tokens(mb_inds[one.rows]), counts[one.rows])
         )
@@ -230,7 +226,7 @@ def score_pairs(
     """
     # [T25] [T19] [T20] One pass reads both, each to its last real token.   reward.py#L211-L236, reward.py#L462-L484
     tokens = torch.cat([torch.cat([queries, queries]), torch.cat([chosen, rejected])], dim=1)
-    tokens = passes.pack(tokens, pad_id, longest)
+    tokens = packing.pack(tokens, pad_id, longest)
     chosen_scores, rejected_scores = reward_model(tokens, pad_id).chunk(2)
     return chosen_scores, rejected_scores
 
@@ -371,9 +367,8 @@ def check_arguments(args: Args, num_processes: int) -> None:
     """Refuse numbers that cannot be meant, before anything is read."""
     cli.check_values(args)
     cli.above_zero("", args, "lr", "adam_eps")
-    cli.at_least(1, "", args, "batch_size", "local_rollout_batch_size")
+    cli.at_least(1, "", args, "batch_size", "local_micro_batch_size", "local_rollout_batch_size")
     cli.at_least(0, "", args, "num_train", "weight_decay", "normalize_posts", "save_interval")
-    cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
     if not args.base_model:
         raise InputError(
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
@@ -400,7 +395,7 @@ def pair_sizes(args: Args, comparisons: int, num_processes: int) -> PairSizes:
         steps=math.ceil(comparisons / args.batch_size),
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=launch.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
+        local_micro_batch=min(args.local_micro_batch_size, local_batch),
     )
 
 

@@ -68,7 +68,6 @@ def input_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 how_to_go_on = ""  # of the run that this process began last, for whoever stops it
-how_to_need_less = "a smaller local_micro_batch_size needs less"  # memory; a run names its own arguments
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # of a write, which names no file
 
 
@@ -104,7 +103,10 @@ def run_script(main: Callable[[], Any]) -> None:
             exit_with(with_how_to_go_on("another process has ended"))
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        exit_with(f"the memory does not suffice; {how_to_need_less}")
+        exit_with(
+            "the memory does not suffice; a smaller local_micro_batch_size needs less in training, and a smaller "
+            "local_rollout_batch_size where nothing is trained"
+        )
     except Stopped as stopped:
         leave_at_the_next_signal(0)
         if is_first_process():

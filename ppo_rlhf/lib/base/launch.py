@@ -4,13 +4,11 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import contextlib
-import ctypes
 import datetime
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -22,19 +20,6 @@ from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, fl
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what a tensor leaves for the next tensor, instead of giving it back to the kernel.
-
-    Otherwise a large tensor is new memory each time, which the kernel clears page by page as it is touched: a fifth
-    of the training time of GPT-2 on a CPU. glibc only; elsewhere nothing happens.
-    """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(library, "mallopt"):
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        library.mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
-        library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
 
 
 def default_device() -> torch.device:
@@ -93,7 +78,6 @@ def launcher() -> Iterator[None]:
         )
     if found.device.type == "cpu":
         torch.set_num_threads(threads)
-        keep_freed_memory()
 
 
 def make_accelerator() -> Accelerator:
@@ -210,17 +194,3 @@ def split_evenly(field: str, value: int, parts: int, what: str) -> int:
         offer = math.ceil(value / parts) * parts
         raise InputError(f"{typed(field)} {value} does not divide by {parts} ({what}); {flag(field)} {offer} does")
     return value // parts
-
-
-def rows_at_a_time(prefix: str, group: Any, field: str, whole: int) -> int:
-    """A memory knob, a field of a dataclass: how many of the rows to take at a time; 0: all.
-
-    prefix: of its name on the command line.
-    """
-    size, name = getattr(group, field) or whole, prefix + field
-    if whole % size:
-        offer = math.gcd(size, whole)
-        raise InputError(
-            f"{typed(name)} {size} does not divide the {whole} of one process; {flag(name)} {offer} does"
-        )
-    return size

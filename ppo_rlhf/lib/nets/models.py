@@ -25,7 +25,7 @@ from ppo_rlhf.lib.base import errors, files, precision
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import (
     lm,
-    passes,
+    packing,
     pretrained,
     templates,
 )
@@ -102,13 +102,13 @@ def read_whole(
 def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
     """As in pretrained.py; and a model that reads shared prefixes in another way reads each row by itself."""
     pretrained.check_model(model, base_model, length, vocab_size, read_tokens)
-    if passes.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
+    if packing.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
         tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
         second_half = torch.arange(length, device=model.device) >= length // 2
         rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])
         logits = model.get_output_embeddings()(read_tokens(model, rows, vocab_size, slice(None)))
         if not same_logits(logits, model(rows).logits):
-            passes.UNFIT.add(type(model.base_model))
+            packing.UNFIT.add(type(model.base_model))
             what = f"{flag('base_model')} {base_model}"
             errors.say_once(f"{what} does not read shared prefixes as it should: each row is read by itself")
 

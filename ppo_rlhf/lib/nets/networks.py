@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ppo_rlhf.lib.nets import foreign, lm, models, passes
+from ppo_rlhf.lib.nets import foreign, lm, models, packing
 
 
 class AdaptiveKLController:
@@ -82,6 +82,6 @@ def response_scorer(reward_model: lm.RewardModel, pad_id: int, *, rows: int = 0)
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor, messages: Any = None) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)
-        return passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
+        return packing.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
 
     return score

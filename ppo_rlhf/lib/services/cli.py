@@ -44,8 +44,6 @@ class RunArgs:
     gradient_checkpointing: bool = False
     """keep only the inputs of each layer of a trained network and compute the rest again in the backward pass; saves
     memory, costs a forward pass"""
-    max_memory: float = 0.0
-    """GiB that a process may take, on its GPU if it has one; a memory knob; 0: as much as is free at the start"""
     resume: str = ""
     """folder of a run to resume: runs/<run>; its arguments are taken from there"""
     save_interval: int = 50
@@ -85,15 +83,15 @@ class PolicyRunArgs(RunArgs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryArgs:
-    """Memory knobs. They change how rows are divided, and numbers only by rounding."""
+    """Memory knobs. They change how rows are divided, and numbers only by rounding.
 
-    local_micro_batch_size: int = 0
-    """rows, such as episodes or labels, per forward and backward pass on one process; a memory knob; 0: as many as
-    are fast and fit"""
-    local_micro_batch_tokens: int = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
-    local_rollout_batch_size: int = 0
-    """rows per pass without gradients on one process; a memory knob; 0: as many as fit, at most a batch"""
+    The defaults are for models of half a billion parameters with 150,000 tokens.
+    """
+
+    local_micro_batch_size: int = 8
+    """rows, such as episodes or labels, per forward and backward pass on one process, at most; a memory knob"""
+    local_rollout_batch_size: int = 64
+    """rows per pass without gradients on one process, at most; a memory knob"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +108,7 @@ Args = TypeVar("Args")
 
 # Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
 MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "label", "upload_model", "hf_entity", "track", "tracker"}
-MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "max_memory", "gradient_checkpointing", "ppo.share_prefixes"}
+MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "gradient_checkpointing", "ppo.share_prefixes"}
 MAY_CHANGE |= {"log_interval", "save_interval", "keep_checkpoints", "trace_interval", "trace_episodes"}
 MAY_CHANGE |= {"hf_private", "workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
 MAY_CHANGE |= {group + knob.name for knob in dataclasses.fields(MemoryArgs) for group in ("", "ppo.")}
@@ -252,8 +250,6 @@ def check_values(args: Args) -> None:
             raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
     if (folder := os.getcwd()).encode(errors="replace").decode() != folder:
         raise InputError(f"the name of the current folder, {folder!r}, is not valid Unicode; start in another one")
-    if "max_memory" in values:
-        at_least(0, "", args, "max_memory")
     if values.get("dtype") == "float64" and default_device().type in WITHOUT_FLOAT64:
         raise InputError(f"{flag('dtype')} float64: {default_device().type}, an Apple GPU, has none; use float32")
     if values.get("seed", 0) < 0:
