@@ -43,9 +43,10 @@ from transformers import (
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import files, launch
-from ppo_rlhf.lib.data import label_files, texts
-from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.data import label_files
 from ppo_rlhf.lib.scoring import tools
+from ppo_rlhf.tldr.posts import to_texts
+from ppo_rlhf.train_policy import QueryStream, TaskArgs, generate, keyed_generator, truncate_at
 from ppo_rlhf.worlds import posts, tales
 
 SEED = 1  # of everything in the worlds; not the seed of a training run, so that all runs share them
@@ -189,15 +190,15 @@ def simulate_comparisons(folder: Path, sizes: Tales, device: torch.device) -> di
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     model = GPT2LMHeadModel.from_pretrained(folder / "model").to(device)
     pad_id, count = len(tokenizer), sizes.train_comparisons + sizes.test_comparisons
-    task = texts.TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=QUERY_LENGTH)
-    queries = texts.QueryStream(task, tokenizer, split="all").next_batch(count, pad_id)  # (count, query_length)
-    generator = lm.keyed_generator(SEED, "comparisons")
+    task = TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=QUERY_LENGTH)
+    queries = QueryStream(task, tokenizer, split="all").next_batch(count, pad_id)  # (count, query_length)
+    generator = keyed_generator(SEED, "comparisons")
     uniforms = torch.rand(4, count, RESPONSE_LENGTH, generator=generator, dtype=torch.float64)
     samples = torch.stack(
         [
             torch.cat(
                 [
-                    lm.generate(model, q.to(device), u.to(device), pad_id, pad_id, 0.7)[0].cpu()
+                    generate(model, q.to(device), u.to(device), pad_id, pad_id, 0.7)[0].cpu()
                     for q, u in zip(queries.split(512), noise.split(512), strict=True)
                 ]
             )
@@ -206,15 +207,13 @@ def simulate_comparisons(folder: Path, sizes: Tales, device: torch.device) -> di
         dim=1,
     )  # (count, 4, response_length)
     stop_id = tokenizer.encode(".")[0]
-    samples = lm.truncate_at(samples.flatten(0, 1), stop_id, TRUNCATE_AFTER, pad_id)
-    query_texts, sample_texts = (texts.to_texts(tokenizer, tokens, pad_id) for tokens in (queries, samples))
+    samples = truncate_at(samples.flatten(0, 1), stop_id, TRUNCATE_AFTER, pad_id)
+    query_texts, sample_texts = (to_texts(tokenizer, tokens, pad_id) for tokens in (queries, samples))
     samples = samples.unflatten(0, (count, 4))
     facts = {}
     for name, annotator in tales.ANNOTATORS.items():
         gold_scores = torch.tensor(annotator.gold_scores(query_texts, sample_texts)).view(count, 4)
-        best, largest_probability = choose_best(
-            gold_scores, CHOICE_NOISE, lm.keyed_generator(SEED, "annotator", name)
-        )
+        best, largest_probability = choose_best(gold_scores, CHOICE_NOISE, keyed_generator(SEED, "annotator", name))
         facts[name] = {
             "ceiling": largest_probability[sizes.train_comparisons :].mean().item(),
             "gold_mean": gold_scores.mean().item(),

@@ -37,10 +37,15 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, errors, files, launch, paths
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.data import posts, problems, texts
-from ppo_rlhf.lib.nets import foreign, lm, models, packing, pretrained, templates
+from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.tldr.posts import to_texts
+from ppo_rlhf.tldr.responses import generate_until, response_statistics
+from ppo_rlhf.train_policy import QueryStream, TaskArgs, add_affixes, generate, keyed_generator, task_ids, truncate_at
+from ppo_rlhf.train_reward import RewardModel
 
 SHOWN = 50  # rows that are printed, of more
 
@@ -96,18 +101,18 @@ class Continuations:
         may be next to the policy's run, in root.
         """
         task = {"reshuffle": False} | task  # which models from earlier versions lack
-        self.task, self.tokenizer = cli.from_dict(texts.TaskArgs, task), tokenizer
+        self.task, self.tokenizer = cli.from_dict(TaskArgs, task), tokenizer
         trained_on = paths.find_path(self.task.query_dataset, root).resolve()
         source = meant("task.query_dataset", source, self.task.query_dataset, root)
         # Of another file than that which PPO trained on, every text is new.
         self.split = "all" if Path(source).is_file() and Path(source).resolve() != trained_on else "test"
         self.task = dataclasses.replace(self.task, query_dataset=source)
-        self.ids = texts.task_ids(self.task, tokenizer)
+        self.ids = task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.ids.context_length, self.task.temperature
 
     def held_out(self, n: int) -> tuple[torch.Tensor, torch.Tensor | list[str] | None]:
         """The first n queries that PPO did not see (n, query_length), and references, if the data has any."""
-        return texts.QueryStream(self.task, self.tokenizer, split=self.split).first(n, self.ids.pad), None
+        return QueryStream(self.task, self.tokenizer, split=self.split).first(n, self.ids.pad), None
 
     def query(self, prompt: str) -> list[int]:
         """Token ids of a query, at most query_length."""
@@ -115,17 +120,17 @@ class Continuations:
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
         """The context that the models read for queries (n, query_length): (n, context_length)."""
-        return texts.add_affixes(queries, self.ids.prefix, self.ids.suffix)
+        return add_affixes(queries, self.ids.prefix, self.ids.suffix)
 
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float
     ) -> torch.Tensor:
         """The responses (n, response_length) of a model after contexts (n, context_length)."""
-        return lm.generate(model, contexts, noise, self.ids.pad, self.ids.pad, temperature)[0]
+        return generate(model, contexts, noise, self.ids.pad, self.ids.pad, temperature)[0]
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of responses: what counts for the KL, what is scored, and what is shown: three of (n, response_length)."""
-        truncated = lm.truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
+        truncated = truncate_at(responses, self.ids.stop, self.task.truncate_after, self.ids.pad)
         return responses, truncated, truncated
 
     def bare(self, queries: torch.Tensor) -> torch.Tensor:
@@ -138,7 +143,7 @@ class Continuations:
 
     def as_texts(self, shown: torch.Tensor) -> list[str]:
         """The part of responses that is shown, as texts."""
-        return texts.to_texts(self.tokenizer, shown, self.ids.pad)
+        return to_texts(self.tokenizer, shown, self.ids.pad)
 
     def scorer(self, name: str, field: str) -> scorers.Scorer:
         """The function that the policy names: of queries, what is shown of responses, and references or None."""
@@ -171,7 +176,7 @@ class Summaries(Continuations):
         return queries
 
     def cut(self, responses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        truncated = lm.truncate_at(responses, self.ids.stops, 0, self.ids.pad)
+        truncated = truncate_at(responses, self.ids.stops, 0, self.ids.pad)
         return truncated, truncated, posts.without_ends(truncated, self.tokenizer, self.ids)
 
     def bare(self, queries: torch.Tensor) -> torch.Tensor:
@@ -235,7 +240,7 @@ class Solutions(Continuations):
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float
     ) -> torch.Tensor:
-        responses, _ = lm.generate_until(
+        responses, _ = generate_until(
             model,
             contexts,
             noise,
@@ -258,7 +263,7 @@ class Solutions(Continuations):
         def is_right(queries: torch.Tensor, shown: torch.Tensor, answers: list[str] | None) -> torch.Tensor | None:
             if answers is None:
                 return None
-            prompts = texts.to_texts(self.tokenizer, queries, self.ids.pad)
+            prompts = to_texts(self.tokenizer, queries, self.ids.pad)
             # As in evaluations, what the verifier cannot judge is wrong.
             return rewards.is_right(torch.tensor(verifier(prompts, self.as_texts(shown), answers)), name).double()
 
@@ -292,7 +297,7 @@ def load_judge(
     pretrained.check_vocabulary(model, what, policy, trust_remote_code)
     backbone = pretrained.empty_model(model, trust_remote_code, AutoModel)
     pretrained.check_size(backbone, what, length, pad_id)
-    scorer = lm.RewardModel(backbone)
+    scorer = RewardModel(backbone)
     if device.type != "meta":
         scorer = models.load_reward_model(folder, torch.float32, trust_remote_code).to(device)
     return lambda queries, scored, *_: scorer(torch.cat([queries, scored], dim=1), pad_id)
@@ -417,10 +422,10 @@ class Comparison:
         """
         queries = queries.to(self.device)
         contexts = self.texts.contexts(queries)  # (n, context_length)
-        generator = lm.keyed_generator(self.seed, "sample", key)
+        generator = keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
         noise, temperature = noise.to(launch.device_of_noise(self.device)), max(self.temperature, problems.GREEDY)
-        asked = texts.to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
+        asked = to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
         columns: dict[str, list[Any]] = {"query": asked}
         if references is not None:
             as_answers = {"answer": references} if isinstance(references, list) else {}
@@ -449,7 +454,7 @@ class Comparison:
 
     def logprobs(self, name: str, contexts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
         """Log-probs of responses (n, response_length) under a model, at training's temperature; 0 for padding."""
-        logprobs = lm.response_statistics(
+        logprobs = response_statistics(
             self.models[name],
             torch.cat([contexts, responses], dim=1),
             responses,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import stand_in
 
-from ppo_rlhf.lib.nets import packing
+from ppo_rlhf.tldr import packing
 
 
 class Method:

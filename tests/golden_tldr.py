@@ -20,12 +20,21 @@ from runs import metrics_of, only
 from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import launch, processes
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.data.posts import Comparisons, Posts, TaskArgs, TaskIds
-from ppo_rlhf.lib.nets import classifier, lm, models, networks, packing
+from ppo_rlhf.lib.nets import classifier
 from ppo_rlhf.lib.services import plots
-from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.tldr import (
+    models,
+    networks,
+    packing,
+    policy as tldr_policy,
+    posts,
+    responses as tldr_responses,
+    reward as tldr_reward,
+    sft as tldr_sft,
+)
+from ppo_rlhf.tldr.posts import Comparisons, Posts, TaskArgs, TaskIds
 
 CASES = load_json("tldr/cases") | load_json("tldr/cases_trl")
 EOS, PAD = 0, 40
@@ -106,7 +115,7 @@ def language_model(case: dict, weights: Arrays) -> PreTrainedModel:
     return model
 
 
-def scalar_model(case: dict, weights: Arrays, constant: float = 0.0, kind: type = lm.RewardModel):
+def scalar_model(case: dict, weights: Arrays, constant: float = 0.0, kind: type = train_reward.RewardModel):
     """A reward model or critic; constant: what is added to the numbers of its head."""
     model = kind(new_language_model(case).base_model).double()
     weights = our_names(weights, scalar_model=True)
@@ -122,7 +131,7 @@ def save_language_model(folder: Path, model: PreTrainedModel) -> None:
     golden_tokenizer().save_pretrained(folder)
 
 
-def save_scalar_model(folder: Path, model: lm.RewardModel) -> None:
+def save_scalar_model(folder: Path, model: train_reward.RewardModel) -> None:
     info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
     classifier.save_reward_model(folder, model, golden_tokenizer(), info)
 
@@ -151,14 +160,14 @@ def saved_language_model(folder: Path, kind: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(only(folder, f"models/*/{kind}"), dtype=torch.float64)
 
 
-def saved_scalar_model(folder: Path, kind: str) -> lm.RewardModel:
+def saved_scalar_model(folder: Path, kind: str) -> train_reward.RewardModel:
     return models.load_reward_model(only(folder, f"models/*/{kind}"), torch.float64)
 
 
 def in_drawn_order(stored: torch.Tensor, *key: int | str) -> torch.Tensor:
     """Rows placed so that a script's permutation, whose generator has this key, gives them as they are stored."""
     placed = torch.empty_like(stored)
-    placed[torch.randperm(len(stored), generator=lm.keyed_generator(*key))] = stored
+    placed[torch.randperm(len(stored), generator=train_policy.keyed_generator(*key))] = stored
     return placed
 
 
@@ -331,23 +340,29 @@ class PolicyRun:
     results: dict[str, Any]
     first_gradient: Arrays
     policy: PreTrainedModel
-    critic: lm.RewardModel
+    critic: train_reward.RewardModel
 
 
-def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> Replaced:
+def everywhere(name: str, function: Any) -> list[Replaced]:
+    """A function that several modules import, in each of them."""
+    users = (train_policy, train_reward, tldr_responses, posts, tldr_sft, tldr_reward, tldr_policy)
+    return [(module, name, function) for module in users if hasattr(module, name)]
+
+
+def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> list[Replaced]:
     """At this temperature the sampler gets the uniform numbers with which it samples the stored responses."""
-    generate, read, stored = lm.generate_until, lm.read_tokens, iter(responses)
+    generate, read, stored = tldr_responses.generate_until, train_policy.read_tokens, iter(responses)
 
     def wrapper(lm_backbone, contexts, uniforms, pad_id, vocab_size, temperature, stop_ids):
         if temperature == steered_at:
             tokens = next(stored).long()
             query_responses = torch.cat([contexts, tokens], dim=1)
             hidden = read(lm_backbone, query_responses, pad_id, slice(contexts.shape[1] - 1, -1))
-            probs = lm.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
+            probs = train_policy.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
             uniforms = (probs.cumsum(2) - probs / 2).gather(2, tokens.unsqueeze(2)).squeeze(2)
         return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], temperature, stop_ids)
 
-    return lm, "generate_until", wrapper
+    return everywhere("generate_until", wrapper)
 
 
 def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[packing.Pass]:
@@ -357,25 +372,25 @@ def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **_
 
 
 def read_as_stored(lm_backbone, tokens, responses, pad_id):
-    return lm.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
+    return train_policy.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
 # Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
 AS_STORED: list[Replaced] = [
     (packing, "plan_passes", in_order),
     (packing, "pack", lambda tokens, pad_id, longest: tokens),
-    (lm, "read_before_responses", read_as_stored),
+    *everywhere("read_before_responses", read_as_stored),
 ]
 
 
-def all_output_rows(case: dict) -> Replaced:
+def all_output_rows(case: dict) -> list[Replaced]:
     """Logits of all rows of the output layer, not only of the tokenizer's ids [T14]."""
-    right = lm.scaled_logits
+    right = train_policy.scaled_logits
 
     def scaled_logits(lm_backbone, hidden_states, vocab_size, temperature):
         return right(lm_backbone, hidden_states, case["output_rows"], temperature)
 
-    return lm, "scaled_logits", scaled_logits
+    return everywhere("scaled_logits", scaled_logits)
 
 
 def means_of_micro_batches_in_ppo(accumulation: int) -> list[Replaced]:
@@ -419,7 +434,7 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
     So the sampler's log-probs, which the original keeps, are not those of the training pass: they are given.
     """
     read, forward, respond, stored = (
-        *(lm.read_tokens, GPT2Model.forward, tldr_policy.respond),
+        *(train_policy.read_tokens, GPT2Model.forward, tldr_policy.respond),
         iter(logprobs),
     )
 
@@ -434,7 +449,7 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
         return respond(*arguments, **settings)._replace(logprobs=next(stored))
 
     return [
-        (lm, "read_tokens", read_tokens),
+        *everywhere("read_tokens", read_tokens),
         (posts, "trim_padding", lambda *tokens, pad_id: torch.cat(tokens, dim=1)),
         (tldr_policy, "respond", with_stored_logprobs),
         (launch, "FIRST_RATIO_TOLERANCE", {"float64": math.inf}),
@@ -448,7 +463,7 @@ def policy_run(
     held_out: Posts,
     minibatches: torch.Tensor,
     language_models: dict[str, PreTrainedModel],
-    scalar_models: dict[str, lm.RewardModel],
+    scalar_models: dict[str, train_reward.RewardModel],
     *replaced: Replaced,
 ) -> PolicyRun:
     """queries: of each update; minibatches: rows in each, (passes, minibatches, rows); models: by their folders."""
@@ -458,7 +473,7 @@ def policy_run(
     updates, gradient = iter(minibatches.split(args.ppo.noptepochs)), {}
     replaced = (
         instead_of_reading(splits),
-        (tldr_policy.lm, "draw_minibatches", lambda *_: next(updates)),
+        (tldr_policy, "draw_minibatches", lambda *_: next(updates)),
         first_gradient_into(gradient),
         *replaced,
     )
@@ -498,8 +513,8 @@ def original_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         ),
     )
     replaced = [
-        steered(case, case["temperature"], [update["responses"] for update in updates]),
-        all_output_rows(case),
+        *steered(case, case["temperature"], [update["responses"] for update in updates]),
+        *all_output_rows(case),
         (tldr_policy, "reference_logprobs", lambda *_, **__: next(ref_logprobs)),
     ]
     if "X21" in case["differs"]:
@@ -569,8 +584,8 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
             "reward": scalar_model(case, under(arrays, "reward/")),
             "value": scalar_model(case, under(arrays, "initial/value/")),
         },
-        steered(case, settings["temperature"], [update["responses"] for update in updates]),
-        all_output_rows(case),
+        *steered(case, settings["temperature"], [update["responses"] for update in updates]),
+        *all_output_rows(case),
         (tldr_policy, "whiten", unbiased_whiten),
         (networks, "load_critic", load_critic_without_bias),
         (networks.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from benchmark.interoperability import hub_check
-from ppo_rlhf import train_both
+from ppo_rlhf import train_both, train_policy
 from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
-from ppo_rlhf.lib.nets import models, pretrained
+from ppo_rlhf.lib.data import label_files, sources
+from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services.tracking import upload_model
-from ppo_rlhf.tldr import all as tldr_all
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.tldr import all as tldr_all, models, posts
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 
@@ -39,8 +40,8 @@ def labels(name: str) -> Any:
 def queries(name: str) -> Any:
     preset = train_both.PRESETS[name]
     tokenizer = pretrained.load_tokenizer(preset.base_model)
-    tokens = texts.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
-    return sorted(texts.to_texts(tokenizer, tokens, len(tokenizer)))
+    tokens = train_policy.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
+    return sorted(posts.to_texts(tokenizer, tokens, len(tokenizer)))
 
 
 def posts_of(split: str) -> Any:
@@ -48,8 +49,8 @@ def posts_of(split: str) -> Any:
     tokenizer = pretrained.load_tokenizer(preset.base_model)
     read = posts.read_posts(preset.task, tokenizer, split)
     return [
-        texts.to_texts(tokenizer, read.queries, len(tokenizer)),
-        texts.to_texts(tokenizer, read.references, len(tokenizer)),
+        posts.to_texts(tokenizer, read.queries, len(tokenizer)),
+        posts.to_texts(tokenizer, read.references, len(tokenizer)),
     ]
 
 
@@ -58,7 +59,7 @@ def comparisons(split: str, articles: bool = False) -> Any:
     tokenizer = pretrained.load_tokenizer(preset.base_model)
     read = posts.read_comparisons(preset.task, tokenizer, split, articles=articles)
     columns = (
-        texts.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (read.queries, read.chosen, read.rejected)
+        posts.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (read.queries, read.chosen, read.rejected)
     )
     return [*columns, read.groups]
 

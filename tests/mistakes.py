@@ -1,5 +1,6 @@
 """Mistakes of the book (ppo_rlhf/check/faults.toml) in our own functions, for tests that must reject them."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pytest
@@ -57,7 +58,9 @@ def put_unchanged(some: Iterable[str], files: tuple[str, ...], monkeypatch: pyte
 def replace(place: str, edits: faults.Edits, monkeypatch: pytest.MonkeyPatch) -> None:
     holder, name = faults.holder_of(place)
     right, wrong = getattr(holder, name), faults.compiled(place, edits)
-    monkeypatch.setattr(holder, name, wrong)
+    importers = [module for key, module in sys.modules.items() if key.startswith("ppo_rlhf.")]
+    for place_of_it in [holder, *(module for module in importers if vars(module).get(name) is right)]:
+        monkeypatch.setattr(place_of_it, name, wrong)
     for table in [x for x in vars(holder).values() if isinstance(x, dict)]:  # such as that of the estimators
         for key in [key for key, x in table.items() if x is right]:
             monkeypatch.setitem(table, key, wrong)

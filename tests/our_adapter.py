@@ -5,13 +5,12 @@ from torch import Tensor
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.nets import lm
 from ppo_rlhf.rlvr import algebra
 from ppo_rlhf.tldr import policy as tldr_policy
 
 
 def truncate(responses, stop_id, pad_id, after):
-    return lm.truncate_at(responses, stop_id, after, pad_id)
+    return train_policy.truncate_at(responses, stop_id, after, pad_id)
 
 
 def response_mask(responses, stop_id):

@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 
 from ppo_rlhf import judge
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.lib.services.run import Run
 from ppo_rlhf.lib.services.sequence import Stages
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
+from ppo_rlhf.tldr import posts
 from ppo_rlhf.worlds import building
 
 DEEP = "[" * 100_000  # no JSON reader follows so many brackets

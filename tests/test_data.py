@@ -1,4 +1,4 @@
-"""sources.py, texts.py, label_files.py and models.py: texts, queries, label files, and what bad input gets."""
+"""sources.py, label_files.py and models.py: texts, queries, label files, and what bad input gets."""
 
 import copy
 import dataclasses
@@ -21,12 +21,12 @@ from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import hub, hub_files
-from ppo_rlhf.lib.data import label_files, posts as posts_of_chapter_2, published, sources, texts
-from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs
-from ppo_rlhf.lib.nets import models, pretrained
+from ppo_rlhf.lib.data import label_files, published, sources
+from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.sample import Comparison, Continuations
-from ppo_rlhf.tldr import policy as tldr_policy
+from ppo_rlhf.tldr import models, policy as tldr_policy, posts, posts as posts_of_chapter_2
+from ppo_rlhf.train_policy import QueryStream, TaskArgs
 
 PAD = 95
 
@@ -359,7 +359,7 @@ def test_ids_may_have_a_hole(tokenizer_with_a_hole, tmp_path):
         start_text=None,
         truncate_after=0,
     )
-    ids = texts.task_ids(task, tokenizer)
+    ids = train_policy.task_ids(task, tokenizer)
     assert ids.pad == 30 and posts_of_chapter_2.task_ids(posts_of_chapter_2.TaskArgs(), tokenizer).pad == 30
     assert QueryStream(task, tokenizer).next_batch(1, ids.pad).tolist() == [[0, 27, 29, 27, 1, 26, 30, 30]]
     row = {"query": [29] + [50259] * 7, "sample0": [29, 1], "sample1": [1, 50259], "best": 0}
@@ -377,7 +377,7 @@ def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp
         query_dataset=str(tmp_path / "texts.txt"), query_length=7, query_prefix="<eos>", truncate_text="<eos>"
     )
     task = dataclasses.replace(task, start_text=None, end_text=None)
-    ids = texts.task_ids(task, tiny_tokenizer)
+    ids = train_policy.task_ids(task, tiny_tokenizer)
     assert (ids.stop, ids.prefix) == (28, [28])
     assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
     assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "", Path()).query("a<eos>b") == [0, *as_text, 1]
@@ -390,7 +390,7 @@ def make_stream(path: Path, texts: list[str], position: int = 0, split: str = "t
 
 
 def as_texts(queries: torch.Tensor) -> list[str]:
-    return texts.to_texts(Letters(), queries, PAD)
+    return posts.to_texts(Letters(), queries, PAD)
 
 
 def batch_texts(stream: QueryStream, size: int) -> list[str]:
@@ -497,7 +497,7 @@ def test_a_text_without_tokens_is_skipped(texts_file, monkeypatch):
 
 def test_task_ids():
     task = TaskArgs(query_length=6, query_prefix="ab", query_suffix="c", truncate_text=".")
-    ids = texts.task_ids(task, Letters())
+    ids = train_policy.task_ids(task, Letters())
     assert (ids.pad, ids.eos, ids.stop) == (95, -1, 14)
     assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
 
@@ -511,7 +511,7 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
     assert adds_one.encode("ab") == [28, 0, 1]
     write(tmp_path / "texts.txt", "a.bc.d")
     task = TaskArgs(query_dataset=str(tmp_path / "texts.txt"), query_length=3, query_prefix="x", query_suffix="yz")
-    ids = texts.task_ids(task, adds_one)
+    ids = train_policy.task_ids(task, adds_one)
     assert (ids.prefix, ids.suffix, ids.stop, ids.context_length) == ([28, 23], [24, 25], 26, 7)
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
     whole = dataclasses.replace(task, start_text=None, end_text=None)
@@ -523,7 +523,7 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
 
 
 def test_texts_are_decoded_without_padding():
-    assert texts.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
+    assert posts.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
 
 
 def double_length(queries, responses):

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, train_both
-from ppo_rlhf.lib.nets.models import load_reward_model
+from ppo_rlhf.tldr.models import load_reward_model
 
 
 def run_script(name: str, *arguments: str, folder: Path, **options: str | bool) -> str:

@@ -18,10 +18,9 @@ from runs import error_line
 
 from ppo_rlhf.lib.base import checkpoints
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import models
-from ppo_rlhf.lib.services import engine, engine_vllm
+from ppo_rlhf.rlvr import engine, engine_vllm, problems
 from ppo_rlhf.rlvr.asynchronous import Args, check_arguments, correction_of
+from ppo_rlhf.tldr import models
 
 FAKE = str(Path(__file__).with_name("fake_vllm"))
 PAD, STOP = 30, 0

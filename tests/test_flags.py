@@ -16,14 +16,20 @@ from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.base.files import flatten
 from ppo_rlhf.lib.base.launch import anew_with_lower, check_finite
-from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.data.sources import load_texts
-from ppo_rlhf.lib.data.texts import task_ids
-from ppo_rlhf.lib.nets import models, pretrained
+from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import sequence
 from ppo_rlhf.lib.services.sequence import flags_of
 from ppo_rlhf.rlvr import policy as rlvr_policy
-from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.tldr import (
+    all as tldr_all,
+    models,
+    policy as tldr_policy,
+    posts,
+    reward as tldr_reward,
+    sft as tldr_sft,
+)
+from ppo_rlhf.train_policy import task_ids
 
 STAGES = {train_both: ("reward", "policy"), tldr_all: ("sft", "reward", "policy")}
 PRESET = {train_both: "tales", tldr_all: "posts"}
@@ -241,8 +247,8 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
 FOLDER = Path(train_policy.__file__).parent
 IN_STAGES = [
     *(f"lib/base/{name}" for name in ("checkpoints", "files", "hub", "processes")),
-    *(f"lib/data/{name}" for name in ("label_files", "posts", "sources", "texts")),
-    *(f"lib/{name}" for name in ("nets/models", "nets/templates", "rewards", "scoring/scorers")),
+    *("lib/data/label_files", "lib/data/sources", "tldr/posts", "tldr/models"),
+    *(f"lib/{name}" for name in ("nets/templates", "rewards", "scoring/scorers")),
     *(f"lib/services/{name}" for name in ("cli", "run")),
     "train_reward",
     "train_policy",

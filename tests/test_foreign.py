@@ -22,10 +22,9 @@ from transformers import (
 
 from ppo_rlhf import sample
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.data import posts, problems
 from ppo_rlhf.lib.nets import foreign
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, scores as rlvr_scores
-from ppo_rlhf.tldr import policy as tldr_policy
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems, scores as rlvr_scores
+from ppo_rlhf.tldr import policy as tldr_policy, posts
 
 PAD = 29  # of the policy with the tiny tokenizer
 TASK = posts.TaskArgs(query_length=20, response_length=10)

@@ -38,11 +38,10 @@ from golden_tldr import (
 from oracles import on_processes
 from transformers import GPT2Config, GPT2Model
 
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.data.posts import TaskArgs
-from ppo_rlhf.lib.nets import lm, models
-from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.tldr import models, policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.tldr.posts import TaskArgs
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32.
@@ -76,7 +75,7 @@ def check_truncation() -> None:
     arrays = load_arrays("tldr/helpers")
     for i in range(4):
         case = under(arrays, f"truncate{i}/")
-        truncated = lm.truncate_at(case["responses"], EOS, 0, PAD)
+        truncated = train_policy.truncate_at(case["responses"], EOS, 0, PAD)
         close(truncated, case["truncated"], atol=0)
         close(tldr_policy.response_masks(truncated, PAD)[0].sum(1), case["first_pad"], atol=0)
 
@@ -106,8 +105,8 @@ def check_advantages(name: str) -> None:
     given, expected = under(arrays, "in/"), under(arrays, "out/")
     ppo = {key: value for key, value in case["ppo"].items() if key != "kl_coef"}
     penalty = ("none", 0.0) if case["penalty"] is None else ("replace", -case["penalty"])
-    responses = lm.truncate_at(given["responses"], EOS, 0, PAD)
-    finished = lm.has_stop(responses, EOS, 0)
+    responses = train_policy.truncate_at(given["responses"], EOS, 0, PAD)
+    finished = train_policy.has_stop(responses, EOS, 0)
     scores = tldr_policy.punish_missing_eos(given["scores"], finished, *penalty)
     mask, value_mask = tldr_policy.response_masks(responses, PAD)
     rewards, non_score_rewards, kl = tldr_policy.compute_rewards(
@@ -158,7 +157,7 @@ def check_losses(name: str) -> None:
     case, arrays = case_and_arrays(name)
     given, expected, context = under(arrays, "in/"), under(arrays, "out/"), case["context"]
     mask, value_mask = ~given["padding_mask"], ~given["padding_mask_p1"]
-    critic = lm.RewardModel(Given(given["vpred"])).double()
+    critic = train_reward.RewardModel(Given(given["vpred"])).double()
     torch.nn.init.ones_(critic.reward_head.weight)
     actor_critic = tldr_policy.ActorCritic(Given(given["logits"]), critic, given["logits"].shape[2])
     tokens = torch.cat([torch.ones(len(mask), context, dtype=torch.long), given["responses"]], dim=1)
@@ -172,7 +171,7 @@ def check_losses(name: str) -> None:
     )
     ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)  # the gradients stay where they are
-    with pytest.MonkeyPatch.context() as patched, recorded(lm, "response_statistics") as forwards:
+    with pytest.MonkeyPatch.context() as patched, recorded(tldr_policy, "response_statistics") as forwards:
         patched.setattr(tldr_policy, "compute_advantages", lambda *_, **__: (given["advantages"], given["returns"]))
         minibatches = torch.arange(len(mask)).view(1, 1, -1)
         update = partial(tldr_policy.ppo_update, actor_critic, optimizer, rollout, minibatches, ppo, -1)
@@ -243,7 +242,7 @@ def check_defaults() -> None:
     sizes = {"n_embd": case["head"]["width"], "n_layer": 1, "n_head": 1, "vocab_size": 2, "n_positions": 2}
     backbone = GPT2Model(GPT2Config(**sizes))
     torch.manual_seed(0)
-    weights = torch.cat([lm.RewardModel(backbone).reward_head.weight.detach() for _ in range(1_000)])
+    weights = torch.cat([train_reward.RewardModel(backbone).reward_head.weight.detach() for _ in range(1_000)])
     assert weights.std().item() == pytest.approx(case["head"]["std"], rel=0.03)
     assert abs(weights.mean().item() - case["head"]["mean"]) < 0.01
 
@@ -354,9 +353,10 @@ def check_forward(name: str) -> None:
     weights = {f"lm_backbone.{key}": weight for key, weight in under(arrays, "backbone/").items()}
     weights |= {key: weight for key, weight in arrays.items() if key.startswith("scalar_head.")}
     models = [
-        scalar_model(case, weights, -case["config_bias"], kind) for kind in (lm.RewardModel, tldr_reward.RewardModel)
+        scalar_model(case, weights, -case["config_bias"], kind)
+        for kind in (train_reward.RewardModel, tldr_reward.RewardModel)
     ]
-    truncated = lm.truncate_at(responses, EOS, 0, PAD)
+    truncated = train_policy.truncate_at(responses, EOS, 0, PAD)
     tokens, scored = (torch.cat([arrays["in/queries"], texts], dim=1) for texts in (responses, truncated))
     with torch.no_grad():
         actor_critic = tldr_policy.ActorCritic(policy, models[0], case["output_rows"])
@@ -611,7 +611,7 @@ FORWARD, POLICY = partial(check_forward, "forward_neox_leftpad"), partial(check_
 SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_run, "reward_neox")
 
 FILES = tuple(f"tldr/{name}.py" for name in ("sft", "reward", "policy"))
-FILES += tuple(f"lib/{name}.py" for name in ("nets/lm", "nets/models", "services/run", "data/posts"))
+FILES += ("tldr/responses.py", "tldr/models.py", "tldr/posts.py", "lib/services/run.py", "train_policy.py")
 # mistake of the book: the checks that must fail if it is in the functions of these files
 MISTAKES: dict[str, list[Callable]] = {
     "response_logprobs: not shifted": [FORWARD, POLICY],

@@ -83,7 +83,7 @@ def test_nothing_goes_in_a_circle():
 
 def test_imports_go_downwards():
     assert trespasses(SOURCES) == set()
-    assert {"lib.base.errors", "lib.nets.lm", "worlds.tales", "train_policy"} <= set(SOURCES)
+    assert {"lib.base.errors", "lib.nets.pretrained", "worlds.tales", "train_policy"} <= set(SOURCES)
 
 
 # ---- The small files are complete: they can be read, and carried away, alone -----------------------------------
@@ -169,7 +169,7 @@ def test_what_a_small_file_must_not_import_is_found(source, package):
 
 # ---- Mass ------------------------------------------------------------------------------------------------------
 
-AT_MOST = {"ppo_rlhf": 170_500, "benchmark": 30_500, "tests": 297_500}  # tokens; it may only fall
+AT_MOST = {"ppo_rlhf": 162_500, "benchmark": 30_500, "tests": 289_500}  # tokens; it may only fall
 
 
 @pytest.mark.parametrize("folder", AT_MOST)

@@ -11,9 +11,11 @@ import torch
 from processes import SCRIPTS, launch
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
 
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import errors, processes
-from ppo_rlhf.lib.nets import classifier, lm, models, packing
+from ppo_rlhf.lib.nets import classifier
 from ppo_rlhf.lib.nets.layers import checkpoint_layers
+from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 from ppo_rlhf.tldr.policy import ActorCritic
 
 VOCAB = PAD = 29
@@ -69,7 +71,9 @@ def one_pass(network: ActorCritic) -> tuple[list[torch.Tensor], int]:
 def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny_models):
     networks = [
         ActorCritic(
-            tiny_models(architecture).eval(), lm.RewardModel(tiny_models(architecture, seed=1).base_model), VOCAB
+            tiny_models(architecture).eval(),
+            train_reward.RewardModel(tiny_models(architecture, seed=1).base_model),
+            VOCAB,
         )
         for _ in range(2)
     ]
@@ -79,7 +83,7 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny
     assert len(expected) == len(actual) and all(map(torch.equal, actual, expected))
     assert kept < 0.5 * all_kept
     uniforms = torch.rand(3, 5, generator=torch.Generator().manual_seed(1))
-    sampled = [lm.generate(network.lm_backbone, TOKENS, uniforms, PAD, VOCAB, 0.7) for network in networks]
+    sampled = [train_policy.generate(network.lm_backbone, TOKENS, uniforms, PAD, VOCAB, 0.7) for network in networks]
     assert all(map(torch.equal, *sampled))  # with its cache
 
 
@@ -87,13 +91,13 @@ def test_gradient_checkpointing_keeps_less_and_gives_the_same(architecture, tiny
 def test_logits_in_pieces_give_the_same(rows, tiny_models, monkeypatch):
     """Those of a row or two at a time, and once more in the backward pass."""
     network = ActorCritic(
-        tiny_models("gpt2").double(), lm.RewardModel(tiny_models("gpt2").base_model).double(), VOCAB
+        tiny_models("gpt2").double(), train_reward.RewardModel(tiny_models("gpt2").base_model).double(), VOCAB
     )
     expected, _ = one_pass(network)
     network.zero_grad()
     length = TOKENS.shape[1] - CONTEXT
     monkeypatch.setattr(packing, "MOST_LOGITS", rows * length * VOCAB + 1)
-    monkeypatch.setattr(lm, "scaled_logits", counted := Counted(lm.scaled_logits))
+    monkeypatch.setattr(tldr_responses, "scaled_logits", counted := Counted(train_policy.scaled_logits))
     actual, _ = one_pass(network)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         torch.testing.assert_close(tensor, expected_tensor, rtol=1e-12, atol=1e-13)
@@ -149,7 +153,7 @@ def saved(request, tiny_models, tiny_tokenizer, tmp_path: Path) -> Path:
     """The folders sft and reward: a language model, and a reward model with another."""
     language_model = tiny_models(request.param).eval()
     language_model.save_pretrained(tmp_path / "sft")
-    reward_model = lm.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
+    reward_model = train_reward.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
     with torch.no_grad():
         reward_model.bias.fill_(1.5)
     classifier.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})

@@ -14,8 +14,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import precision
-from ppo_rlhf.lib.nets import lm, models, packing
 from ppo_rlhf.lib.nets.layers import checkpoint_layers
+from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all
 
@@ -64,7 +64,7 @@ def test_what_is_packed(tiny_models, any_width, monkeypatch):
     model = tiny_models("gpt2")
     packing.enable(model)
     assert packing.is_packed(model) and packing.is_packed(model.base_model)
-    assert packing.is_packed(lm.RewardModel(model.base_model))
+    assert packing.is_packed(train_reward.RewardModel(model.base_model))
     assert "unpadded" not in json.dumps(model.config.to_dict())
     eager, other = tiny_models("gpt2"), tiny_models("gpt2")
     eager.set_attn_implementation("eager")
@@ -86,11 +86,11 @@ def test_loaded_models_are_packed_where_a_script_asks_for_it(tiny_models, tmp_pa
     tiny_models(architecture).save_pretrained(tmp_path / "model")
     loaded, tokens = models.load_pretrained(str(tmp_path / "model"), torch.float32), hard_rows()
     assert not packing.is_packed(loaded) and "forward" not in vars(loaded.base_model)
-    expected = lm.read_tokens(loaded, tokens, PAD, slice(None))
+    expected = train_policy.read_tokens(loaded, tokens, PAD, slice(None))
     packing.enable(loaded)
     counted = Read(loaded)
     assert packing.is_packed(loaded)
-    assert_close(lm.read_tokens(loaded, tokens, PAD, slice(None)), expected, atol=1e-4, rtol=1e-4)
+    assert_close(train_policy.read_tokens(loaded, tokens, PAD, slice(None)), expected, atol=1e-4, rtol=1e-4)
     assert counted.tokens == read_tokens_of(tokens)
     loaded.save_pretrained(tmp_path / "again")
     first, again = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "again"))
@@ -118,7 +118,7 @@ def test_it_reads_the_same(tiny_models, any_width, monkeypatch, architecture, co
 
     def read() -> tuple[torch.Tensor, torch.Tensor]:
         model.zero_grad()
-        hidden_states = lm.read_tokens(model, tokens, PAD, slice(None))
+        hidden_states = train_policy.read_tokens(model, tokens, PAD, slice(None))
         (hidden_states * weights).sum().backward()
         return hidden_states.detach(), gradients(model)
 
@@ -139,13 +139,13 @@ def test_it_reads_the_same(tiny_models, any_width, monkeypatch, architecture, co
 def test_without_padding_nothing_stands_in_for_it(tiny_models, any_width, monkeypatch):
     """Rows of one length are one group, whatever a group costs: nothing is copied."""
     model, tokens = tiny_models("gpt2").double(), hard_rows().clamp(max=PAD - 1)
-    expected = lm.read_tokens(model, tokens, PAD, slice(None))
+    expected = train_policy.read_tokens(model, tokens, PAD, slice(None))
     packing.enable(model)
     counted, plan, groups = Read(model), packing.plan_groups, []
     monkeypatch.setattr(packing, "plan_groups", lambda *arguments: groups.append(plan(*arguments)) or groups[-1])
     for cost in COSTS:
         in_groups_of(cost, monkeypatch)
-        assert_close(lm.read_tokens(model, tokens, PAD, slice(None)), expected, atol=1e-10, rtol=1e-10)
+        assert_close(train_policy.read_tokens(model, tokens, PAD, slice(None)), expected, atol=1e-10, rtol=1e-10)
     assert counted.tokens == len(COSTS) * tokens.numel()
     rows, longest = tokens.shape
     whole = packing.Group(rows=rows, longest=longest, tokens=tokens.numel(), from_line=None, to_line=None)
@@ -155,7 +155,7 @@ def test_without_padding_nothing_stands_in_for_it(tiny_models, any_width, monkey
 def test_other_calls_reach_the_library(tiny_models, any_width):
     """A mask of another kind, and whatever else is asked for."""
     model, tokens = tiny_models("llama").double(), hard_rows()[[3, 3]]
-    mask = lm.causal_mask(tokens != PAD, torch.float64)
+    mask = train_policy.causal_mask(tokens != PAD, torch.float64)
     ids, positions = tokens.masked_fill(tokens == PAD, 0), torch.arange(tokens.shape[1]).expand_as(tokens)
     arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
     room = torch.nn.functional.pad(mask, (0, tokens.shape[1]), value=torch.finfo(mask.dtype).min)
@@ -198,7 +198,7 @@ def test_other_calls_reach_the_library(tiny_models, any_width):
 def test_a_row_that_sees_its_neighbour_is_noticed(tiny_models, any_width, monkeypatch):
     """The same line cut a token too late: the comparison above can fail."""
     model, tokens = tiny_models("llama").double(), hard_rows()
-    expected = lm.read_tokens(model, tokens, PAD, slice(None))
+    expected = train_policy.read_tokens(model, tokens, PAD, slice(None))
     packing.enable(model)
     plan = packing.plan_groups
 
@@ -206,7 +206,7 @@ def test_a_row_that_sees_its_neighbour_is_noticed(tiny_models, any_width, monkey
         return plan([lengths[0] + 1, *lengths[1:-2], lengths[-2] + lengths[-1] - 1], *others)
 
     monkeypatch.setattr(packing, "plan_groups", shifted)
-    assert (lm.read_tokens(model, tokens, PAD, slice(None)) - expected).abs().max() > 1e-3
+    assert (train_policy.read_tokens(model, tokens, PAD, slice(None)) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.__name__)
@@ -239,16 +239,18 @@ def test_it_samples_the_same(tiny_models, any_width, monkeypatch, architecture, 
     arguments = (model, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
 
     def sample() -> list[torch.Tensor]:
-        found = [module.generate(*arguments) for module in (lm, train_policy, train_reward)]
-        return [tensor for tensors in (*found, lm.generate_until(*arguments, {3, 4})) for tensor in tensors]
+        found = [module.generate(*arguments) for module in (train_policy, train_reward)]
+        return [
+            tensor for tensors in (*found, tldr_responses.generate_until(*arguments, {3, 4})) for tensor in tensors
+        ]
 
     expected = sample()
     in_groups_of(cost, monkeypatch)
     packing.enable(model)
-    counted, packed = Read(model), lm.left_pad(contexts, PAD)
-    lm.read_contexts(model, packed, PAD, 9)
+    counted, packed = Read(model), train_policy.left_pad(contexts, PAD)
+    tldr_responses.read_contexts(model, packed, PAD, 9)
     assert counted.tokens == read_tokens_of(packed)
-    of_contexts = {lm: read_tokens_of(packed), train_policy: packed.numel(), train_reward: packed.numel()}
+    of_contexts = {train_policy: packed.numel(), train_reward: packed.numel()}
     for module, tokens in of_contexts.items():
         counted.tokens = 0
         module.generate(*arguments)
@@ -274,7 +276,9 @@ def test_a_window_as_long_as_a_row_may_be_shorter_than_the_line(tiny_models, any
     windowed = with_window(model, lengths[window])
     packing.enable(windowed)
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    expected, found = (lm.generate(each, contexts, uniforms, PAD, VOCAB, TEMPERATURE) for each in (model, windowed))
+    expected, found = (
+        train_policy.generate(each, contexts, uniforms, PAD, VOCAB, TEMPERATURE) for each in (model, windowed)
+    )
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, atol=1e-6, rtol=0)
 
@@ -286,25 +290,25 @@ def test_bfloat16(tiny_models, any_width, architecture):
     packing.enable(model)
     uniforms = torch.rand(ROWS, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        responses, sampled, _ = lm.generate(model, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
+        responses, sampled, _ = train_policy.generate(model, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
         rows = torch.cat([contexts, responses], dim=1)
-        read, _ = lm.response_statistics(model, rows, responses, PAD, TEMPERATURE, VOCAB)
+        read, _ = tldr_responses.response_statistics(model, rows, responses, PAD, TEMPERATURE, VOCAB)
     assert 0 < (read - sampled).abs().mean() < 0.05
 
 
 def test_adapters_read_no_padding_either(tiny_models, any_width):
     model, tokens = tiny_models("llama").double(), hard_rows()
-    before = lm.read_tokens(model, tokens, PAD, slice(None))
+    before = train_policy.read_tokens(model, tokens, PAD, slice(None))
     packing.enable(model)
     adapters = models.add_adapters(model, models.LoraArgs(rank=4, target_modules="all-linear"), 1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     counted = Read(model)
-    found = lm.read_tokens(model, tokens, PAD, slice(None))
+    found = train_policy.read_tokens(model, tokens, PAD, slice(None))
     assert counted.tokens == read_tokens_of(tokens)
     del model.base_model.is_packed, model.base_model.forward
-    assert_close(found, lm.read_tokens(model, tokens, PAD, slice(None)), atol=1e-4, rtol=1e-4)
+    assert_close(found, train_policy.read_tokens(model, tokens, PAD, slice(None)), atol=1e-4, rtol=1e-4)
     assert (found - before).abs().max() > 0.1
     with adapters.disable_adapter():
-        assert_close(lm.read_tokens(model, tokens, PAD, slice(None)), before, atol=1e-4, rtol=1e-4)
+        assert_close(train_policy.read_tokens(model, tokens, PAD, slice(None)), before, atol=1e-4, rtol=1e-4)

@@ -16,9 +16,16 @@ from test_policy_math import PAD, VOCAB, token_ids
 from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import lm, packing
-from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf import train_policy
+from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.tldr import (
+    packing,
+    policy as tldr_policy,
+    posts,
+    responses as tldr_responses,
+    reward as tldr_reward,
+    sft as tldr_sft,
+)
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "llama", "qwen2")
 ROWS, CONTEXT, RESPONSE, TEMPERATURE = 48, 40, 6, 0.7
@@ -40,9 +47,9 @@ def test_passes_of_so_many_rows():
     assert [one.longest for one in plan] == [12, 7, 2]
 
 
-@pytest.mark.parametrize(("cost", "sizes"), [(0, [1, 2, 2, 1, 1, 1, 1, 1]), (4, [3, 4, 3]), (math.inf, [10])])
+@pytest.mark.parametrize(("cost", "sizes"), [(0, [1, 2, 2, 1, 1, 1, 1, 1]), (4, [2, 3, 3, 2]), (math.inf, [10])])
 def test_a_pass_ends_where_padding_costs_more_than_another(cost, sizes, monkeypatch):
-    """Of 12, 9, 9, 7, 7, 5, 4, 3, 2 and 1 tokens. With 4, the first pass would have 3 + 3 tokens of padding."""
+    """Of 12, 9, 9, 7, 7, 5, 4, 3, 2 and 1 tokens. With 4, a third row in the first pass would make 3 + 3 tokens of padding."""
     monkeypatch.setitem(packing.COST_OF_PASS, "cpu", cost)
     plan = packing.plan_passes(LENGTHS, MODEL)
     assert [len(one.rows) for one in plan] == sizes
@@ -85,12 +92,12 @@ def test_packed_tokens_read_the_same(tiny_models, architecture, padding_inside):
     longest = int((tokens != PAD).sum(1).max())
     packed, responses = packing.pack(tokens, PAD, longest), tokens[:, CONTEXT - 10 :]
     assert packed.shape[1] == longest
-    expected = lm.read_tokens(model, tokens, PAD, slice(CONTEXT - 11, -1))
+    expected = train_policy.read_tokens(model, tokens, PAD, slice(CONTEXT - 11, -1))
     for rows in (packed, tokens):
-        read = lm.read_before_responses(model, rows, responses, PAD)
+        read = tldr_responses.read_before_responses(model, rows, responses, PAD)
         assert_close(read, expected, atol=1e-12, rtol=0)
     last = slice(-1, None)
-    read, expected = (lm.read_tokens(model, rows, PAD, last) for rows in (packed, tokens))
+    read, expected = (train_policy.read_tokens(model, rows, PAD, last) for rows in (packed, tokens))
     assert_close(read, expected, atol=1e-12, rtol=0)
     assert packing.pack(tokens, PAD, tokens.shape[1]) is tokens
 
@@ -112,7 +119,7 @@ def everything_at_once(lengths, *_, **__) -> list[packing.Pass]:
 
 
 def as_it_is(lm_backbone, tokens, responses, pad_id):
-    return lm.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
+    return train_policy.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
 def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
@@ -196,7 +203,8 @@ def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, c
     read = Read(*networks_in(model))
     found, in_passes = numbers_of(update, model), read.tokens
     monkeypatch.setattr(packing, "plan_passes", everything_at_once)
-    monkeypatch.setattr(lm, "read_before_responses", as_it_is)
+    for module in (tldr_responses, tldr_policy, rlvr_policy):
+        monkeypatch.setattr(module, "read_before_responses", as_it_is)
     same_numbers(found, numbers_of(update, model))
     # Of the padding that there was, less than a quarter is left.
     at_once = read.tokens - in_passes

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import classifier, lm, models, packing
-from ppo_rlhf.lib.nets.models import check_model
+from ppo_rlhf.lib.nets import classifier
 from ppo_rlhf.lib.nets.pretrained import read_info, same_logits
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.tldr import policy as tldr_policy
+from ppo_rlhf.tldr import models, packing, policy as tldr_policy, responses as tldr_responses
+from ppo_rlhf.tldr.models import check_model
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     PolicyWithValueHead,
@@ -203,7 +203,7 @@ def test_padding_anywhere_equals_no_padding(tiny_models, architecture):
 def test_what_padding_holds_does_not_matter(tiny_models, architecture):
     """Padding is looked up as token 0, which no row here contains otherwise."""
     policy = tiny_policy(tiny_models, architecture)
-    reward_model = lm.RewardModel(policy.lm_backbone)
+    reward_model = train_reward.RewardModel(policy.lm_backbone)
     tokens = torch.cat([padded_at(columns) for columns in PLACES.values()])
     with torch.no_grad():
         logprobs, entropies, values = policy(tokens, PAD, QUERY, TEMPERATURE)
@@ -265,7 +265,7 @@ def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenize
     loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
     assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
     loaded.save_pretrained(tmp_path / "saved")
-    classifier.save_reward_model(tmp_path / "reward", lm.RewardModel(loaded.base_model), tiny_tokenizer, {})
+    classifier.save_reward_model(tmp_path / "reward", train_reward.RewardModel(loaded.base_model), tiny_tokenizer, {})
     for kind in ("base", "saved", "reward"):
         config = json.loads((tmp_path / kind / "config.json").read_text())
         settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]
@@ -433,9 +433,9 @@ def test_soft_capped_models_have_the_librarys_logprobs(tmp_path, architecture, l
             packing.enable(loaded, share_prefixes=True)
         with torch.no_grad():
             responses, sampled, _ = generate(loaded, contexts, uniforms, PAD, VOCAB, TEMPERATURE)
-            again, until = lm.generate_until(loaded, contexts, uniforms, PAD, VOCAB, TEMPERATURE, {VOCAB})
+            again, until = tldr_responses.generate_until(loaded, contexts, uniforms, PAD, VOCAB, TEMPERATURE, {VOCAB})
             tokens = torch.cat([contexts, responses], 1)
-            read, _ = lm.response_statistics(loaded, tokens, responses, PAD, TEMPERATURE, VOCAB)
+            read, _ = tldr_responses.response_statistics(loaded, tokens, responses, PAD, TEMPERATURE, VOCAB)
         assert torch.equal(responses, again)
         for logprobs in (sampled, until, read):
             assert_close(logprobs, of_library(responses), atol=1e-5, rtol=0)

@@ -11,10 +11,12 @@ from test_passes import Read
 from test_rlvr_update import ARCHITECTURES, CONTEXT, PAD, RESPONSE, same_parameters, updated
 from torch.testing import assert_close
 
+from ppo_rlhf import train_policy
 from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.nets import layers, lm, models, packing
+from ppo_rlhf.lib.nets import layers
 from ppo_rlhf.rlvr.algebra import ESTIMATORS
 from ppo_rlhf.rlvr.policy import RewardsArgs
+from ppo_rlhf.tldr import models, packing
 
 LENGTHS = [7, 3, 0, 5, 2, 7, 4, 6]  # of two groups of four; the third response is empty
 
@@ -128,7 +130,7 @@ def test_it_reads_the_same(tiny_models, monkeypatch, architecture, cost, width):
     packing.enable(model, share_prefixes=True)
     assert packing.is_packed(model) == (width == "wide")
     counted, real = Read(model), (tokens != PAD).unsqueeze(2)
-    found = lm.read_tokens(model, tokens, PAD, slice(None)) * real
+    found = train_policy.read_tokens(model, tokens, PAD, slice(None)) * real
     (found * weights).sum().backward()
     # The last column of five rows is padding, and is read as the token 0; one more token represents the rest.
     padded = torch.where(tokens[:, -1:] == PAD, 0, tokens[:, -1:])
@@ -152,7 +154,7 @@ def test_float32_and_adapters(tiny_models):
     for shares in (True, False):
         model.zero_grad()
         model.base_model.shares_prefixes = shares
-        hidden_states = lm.read_tokens(model, tokens, PAD, slice(None)) * real
+        hidden_states = train_policy.read_tokens(model, tokens, PAD, slice(None)) * real
         (hidden_states * weights).sum().backward()
         found.append([hidden_states.detach(), *(parameter.grad for parameter in learns.values())])
         counted.tokens, read = 0, counted.tokens
@@ -266,7 +268,7 @@ def test_a_model_that_shares_otherwise_is_noticed_before_the_run(tiny_models, mo
     if wrong:
         with_positions_that_go_on(monkeypatch)
     for _ in range(2):
-        models.check_model(model, "tiny", 24, PAD - 1, lm.read_tokens)
+        models.check_model(model, "tiny", 24, PAD - 1, train_policy.read_tokens)
     said = "--base_model tiny does not read shared prefixes as it should: each row is read by itself\n"
     assert capsys.readouterr().out == said * wrong
     for network in (model, critic, SimpleNamespace(modules=critic.modules)):

@@ -16,9 +16,8 @@ from test_problems import TOKENIZER, byte_tokenizer
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problem_rows, problems
 from ppo_rlhf.lib.scoring.worker import Worker
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, checks as rlvr_checks
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, checks as rlvr_checks, problem_rows, problems
 
 VERL = {
     "data_source": "openai/gsm8k",

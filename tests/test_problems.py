@@ -1,4 +1,4 @@
-"""lib/data/problems.py: rows of problems, prompts, answers, batches."""
+"""rlvr/problems.py: rows of problems, prompts, answers, batches."""
 
 import dataclasses
 import json
@@ -15,8 +15,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from benchmark import worlds
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.data.problems import TaskArgs
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.rlvr.problems import TaskArgs
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 DEFAULT = "<|im_start|>system\nBe good.<|im_end|>\n"

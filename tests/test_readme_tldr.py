@@ -10,7 +10,7 @@ import pytest
 from runs import rows_of
 
 from ppo_rlhf import judge
-from ppo_rlhf.lib.data.posts import rouge
+from ppo_rlhf.tldr.posts import rouge
 from ppo_rlhf.worlds.posts import gold_scores
 
 ROOT = Path(__file__).parent.parent

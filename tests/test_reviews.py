@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from ppo_rlhf import sample, train_reward, worlds
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy
+from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, posts
 from ppo_rlhf.worlds import reviews, smollm
 
 pytest.importorskip("vaderSentiment")

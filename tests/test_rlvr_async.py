@@ -30,10 +30,10 @@ from torch.testing import assert_close
 from ppo_rlhf import report
 from ppo_rlhf.lib.base import checkpoints
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import lm
-from ppo_rlhf.lib.services import cli, derivation, engine, plots, traces
-from ppo_rlhf.rlvr import asynchronous as rlvr_async, episodes as rlvr_episodes, policy as rlvr_policy
+from ppo_rlhf.lib.services import cli, derivation, plots, traces
+from ppo_rlhf.rlvr import asynchronous as rlvr_async, engine, episodes as rlvr_episodes, policy as rlvr_policy
 from ppo_rlhf.rlvr.asynchronous import Args, Workers, correct
+from ppo_rlhf.tldr import responses as tldr_responses
 
 ray = pytest.importorskip("ray")
 
@@ -177,7 +177,7 @@ def two_updates_late(tiny_sums, tmp_path_factory):
             old, ids, answers = policies[max(len(policies) - 3, 0)], self.setup.ids, []
             for contexts, uniforms, temperature in draw.requests:
                 pieces = [
-                    lm.generate_until(old, *rows, ids.pad, ids.vocab_size, temperature, ids.stops)
+                    tldr_responses.generate_until(old, *rows, ids.pad, ids.vocab_size, temperature, ids.stops)
                     for rows in zip(contexts.split(4), uniforms.split(4), strict=True)
                 ]
                 answers.append(tuple(map(torch.cat, zip(*pieces, strict=True))))

@@ -20,22 +20,23 @@ from safetensors.torch import load_file
 from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from ppo_rlhf import sample
+from ppo_rlhf import sample, train_policy, train_reward
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import foreign, lm, models, pretrained
+from ppo_rlhf.lib.nets import foreign, pretrained
 from ppo_rlhf.lib.services import cli, plots, run, traces
 from ppo_rlhf.rlvr import (
     checks as rlvr_checks,
     episodes as rlvr_episodes,
     metrics as rlvr_metrics,
     policy as rlvr_policy,
+    problems,
     scores as rlvr_scores,
     tools as rlvr_tools,
 )
 from ppo_rlhf.rlvr.algebra import ESTIMATORS, IN_GROUPS
 from ppo_rlhf.rlvr.arguments import PRESETS
+from ppo_rlhf.tldr import models
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
@@ -448,19 +449,21 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
     model = models.load_reward_model(folder, torch.float64)
     rows = [torch.cat(row)[None] for row in zip(queries, responses, strict=True)]
     alone = [model(row[row != 400][None], 400).item() for row in rows]
-    read, forward = [], lm.RewardModel.forward
+    read, forward = [], train_reward.RewardModel.forward
 
     def counted(self, tokens, pad_id):
         read.append(tuple(tokens.shape))
         return forward(self, tokens, pad_id)
 
-    monkeypatch.setattr(lm.RewardModel, "forward", counted)
+    monkeypatch.setattr(train_reward.RewardModel, "forward", counted)
     assert (
         score([], [], [], queries=queries, responses=responses).tolist() == pytest.approx(alone, rel=1e-9)
         and weight == 3.0
     )
     assert sorted(read) == [(1, 3), (2, 4), (2, 6)]  # tokens of the rows: 6, 5, 4, 4, 3
-    monkeypatch.setattr(lm.RewardModel, "forward", lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan))
+    monkeypatch.setattr(
+        train_reward.RewardModel, "forward", lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan)
+    )
     with pytest.raises(NumericalError, match="the reward model gives scores that are not finite"):
         score([], [], [], queries=queries, responses=responses)
 
@@ -565,7 +568,7 @@ def test_solutions_are_sampled_at_the_temperature_of_the_run(ppo_run, tiny_sums,
     tokenizer = AutoTokenizer.from_pretrained(policy)
     networks = {"base": AutoModelForCausalLM.from_pretrained(tiny_sums / "model")}
     networks["policy"] = AutoModelForCausalLM.from_pretrained(policy)
-    noise = torch.rand(3, 12, generator=lm.keyed_generator(5, "sample", 0), dtype=torch.float64).tolist()
+    noise = torch.rand(3, 12, generator=train_policy.keyed_generator(5, "sample", 0), dtype=torch.float64).tolist()
     held_out = rows_of(tiny_sums / "problems_test.jsonl")[:3]
     for row, problem, uniforms in zip(rows, held_out, noise, strict=True):
         question = problem["question"] + "\n"

@@ -19,16 +19,16 @@ from benchmark import worlds
 from ppo_rlhf import report, sample
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli, derivation, traces
 from ppo_rlhf.rlvr import (
     episodes as rlvr_episodes,
     metrics as rlvr_metrics,
     policy as rlvr_policy,
+    problems,
     tools as rlvr_tools,
 )
+from ppo_rlhf.tldr import responses as tldr_responses
 
 # ---- Conversations ---------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models, m
 
 
 def scripted(lines: dict[int, list[list[int]]], monkeypatch) -> list[list[int]]:
-    """Let lm.generate_until write given tokens, for each first id of a prompt; returns what it will have read."""
+    """Let generate_until write given tokens, for each first id of a prompt; returns what it will have read."""
     read, left = [], {first: list(turns) for first, turns in lines.items()}
 
     def generate_until(model, contexts, uniforms, pad_id, *_, **__):
@@ -113,7 +113,7 @@ def scripted(lines: dict[int, list[list[int]]], monkeypatch) -> list[list[int]]:
             responses[row, : len(said)] = torch.tensor(said)[: responses.shape[1]]
         return responses, torch.where(responses == pad_id, 0.0, -1.0)
 
-    monkeypatch.setattr(lm, "generate_until", generate_until)
+    monkeypatch.setattr(rlvr_tools, "generate_until", generate_until)
     return read
 
 
@@ -210,7 +210,7 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
         # The log-probs that the sampler would have recorded of what was written by hand.
         whole = torch.cat([draw.requests[0].contexts, responses], 1)
         told = (whole, responses, setup.ids.pad, 1.0, setup.ids.pad)
-        read = lm.response_statistics(actor_critic.lm_backbone, *told)[0]
+        read = tldr_responses.response_statistics(actor_critic.lm_backbone, *told)[0]
         for row, mask in enumerate(masks):
             of_tool = ~torch.tensor(mask).bool()
             logprobs[row] = read[row].masked_fill(torch.arange(24) >= len(mask), 0)

@@ -12,13 +12,13 @@ from oracles import on_processes
 from test_rlvr_math import numbers, rollout_of, setup_of
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, packing
-from ppo_rlhf.rlvr import algebra, episodes as rlvr_episodes, policy as rlvr_policy
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.rlvr import algebra, episodes as rlvr_episodes, policy as rlvr_policy, problems
 from ppo_rlhf.rlvr.algebra import ESTIMATORS
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr.episodes import Correction, Pool, Rollout
 from ppo_rlhf.rlvr.policy import ActorCritic, Reference, update
+from ppo_rlhf.tldr import packing, responses as tldr_responses
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
 LENGTHS = [1, 7, 3, 5, 7, 2, 4, 6]
@@ -29,7 +29,7 @@ def networks(tiny_models, architecture: str = "gpt2", critic: bool = True) -> tu
     """Policy, critic and reference of different weights, in float64."""
     rows = ARCHITECTURES[architecture]
     policy, other, third = (tiny_models(architecture, rows, seed=seed).double() for seed in (0, 1, 2))
-    value = lm.RewardModel(other.base_model).double() if critic else None
+    value = train_reward.RewardModel(other.base_model).double() if critic else None
     if critic:
         with torch.no_grad():
             value.reward_head.weight.copy_(numbers(1, 1, 16))
@@ -94,8 +94,10 @@ def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
 def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
     actor_critic, reference = networks(tiny_models)
     tokens, mask = tokens_and_mask([2, 3, 1])  # prompts of 6, 5 and 4 tokens
-    read, shapes = lm.read_tokens, []
-    monkeypatch.setattr(lm, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more))
+    read, shapes = train_policy.read_tokens, []
+    monkeypatch.setattr(
+        tldr_responses, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more)
+    )
     function = partial(rlvr_policy.read_responses, reference=reference, exact=True, recorded=False)
     packing.by_length(
         function, actor_critic, tokens, tokens[:, CONTEXT:], mask, torch.zeros(mask.shape), pad_id=PAD, rows=3
@@ -109,7 +111,10 @@ def test_a_prompt_is_read_once_for_all_its_responses(tiny_models, architecture):
     model, tokens = tiny_models(architecture, ARCHITECTURES[architecture]).double(), tokens_and_mask()[0]
     prompts = tokens[[1, 4], :CONTEXT].repeat_interleave(4, 0)  # of 5 and 2 tokens
     uniforms = torch.rand(8, RESPONSE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    sample, rows = partial(lm.generate_until, pad_id=PAD, vocab_size=PAD, temperature=1.0, stop_ids={STOP}), []
+    sample, rows = (
+        partial(tldr_responses.generate_until, pad_id=PAD, vocab_size=PAD, temperature=1.0, stop_ids={STOP}),
+        [],
+    )
     alone = [sample(model, prompts[i : i + 1], uniforms[i : i + 1]) for i in range(8)]
     hook = model.base_model.register_forward_pre_hook(
         lambda _, args, inputs: rows.append(len((*args, *inputs.values())[0])), with_kwargs=True
@@ -137,7 +142,7 @@ def test_evaluations_read_a_prompt_once_for_all_its_samples(tiny_models):
     tokenizer = SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row)))
     verifiers = [lambda prompts, texts, answers: [len(text) + ord(a) for text, a in zip(texts, answers, strict=True)]]
     verifiers.append(lambda prompts, texts, answers: judged.append(len(texts)) or [float(p == "b") for p in prompts])
-    sample = partial(lm.generate_until, model, pad_id=PAD, vocab_size=PAD, stop_ids=ids.stops)
+    sample = partial(tldr_responses.generate_until, model, pad_id=PAD, vocab_size=PAD, stop_ids=ids.stops)
     process = SimpleNamespace(num_processes=1, process_index=0, device="cpu", gather=lambda x: x)
     rows, judged = [], []
     solve = partial(problems.solve, held_out, sample, verifiers, tokenizer, ids, 10, process, 1.0)
@@ -237,7 +242,7 @@ def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy
                 actor_critic=actor_critic,
                 reference=reference,
                 optimizers={name: optimizers[name] for name in learners if name in optimizers},
-                minibatches=lm.draw_minibatches(args.seed, 0, epochs, mine, nminibatches),
+                minibatches=tldr_responses.draw_minibatches(args.seed, 0, epochs, mine, nminibatches),
                 policy_learns=policy_learns,
             )
         return parameters, steps
@@ -339,7 +344,7 @@ def test_minibatches_tear_groups_apart_but_advantages_were_computed_before(tiny_
     updated(tiny_models, advantage="grpo", nminibatches=4, noptepochs=1)
     batch, rewards = make_episodes(*networks(tiny_models))
     expected, _ = ESTIMATORS["grpo"](rewards, batch.mask, batch.groups)
-    (order,) = lm.draw_minibatches(Args().seed, 0, 1, slice(0, 8), 4)
+    (order,) = tldr_responses.draw_minibatches(Args().seed, 0, 1, slice(0, 8), 4)
     assert len(seen) == 4 and all(len(rows) == 2 for rows in order)
     lengths = (batch.query_responses != PAD).sum(1)
     for advantages, rows in zip(seen, order, strict=True):

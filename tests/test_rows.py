@@ -16,9 +16,12 @@ from runs import error_line
 from test_problems import TOKENIZER
 from test_tldr_data import COMPARISON, POST, changed
 
+from ppo_rlhf import train_policy
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import label_files, posts, problems, sources, texts
+from ppo_rlhf.lib.data import label_files, sources
 from ppo_rlhf.lib.data.label_files import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.tldr import posts
 
 # The same examples every time, and nothing kept from one time to the next.
 FUZZ = settings(
@@ -49,7 +52,7 @@ class Vocabulary:
 
 
 def read_labels(path: Path, vocab_size: int = 10, query_length: int = 3, response_length: int = 2) -> Labels:
-    task = texts.TaskArgs(query_dataset="dummy", query_length=query_length, response_length=response_length)
+    task = train_policy.TaskArgs(query_dataset="dummy", query_length=query_length, response_length=response_length)
     return label_files.read_labels(str(path), task, Vocabulary(vocab_size))
 
 

@@ -32,10 +32,10 @@ from benchmark import worlds
 from ppo_rlhf import train_both, train_policy, worlds as packaged
 from ppo_rlhf.check import faults
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.data import label_files, problems, texts
-from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.data import label_files
 from ppo_rlhf.lib.services import run
-from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.rlvr import policy as rlvr_policy, problems
+from ppo_rlhf.tldr import posts
 from ppo_rlhf.worlds import tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"
@@ -400,18 +400,20 @@ def last_lines(world: Path, monkeypatch, capsys, *mistakes: str) -> tuple[list[s
     monkeypatch.setattr(sys, "argv", ["ppo.py", *words_of(PPO, world), "--seed", "7"])
     module.main()
     task = dataclasses.replace(train_policy.TASKS["tales"], query_dataset=str(world))
-    ids = texts.task_ids(task, tokenizer)
-    queries = texts.QueryStream(task, tokenizer, split="test").first(10**6, ids.pad)
+    ids = train_policy.task_ids(task, tokenizer)
+    queries = train_policy.QueryStream(task, tokenizer, split="test").first(10**6, ids.pad)
     n = len(queries)
-    noise = torch.rand(n, task.response_length, generator=lm.keyed_generator(7, "held-out"), dtype=torch.float64)
+    noise = torch.rand(
+        n, task.response_length, generator=train_policy.keyed_generator(7, "held-out"), dtype=torch.float64
+    )
     expected = []
     for name, writer in (("The language model", model), ("The policy", policy)):
-        responses = lm.generate(writer, queries, noise, ids.pad, ids.pad, task.temperature)[0]
-        responses = lm.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        shown = texts.to_texts(tokenizer, responses, ids.pad)
+        responses = train_policy.generate(writer, queries, noise, ids.pad, ids.pad, task.temperature)[0]
+        responses = train_policy.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+        shown = posts.to_texts(tokenizer, responses, ids.pad)
         gold = sum(tales.sentiment.gold_scores(shown, shown)) / n
         score = ((queries != ids.pad).sum() + (responses != ids.pad).sum()) / n
-        expected += ["", f"A held-out story: {texts.to_texts(tokenizer, queries[:1], ids.pad)[0]}"]
+        expected += ["", f"A held-out story: {posts.to_texts(tokenizer, queries[:1], ids.pad)[0]}"]
         expected.append(f"{name} continues: {shown[0]}")
         expected.append(f"    Over {n} stories, the mean score is {score:.2f}, and the mean gold score {gold:.2f}.")
     return capsys.readouterr().out.splitlines(), expected

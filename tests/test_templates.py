@@ -15,12 +15,11 @@ from transformers import GenerationConfig, LlamaConfig
 from ppo_rlhf import sample, train_policy, train_reward
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import posts, problems, texts
-from ppo_rlhf.lib.nets import foreign, lm, models, pretrained, templates
+from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, scores as rlvr_scores
-from ppo_rlhf.tldr import policy as tldr_policy
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, problems, scores as rlvr_scores
+from ppo_rlhf.tldr import models, policy as tldr_policy, posts
 
 TOKENIZER = byte_tokenizer()
 END, PAD = 258, 259  # of byte_tokenizer: <|im_end|>, and the id above all
@@ -64,7 +63,7 @@ def row_of(tokens: torch.Tensor) -> list[int]:
 # ---- Chats -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [train_policy, train_reward, texts])
+@pytest.mark.parametrize("script", [train_policy, train_reward])
 def test_chapter_1_puts_a_query_into_the_user_s_turn(script):
     """Prefix and suffix are in the turn; the query's tokens, which may end in padding, are between them."""
     chat = {"prompt_format": "chat", "system_prompt": "Add.", "query_prefix": "A: ", "query_suffix": "!"}
@@ -107,7 +106,7 @@ def test_variables_reach_the_template():
     for options, said in (("", "<think>\n"), ("think=false", "no <think>\n"), ("think=False, x=1", "no <think>\n")):
         tokenizer = byte_tokenizer("{# x #}" + THINKING)
         chat = {"prompt_format": "chat", "template_options": options}
-        _, suffix = templates.affixes(texts.TaskArgs(**chat), tokenizer)
+        _, suffix = templates.affixes(train_policy.TaskArgs(**chat), tokenizer)
         assert suffix == parsed(REPLY + said)
         assert problems.render_prompt("Why?", of_chapter_3(**chat), tokenizer).endswith(REPLY + said)
 
@@ -125,7 +124,7 @@ def test_variables_reach_the_template():
     ],
 )
 def test_what_cannot_be_a_chat_is_refused_in_one_line(changes, template, words):
-    for of_chapter in (texts.TaskArgs, posts.TaskArgs):
+    for of_chapter in (train_policy.TaskArgs, posts.TaskArgs):
         with pytest.raises(InputError) as caught:
             templates.check(of_chapter(**changes))
             templates.affixes(of_chapter(**changes), byte_tokenizer(template))
@@ -181,7 +180,7 @@ def test_a_policy_cannot_end_its_turn_before_a_judge():
 def test_plain_prompts_begin_as_the_tokenizer_s_texts_do(tmp_path, capsys):
     """In all chapters, and once; the library's own call is the oracle. A chat has what its template has."""
     llama = with_first_token()
-    ids = texts.task_ids(texts.TaskArgs(query_prefix="A: ", truncate_text=None, start_text=None), llama)
+    ids = train_policy.task_ids(train_policy.TaskArgs(query_prefix="A: ", truncate_text=None, start_text=None), llama)
     assert ids.prefix == llama("A: ")["input_ids"] and ids.suffix == []
     found, _ = queries_of_chapter_2(tmp_path, llama)
     assert row_of(found.queries) == llama(IN_LETTERS, split_special_tokens=True)["input_ids"]
@@ -192,9 +191,9 @@ def test_plain_prompts_begin_as_the_tokenizer_s_texts_do(tmp_path, capsys):
     assert "every prompt begins with <|endoftext|>" in capsys.readouterr().out
     assert problems.encode_prompt("Why?", of_chapter_3(), llama) == in_letters("Why?")
     for tokenizer in (TOKENIZER, with_first_token(TOKENIZER)):
-        chat, _ = templates.affixes(texts.TaskArgs(prompt_format="chat"), tokenizer)
+        chat, _ = templates.affixes(train_policy.TaskArgs(prompt_format="chat"), tokenizer)
         assert 256 not in chat
-    assert templates.affixes(texts.TaskArgs(), TOKENIZER) == ([], [])
+    assert templates.affixes(train_policy.TaskArgs(), TOKENIZER) == ([], [])
 
 
 def test_a_judge_of_token_ids_reads_the_first_token_once():
@@ -275,14 +274,14 @@ def of_two_ends(tmp_path):
 
 
 def test_all_ends_count_where_the_end_of_text_does(of_two_ends):
-    task = texts.TaskArgs(truncate_text="<|im_end|>")
-    assert texts.task_ids(task, of_two_ends).stop == (256, END)
-    assert texts.task_ids(dataclasses.replace(task, truncate_text="."), of_two_ends).stop == in_letters(".")[0]
+    task = train_policy.TaskArgs(truncate_text="<|im_end|>")
+    assert train_policy.task_ids(task, of_two_ends).stop == (256, END)
+    assert train_policy.task_ids(dataclasses.replace(task, truncate_text="."), of_two_ends).stop == in_letters(".")[0]
     assert posts.task_ids(posts.TaskArgs(), of_two_ends).stops == (256, END)
     assert posts.task_ids(posts.TaskArgs(stop_text="."), of_two_ends).stops == (in_letters(".")[0],)
     for tokens in (torch.int32, torch.int64):
         responses = torch.tensor([[1, 2, 256, 4], [1, END, 3, 4], [256, 1, 2, 3]], dtype=tokens)
-        for script in (train_policy, lm):
+        for script in (train_policy,):
             cut = script.truncate_at(responses, (256, END), 1, PAD)
             assert cut.tolist() == [[1, 2, 256, PAD], [1, END, PAD, PAD], [256, 1, 2, 3]] and cut.dtype == tokens
             assert script.has_stop(responses, (256, END), 1).tolist() == [True, True, False]
@@ -327,4 +326,4 @@ def test_sampling_a_policy_of_chapter_2_shows_posts_without_their_template(tmp_p
     task = posts.TaskArgs(posts=str(tmp_path), prompt_format="chat", query_length=256)
     summaries = sample.Summaries(dataclasses.asdict(task), TOKENIZER, "", tmp_path)
     assert [summaries.query(IN_LETTERS)] == [row_of(found.queries)]
-    assert texts.to_texts(TOKENIZER, summaries.bare(found.queries), PAD) == [IN_LETTERS]
+    assert posts.to_texts(TOKENIZER, summaries.bare(found.queries), PAD) == [IN_LETTERS]

@@ -11,8 +11,8 @@ import torch
 from runs import error_line
 from transformers import AutoTokenizer
 
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.data.posts import CUT_MARGIN, TaskArgs
+from ppo_rlhf.tldr import posts
+from ppo_rlhf.tldr.posts import CUT_MARGIN, TaskArgs
 
 EOS, PAD = 0, 128
 IDS = posts.TaskIds(pad=PAD, eos=EOS, stops=(EOS,))

@@ -20,12 +20,13 @@ from oracles import (
 from torch.testing import assert_close
 
 from ppo_rlhf.lib.base.processes import deal, map_rows
-from ppo_rlhf.lib.data.posts import trim_padding
-from ppo_rlhf.lib.nets.lm import draw_minibatches, episode_noise
-from ppo_rlhf.lib.nets.models import scheduled_lr
+from ppo_rlhf.tldr.models import scheduled_lr
 from ppo_rlhf.tldr.policy import compute_gae, compute_rewards, policy_loss, posts_of_update, value_loss
+from ppo_rlhf.tldr.posts import trim_padding
+from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.tldr.reward import pairwise_losses, prefers_chosen
 from ppo_rlhf.tldr.sft import next_token_mask
+from ppo_rlhf.train_policy import episode_noise
 
 EOS, PAD = 28, 29
 SEEDS = range(4)

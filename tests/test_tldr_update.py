@@ -35,19 +35,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.data.posts import Comparisons, TaskArgs, TaskIds
-from ppo_rlhf.lib.nets import packing
 from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.nets.lm import RewardModel, draw_minibatches, has_stop
-from ppo_rlhf.lib.nets.models import (
-    LoraArgs,
-    add_adapters,
-    load_pretrained,
-    load_reward_model,
-    save_policy_and_critic,
-)
-from ppo_rlhf.lib.nets.networks import Reference, load_critic
-from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward
+from ppo_rlhf.tldr import packing, policy as tldr_policy, reward as tldr_reward
+from ppo_rlhf.tldr.models import LoraArgs, add_adapters, load_pretrained, load_reward_model, save_policy_and_critic
+from ppo_rlhf.tldr.networks import Reference, load_critic
 from ppo_rlhf.tldr.policy import (
     ActorCritic,
     Args,
@@ -61,8 +52,12 @@ from ppo_rlhf.tldr.policy import (
     respond,
     update_metrics,
 )
+from ppo_rlhf.tldr.posts import Comparisons, TaskArgs, TaskIds
+from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.tldr.reward import pairs_update, score_pairs
 from ppo_rlhf.tldr.sft import LanguageModel, sft_update
+from ppo_rlhf.train_policy import has_stop
+from ppo_rlhf.train_reward import RewardModel
 
 PAD, EOS, STOP = 29, 28, 26
 IDS = TaskIds(pad=PAD, eos=EOS, stops=(EOS,))

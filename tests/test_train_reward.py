@@ -26,9 +26,9 @@ from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
 from ppo_rlhf.lib.data.label_files import LabelKind
-from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.services import plots
+from ppo_rlhf.tldr import models
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,

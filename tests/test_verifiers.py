@@ -16,8 +16,8 @@ from hypothesis import given, settings, strategies as st
 
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
 from ppo_rlhf.lib.scoring.worker import SLOW, Worker
+from ppo_rlhf.rlvr import problems
 
 TABLES = load_json("verl/scorers")
 

@@ -17,12 +17,12 @@ from runs import TINY_SUMS, TINY_WORLD, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark import worlds as generators
-from ppo_rlhf import worlds
+from ppo_rlhf import train_policy, worlds
 from ppo_rlhf.lib.base import files
-from ppo_rlhf.lib.data import label_files, problems
-from ppo_rlhf.lib.data.posts import TASKS
-from ppo_rlhf.lib.data.texts import QueryStream, TaskArgs, to_texts
-from ppo_rlhf.lib.nets import lm
+from ppo_rlhf.lib.data import label_files
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.tldr.posts import TASKS, to_texts
+from ppo_rlhf.train_policy import QueryStream, TaskArgs
 from ppo_rlhf.worlds import posts as posts_world, tales
 
 # ---- What the package has --------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_the_choices_of_the_package_are_made_again(tmp_path, monkeypatch):
     world, some = worlds.DATA / "tales", 32
     (tmp_path / "stories.txt").write_text(files.read_text(world / "stories.txt"))
     (tmp_path / "model").symlink_to(world / "model")
-    whole = torch.rand(4, 6_016, 24, generator=lm.keyed_generator(1, "comparisons"), dtype=torch.float64)
+    whole = torch.rand(4, 6_016, 24, generator=train_policy.keyed_generator(1, "comparisons"), dtype=torch.float64)
     monkeypatch.setattr(generators.torch, "rand", lambda *size, **_: whole[:, : size[1]])
     generators.simulate_comparisons(tmp_path, generators.Tales(train_comparisons=some, test_comparisons=1), "cpu")
     for name in tales.ANNOTATORS:
@@ -312,7 +312,7 @@ def test_continuations_are_cut_after_a_full_stop(tmp_path, monkeypatch, tiny_wor
     def generate(model, queries, uniforms, *_):
         return (torch.where(uniforms < 0.2, full_stop, 300),)
 
-    monkeypatch.setattr(lm, "generate", generate)
+    monkeypatch.setattr(generators, "generate", generate)
     world = tmp_path
     for part in ("stories.txt", "model"):
         (world / part).symlink_to(tiny_world / part)

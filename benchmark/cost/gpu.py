@@ -34,8 +34,9 @@ from benchmark.cost import speed, speed_runs
 from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.launch import default_device
-from ppo_rlhf.lib.nets import lm, packing
 from ppo_rlhf.lib.services.run import commit, cpu_name
+from ppo_rlhf.tldr import packing
+from ppo_rlhf.train_policy import read_tokens
 
 ROOT = speed.ROOT
 
@@ -258,7 +259,7 @@ def padding(args: Args, outcome: Outcome) -> None:
         for one in plan:
             rows = packing.pack(tokens[one.rows], pad_id, one.longest).to(device)
             with torch.autocast(device.type, torch.bfloat16):
-                lm.read_tokens(model, rows, pad_id, slice(None)).sum().backward()
+                read_tokens(model, rows, pad_id, slice(None)).sum().backward()
 
     whole = [packing.Pass(rows=torch.arange(len(lengths)), longest=len(columns))]
     plan = packing.plan_passes(lengths, model)

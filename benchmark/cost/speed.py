@@ -61,8 +61,8 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import write_json
 from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.nets.lm import RewardModel
 from ppo_rlhf.lib.services.run import commit, cpu_name
+from ppo_rlhf.train_reward import RewardModel
 from ppo_rlhf.worlds import smollm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -145,9 +145,8 @@ def rlvr(settings: Settings) -> Result:
     """ppo_rlhf/rlvr/policy.py with GRPO. Problems come in the order of their file, as in `grpo`."""
     from transformers import AutoTokenizer
 
-    from ppo_rlhf.lib.data import problems
     from ppo_rlhf.lib.services import cli
-    from ppo_rlhf.rlvr import policy as rlvr_policy
+    from ppo_rlhf.rlvr import policy as rlvr_policy, problems
 
     def in_order(count: int, batch: int, number: int, seed: int) -> torch.Tensor:
         return torch.arange(number * batch, (number + 1) * batch) % count

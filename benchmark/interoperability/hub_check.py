@@ -24,11 +24,11 @@ from ppo_rlhf import train_both
 from ppo_rlhf.lib.base.errors import InputError, run_script
 from ppo_rlhf.lib.base.hub import OPENAI_REPOSITORY, hub_is_reachable
 from ppo_rlhf.lib.base.hub_files import HubFiles
-from ppo_rlhf.lib.data.posts import COMPARISON_FILES, POSTS_REPOSITORY
-from ppo_rlhf.lib.data.problems import GSM8K_FILES
 from ppo_rlhf.lib.data.published import HUB_FILES, read_json_array
 from ppo_rlhf.lib.nets.pretrained import load_tokenizer
+from ppo_rlhf.rlvr.problems import GSM8K_FILES
 from ppo_rlhf.tldr import all as tldr_all
+from ppo_rlhf.tldr.posts import COMPARISON_FILES, POSTS_REPOSITORY
 
 WORLDS = ("tales", "posts", "smollm2-135m")
 SHOWN = 60  # characters of a first row

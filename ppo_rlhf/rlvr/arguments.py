@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ppo_rlhf.lib.base import errors, launch
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import models
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.rlvr import algebra
+from ppo_rlhf.rlvr import algebra, problems
+from ppo_rlhf.tldr import models
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

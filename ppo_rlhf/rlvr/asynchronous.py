@@ -61,11 +61,12 @@ from torch import Tensor
 
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli, engine, run
+from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import (
     algebra,
     arguments as rlvr_arguments,
     checks as rlvr_checks,
+    engine,
     episodes as rlvr_episodes,
     policy as rlvr_policy,
 )

@@ -9,10 +9,9 @@ from operator import attrgetter
 
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problem_rows, problems
 from ppo_rlhf.lib.nets import foreign
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments
+from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, problem_rows, problems
 
 
 def check_arguments(args: rlvr_arguments.Args) -> None:

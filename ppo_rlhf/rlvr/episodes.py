@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib import rewards as verifiers
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import networks
 from ppo_rlhf.lib.services import traces
-from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments
+from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, problems
+from ppo_rlhf.train_policy import AdaptiveKLController
 
 # ---- Steps 1 and 2: what a sampler gets and gives --------------------------------------------------------------
 
@@ -281,7 +280,7 @@ class Progress:
     """The state that one update hands to the next, in addition to the networks; a checkpoint keeps it."""
 
     first_update: int  # when this process started or resumed the run
-    controller: networks.AdaptiveKLController
+    controller: AdaptiveKLController
     pool: Pool
     evaluation: dict[str, float]  # the newest
     explained: float  # the largest share of the variance of the returns that the critic has explained, at least 0

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import console, launch, paths, processes
 from ppo_rlhf.lib.base.errors import flag
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, pretrained
+from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import run, traces
-from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, episodes as rlvr_episodes
+from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, episodes as rlvr_episodes, problems
+from ppo_rlhf.train_policy import keyed_generator
 
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
@@ -353,7 +353,7 @@ def evaluate(
     greedy_noise = torch.full(shape, 0.5, dtype=torch.float64)
     (greedy,), samples = solve(temperature=problems.GREEDY, uniforms=greedy_noise), []
     if with_samples and args.eval_samples:
-        generators = [lm.keyed_generator(args.seed, "evaluate", number) for number in range(args.eval_samples)]
+        generators = [keyed_generator(args.seed, "evaluate", number) for number in range(args.eval_samples)]
         noise = [torch.rand(shape, generator=generator, dtype=torch.float64) for generator in generators]
         samples = solve(temperature=args.eval_temperature, uniforms=torch.cat(noise, 1))
     return problems.evaluation(held_out, task.kind_column, names=[*named], greedy=greedy, samples=samples)

@@ -45,11 +45,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import layers, lm, models, networks, packing, pretrained
-from ppo_rlhf.lib.nets.networks import AdaptiveKLController
+from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
-from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics
+from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics, problems
 from ppo_rlhf.rlvr.algebra import response_mask
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr.episodes import (
@@ -67,6 +65,10 @@ from ppo_rlhf.rlvr.episodes import (
     make_batch,
 )
 from ppo_rlhf.rlvr.scores import has_ended, load_sources, punish, score_responses
+from ppo_rlhf.tldr import models, networks, packing
+from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
+from ppo_rlhf.train_policy import AdaptiveKLController, episode_noise, read_scalar, read_tokens, scaled_logits
+from ppo_rlhf.train_reward import RewardModel
 
 # ---- Train -----------------------------------------------------------------------------------------------------
 
@@ -134,12 +136,13 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                     actor_critic=actor_critic,
                     reference=reference,
                     optimizers={name: optimizers[name] for name in learners if name in optimizers},
-                    minibatches=lm.draw_minibatches(args.seed, number, epochs, rows, nminibatches),
+                    minibatches=draw_minibatches(args.seed, number, epochs, rows, nminibatches),
                     policy_learns=policy_learns,
                 )
             training = this_run.seconds_of_update() - before
 
             # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
+            # [V53] [V54] It is the sum over a response, not the mean over tokens.   core_algos.py#L152-L173
             metrics = rlvr_metrics.update_metrics(
                 setup, number, episodes=episodes, generated=generated, batch=batch, steps=steps
             )
@@ -176,7 +179,7 @@ def draw_problems(setup: Setup, round_number: int, rank: int, local_prompts: int
     rows, of_all = slice(rank * local_round, (rank + 1) * local_round), drawn.repeat_interleave(n)
     groups = round_number * round_prompts + torch.arange(len(of_all))[rows] // n
     queries = setup.problems.batch(of_all.tolist(), setup.ids.pad)[rows]  # (local_round, context_length)
-    uniforms = lm.episode_noise(args.seed, round_number, len(of_all), args.task.response_length)[rows]
+    uniforms = episode_noise(args.seed, round_number, len(of_all), args.task.response_length)[rows]
     uniforms = uniforms.to(launch.device_of_noise(device))
     requests = [Request(queries.to(device), uniforms, args.task.temperature)]
     if args.ppo.advantage == "remax":
@@ -192,7 +195,7 @@ class Sampler:
     rlvr/asynchronous.py has a sampler that is ahead of the learner; that of rlvr/tools.py lets responses call a tool.
     """
 
-    def __init__(self, setup: Setup, actor_critic: ActorCritic, generate: Callable[..., Sampled] = lm.generate_until):
+    def __init__(self, setup: Setup, actor_critic: ActorCritic, generate: Callable[..., Sampled] = generate_until):
         self.setup, self.actor_critic, self.generate, self.version = setup, actor_critic, generate, 0
 
     def at_work(self, this_run: run.Run, progress: Progress) -> contextlib.AbstractContextManager[None]:
@@ -532,7 +535,7 @@ class ActorCritic(models.MixedPrecision):
     def __init__(
         self,
         lm_backbone: PreTrainedModel,
-        critic: lm.RewardModel | None,
+        critic: RewardModel | None,
         vocab_size: int,
         temperature: float,
         *,
@@ -566,7 +569,7 @@ class ActorCritic(models.MixedPrecision):
         place, labels = (tokens, responses, pad_id), responses[at]  # labels: (tokens,)
         with self.autocast():
             if recorded is None:
-                states = [lm.read_before_responses(self.lm_backbone, *place)[at]]  # (tokens, width)
+                states = [read_before_responses(self.lm_backbone, *place)[at]]  # (tokens, width)
                 if reference:
                     states.append(reference.hidden_states(*place)[at])
                 read = partial(self.read_hidden, reference)
@@ -576,8 +579,8 @@ class ActorCritic(models.MixedPrecision):
                 entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
             if self.critic and with_values:
-                read_by_critic = lm.read_before_responses(self.critic.lm_backbone, *place)[at]
-                values = self.critic.gain * lm.read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
+                read_by_critic = read_before_responses(self.critic.lm_backbone, *place)[at]
+                values = self.critic.gain * read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
         found = {"logprobs": logprobs, "values": values, "entropies": entropies, "exact_kl": exact_kl}  # (tokens,)
         return Reading(**{name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()})
 
@@ -586,7 +589,7 @@ class ActorCritic(models.MixedPrecision):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of labels (tokens,), exact entropies and KLs there, from final hidden states (tokens, width)."""
         # [V13] [V15] At the temperature of the sampler, in float32 or better.   dp_actor.py#L259, dp_actor.py#L368
-        logits = lm.scaled_logits(self.lm_backbone, hidden, self.vocab_size, self.temperature)
+        logits = scaled_logits(self.lm_backbone, hidden, self.vocab_size, self.temperature)
         logprobs, entropies = algebra.read_logits(logits, labels, entropy_learns=self.entropy_learns)
         if reference is None:
             return logprobs, entropies, torch.zeros_like(logprobs)
@@ -612,13 +615,11 @@ class Reference(networks.Reference):
     def hidden_states(self, tokens: Tensor, responses: Tensor, pad_id: int) -> Tensor:
         """Final hidden states before each token of the responses: (batch, response_length, width)."""
         with self.in_use():
-            return lm.read_before_responses(self.lm_backbone, tokens, responses, pad_id)
+            return read_before_responses(self.lm_backbone, tokens, responses, pad_id)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         with self.in_use():
-            return lm.scaled_logits(
-                self.lm_backbone, hidden_states, self.network.vocab_size, self.network.temperature
-            )
+            return scaled_logits(self.lm_backbone, hidden_states, self.network.vocab_size, self.network.temperature)
 
 
 # ---- Traces ----------------------------------------------------------------------------------------------------
@@ -726,7 +727,7 @@ def load_networks(
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
     actor_critic.to(accelerator.device)
-    models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
+    models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
     adapters, reference = None, None
     if args.lora.rank:
         adapters = models.add_adapters(lm_backbone, args.lora, args.seed)

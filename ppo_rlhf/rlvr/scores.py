@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import launch
 from ppo_rlhf.lib.base.errors import NumericalError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import foreign, models, networks, packing, templates
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes
+from ppo_rlhf.lib.nets import foreign, templates
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, problems
+from ppo_rlhf.tldr import models, networks, packing
 
 
 def load_sources(

@@ -47,11 +47,12 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, packing, pretrained, templates
+from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy, problems
+from ppo_rlhf.tldr import packing
+from ppo_rlhf.tldr.responses import generate_until
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ def converse(
     stop_ids: Collection[int],
     conversation: Conversation,
 ) -> tuple[Tensor, Tensor]:
-    """Sample responses as lm.generate_until does, with the tool's answers in them.
+    """Sample responses as generate_until does, with the tool's answers in them.
 
     contexts: (rows, context_length); uniforms: (rows, response_length). Returns responses and their log-probs, (rows,
     response_length). The log-prob of a token from the tool is NaN; after the end of a response it is 0.
@@ -152,7 +153,7 @@ def converse(
         at = places.clamp(max=width - 1).to(uniforms.device)
         noise = uniforms[rows.to(uniforms.device)].gather(1, at)[:, :room]
         settings = {"pad_id": pad_id, "vocab_size": vocab_size, "stop_ids": pauses, "temperature": temperature}
-        new, new_logprobs = lm.generate_until(lm_backbone, so_far, noise, **settings)
+        new, new_logprobs = generate_until(lm_backbone, so_far, noise, **settings)
         fits = (places[:, :room] < width) & (new != pad_id)  # (rows, room)
         responses[rows] = put(responses[rows], new, places=places, fits=fits)
         logprobs[rows] = put(logprobs[rows], new_logprobs, places=places, fits=fits)

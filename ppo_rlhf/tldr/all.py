@@ -19,9 +19,8 @@ from typing import Any
 from ppo_rlhf import judge
 from ppo_rlhf.lib.base import console, paths
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.services import cli, run, sequence
-from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 
 
 @dataclass(frozen=True, kw_only=True)

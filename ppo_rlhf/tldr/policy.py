@@ -48,12 +48,21 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTr
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, errors, files, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import foreign, layers, lm, models, networks, packing, pretrained
-from ppo_rlhf.lib.nets.networks import AdaptiveKLController
+from ppo_rlhf.lib.nets import foreign, layers, pretrained
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import cli, run, traces
+from ppo_rlhf.tldr import models, networks, packing, posts
+from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
+from ppo_rlhf.train_policy import (
+    AdaptiveKLController,
+    episode_noise,
+    has_stop,
+    keyed_generator,
+    read_scalar,
+    read_tokens,
+)
+from ppo_rlhf.train_reward import RewardModel
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -245,7 +254,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
         drawn = posts_of_update(args.seed, len(setup.train_posts), update=update, batch=sizes.batch)  # (batch,)
         batch = setup.train_posts.rows(drawn[rows])
-        uniforms = lm.episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
+        uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
 
         # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.
         with this_run.saved_if_it_fails():
@@ -254,7 +263,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             )
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
-        minibatches = lm.draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
+        minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
         steps = ppo_update(
             actor_critic,
             optimizer,
@@ -354,7 +363,7 @@ def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tenso
     # A batch may begin in one pass and end in the next.   ppo.py#L424-L431, ppo.py#L509-L513
     first, last = update * batch // num_posts, (update * batch + batch - 1) // num_posts
     orders = [
-        torch.randperm(num_posts, generator=lm.keyed_generator(seed, "posts", number))
+        torch.randperm(num_posts, generator=keyed_generator(seed, "posts", number))
         for number in range(first, last + 1)
     ]
     start = update * batch - first * num_posts
@@ -391,7 +400,7 @@ def make_rollout(
 
         # 4. Score the summaries; punish those that do not end.
         raw_scores = setup.score(queries, responses, references)  # (rows,)
-        stopped = lm.has_stop(responses, ids.stops, 0)  # (rows,)
+        stopped = has_stop(responses, ids.stops, 0)  # (rows,)
         scores = punish_missing_eos(
             raw_scores, stopped, form=shaping.missing_eos, penalty=shaping.missing_eos_penalty
         )
@@ -449,7 +458,7 @@ def respond(
     """Sample responses to contexts (batch, context_length), with a random number for each token."""
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
-    responses, sampled_logprobs = lm.generate_until(
+    responses, sampled_logprobs = generate_until(
         actor_critic.lm_backbone, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
     )
     # [T34] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
@@ -473,7 +482,7 @@ def reference_logprobs(
     """Log-probs (batch, response_length) of the reference; tokens as `ActorCritic` gets them."""
     # [T35] At the policy's temperature, and over the same ids.   ppo.py#L623-L627
     with reference.in_use():
-        logprobs, _ = lm.response_statistics(
+        logprobs, _ = response_statistics(
             reference.lm_backbone, query_responses, responses, pad_id, temperature, actor_critic.vocab_size
         )
     return logprobs
@@ -487,7 +496,7 @@ class ActorCritic(models.MixedPrecision):
 
     # [T32] It starts as the reward model, so its value after the end of text is the score.   ppo.py#L471-L500
     def __init__(
-        self, lm_backbone: PreTrainedModel, critic: lm.RewardModel, vocab_size: int, *, low_precision: bool = False
+        self, lm_backbone: PreTrainedModel, critic: RewardModel, vocab_size: int, *, low_precision: bool = False
     ):
         """vocab_size: number of ids that can be sampled; the output layer may have more rows [T14]."""
         super().__init__()
@@ -506,14 +515,14 @@ class ActorCritic(models.MixedPrecision):
         response_length); what they hold at padding means nothing.
         """
         with self.autocast():
-            logprobs, entropies = lm.response_statistics(
+            logprobs, entropies = response_statistics(
                 self.lm_backbone, query_responses, responses, pad_id, temperature, self.vocab_size
             )
             # [T38] A value belongs to the position before the response token, as its log-prob does.
             #       ppo.py#L637-L640
             backbone = self.critic.lm_backbone
-            hidden_states = lm.read_before_responses(backbone, query_responses, responses, pad_id)
-            values = self.critic.gain * lm.read_scalar(self.critic.reward_head, hidden_states) + self.critic.bias
+            hidden_states = read_before_responses(backbone, query_responses, responses, pad_id)
+            values = self.critic.gain * read_scalar(self.critic.reward_head, hidden_states) + self.critic.bias
         return logprobs, entropies, values
 
 
@@ -890,7 +899,7 @@ def make_recorder(
     """Keeps episodes of the batch, and summaries of the first held-out posts with the same noise each time."""
     args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
     held_out = setup.held_out["validation"].first(traces.TRACED)
-    uniforms = lm.episode_noise(args.seed, 0, len(held_out), task.response_length)
+    uniforms = episode_noise(args.seed, 0, len(held_out), task.response_length)
     monitor = {name: traces.scorer_of_traces(score, shaping.monitor) for name, score in setup.monitor.items()}
     score = traces.scorer_of_traces(setup.score, shaping.function)
     without_user_code = dataclasses.replace(setup, score=score, monitor=monitor)
@@ -953,7 +962,7 @@ def evaluate_policy(
     #       ppo.py#L371-L416, ppo.py#L826-L840
     args, ids, accelerator = setup.args, setup.ids, setup.accelerator
     judges, rows_at_a_time = {"scores": setup.score} | setup.monitor, setup.sizes.local_rollout_batch
-    generator = lm.keyed_generator(args.seed, "evaluate")
+    generator = keyed_generator(args.seed, "evaluate")
     with actor_critic.sampling():
         if not reference_scores:
             reference_scores |= posts.score_references(judges, held_out, rows_at_a_time, accelerator)
@@ -973,7 +982,7 @@ def evaluate_policy(
     tokens = (held_out.queries, responses, held_out.references)
     rows = posts.evaluation_rows(setup.tokenizer, ids, *tokens, **numbers)
     means = {f"eval/{name}": launch.widened(values).mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = launch.widened(lm.has_stop(responses, ids.stops, 0)).mean().item()
+    means["eval/eos_rate"] = launch.widened(has_stop(responses, ids.stops, 0)).mean().item()
     means["eval/response_length"] = launch.widened((responses != ids.pad).sum(1)).mean().item()
     monitored = {f"eval/{prefix}{name}" for name in setup.monitor for prefix in ("", "reference_")}
     trained = {name: mean for name, mean in means.items() if name not in monitored}
@@ -1060,7 +1069,7 @@ def load_networks(
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
     actor_critic.to(accelerator.device)
-    models.check_model(lm_backbone, args.base_model, length, vocab_size, lm.read_tokens)
+    models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
     if args.lora.rank:
         return actor_critic, networks.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
     frozen = models.load_base_model(args, frozen=True)
@@ -1135,7 +1144,7 @@ def start_run(
 def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
     """Scores (n,) of summaries that the policy samples of the first posts before it learns; this process's share."""
     args, accelerator = setup.args, setup.accelerator
-    generator = lm.keyed_generator(args.seed, "scale of the function")
+    generator = keyed_generator(args.seed, "scale of the function")
     with actor_critic.sampling():
         _, scores = posts.summarise(
             actor_critic.lm_backbone,

@@ -33,13 +33,14 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
+from ppo_rlhf import train_reward, worlds
 from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import layers, lm, models, packing, pretrained
+from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.train_policy import keyed_generator, read_tokens
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # 1. One pass over the comparisons.
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
     #       reward.py#L82, reward.py#L278-L293
-    order = torch.randperm(len(comparisons), generator=lm.keyed_generator(args.seed, "comparisons"))
+    order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
     with this_run.progress("reward model", sizes.steps, first_step) as advance:
         for step in range(first_step, sizes.steps):
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
@@ -165,7 +166,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     return folder
 
 
-class RewardModel(models.MixedPrecision, lm.RewardModel):
+class RewardModel(models.MixedPrecision, train_reward.RewardModel):
     """A reward model whose gain and bias do not learn: the gain stays 1, and step 3 sets the bias."""
 
     def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
@@ -176,7 +177,7 @@ class RewardModel(models.MixedPrecision, lm.RewardModel):
 
 
 def pairs_update(
-    reward_model: lm.RewardModel,
+    reward_model: train_reward.RewardModel,
     optimizer: torch.optim.Optimizer,
     comparisons: posts.Comparisons,
     mb_inds: Tensor,
@@ -218,7 +219,12 @@ def pairs_update(
 
 
 def score_pairs(
-    reward_model: lm.RewardModel, queries: Tensor, chosen: Tensor, rejected: Tensor, pad_id: int, longest: int
+    reward_model: train_reward.RewardModel,
+    queries: Tensor,
+    chosen: Tensor,
+    rejected: Tensor,
+    pad_id: int,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:
     """Scores of chosen and rejected summaries (batch, comparison_length) of the same posts: two of (batch,).
 
@@ -245,7 +251,11 @@ def prefers_chosen(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
 
 @torch.no_grad()
 def agreement(
-    reward_model: lm.RewardModel, comparisons: posts.Comparisons, pad_id: int, chunk: int, accelerator: Accelerator
+    reward_model: train_reward.RewardModel,
+    comparisons: posts.Comparisons,
+    pad_id: int,
+    chunk: int,
+    accelerator: Accelerator,
 ) -> tuple[dict[str, float], list[dict]]:
     """Agreement with people: accuracy overall and by split, batch and confidence, and one row for each comparison."""
     # [X22] Every comparison counts once.   reward.py#L238-L269, reward.py#L434-L452
@@ -288,7 +298,7 @@ def sample_rows(
 
 @torch.no_grad()
 def shift_to_references(
-    reward_model: lm.RewardModel, some_posts: posts.Posts, pad_id: int, chunk: int, accelerator: Accelerator
+    reward_model: train_reward.RewardModel, some_posts: posts.Posts, pad_id: int, chunk: int, accelerator: Accelerator
 ) -> dict[str, float]:
     """Set the bias so that the reference summaries of these posts have a mean score of 0; the scale stays.
 
@@ -428,7 +438,7 @@ def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Acc
     language_model = models.load_base_model(args)
     packing.enable(language_model)
     language_model.to(accelerator.device)
-    models.check_model(language_model, args.base_model, longest, vocab_size, lm.read_tokens)
+    models.check_model(language_model, args.base_model, longest, vocab_size, read_tokens)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, launch, processes
-from ppo_rlhf.lib.data import posts
-from ppo_rlhf.lib.nets import layers, lm, models, packing, pretrained
+from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.train_policy import has_stop, keyed_generator, read_tokens, scaled_logits
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         layers.checkpoint_layers(model)
     model.to(accelerator.device)
     length = task.query_length + task.response_length
-    models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, lm.read_tokens)
+    models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
     )
@@ -136,7 +137,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             epoch, batch = divmod(step, sizes.steps_per_epoch)
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
             optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
-            order = torch.randperm(len(train_posts), generator=lm.keyed_generator(args.seed, "posts", epoch))
+            order = torch.randperm(len(train_posts), generator=keyed_generator(args.seed, "posts", epoch))
             mb_inds, counts = processes.deal(
                 order[batch * sizes.batch : (batch + 1) * sizes.batch],
                 sizes.batch,
@@ -196,7 +197,7 @@ class LanguageModel(models.MixedPrecision):
         # [T16] Positions are always given. The original gives none, which is correct for rotary ones only.
         #       ppo.py#L358-L368, reward.py#L223-L233
         with self.autocast():
-            hidden_states = lm.read_tokens(self.lm_backbone, tokens, pad_id, slice(0, -1))
+            hidden_states = read_tokens(self.lm_backbone, tokens, pad_id, slice(0, -1))
             # [T21] Every token but the first is predicted, those of the query and the end-of-text token too.
             #       sft.py#L389-L399
             mask = next_token_mask(tokens, pad_id)
@@ -208,7 +209,7 @@ class LanguageModel(models.MixedPrecision):
 
     def logprobs_of(self, hidden_states: Tensor, targets: Tensor) -> tuple[Tensor]:
         """Log-probs of tokens (batch, length) after hidden states (batch, length, width)."""
-        logits = lm.scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
+        logits = scaled_logits(self.lm_backbone, hidden_states, self.vocab_size, temperature=1.0)
         return (-F.cross_entropy(logits.transpose(1, 2), targets.long(), reduction="none"),)
 
 
@@ -269,7 +270,7 @@ def summarise_held_out(
         return model(tokens, ids.pad).sum(1), next_token_mask(tokens, ids.pad).sum(1)
 
     # [T23] At a temperature near zero, against the references.   sft.py#L215-L281, sft.py#L411-L425
-    generator = lm.keyed_generator(args.seed, "evaluate", split)
+    generator = keyed_generator(args.seed, "evaluate", split)
     with model.sampling():
         responses, logprobs, counts = posts.summarise(
             model.lm_backbone,
@@ -281,7 +282,7 @@ def summarise_held_out(
             accelerator,
             measure=loss_of,
         )
-    finished = lm.has_stop(responses, ids.stops, 0)  # (posts,)
+    finished = has_stop(responses, ids.stops, 0)  # (posts,)
     rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references)
     results = {f"{split}/sft/loss": -launch.widened(logprobs).sum().item() / counts.sum().item()}
     results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}

@@ -31,8 +31,8 @@ def of(world: str) -> Any:
 
 
 def reader(module: str) -> Any:
-    """A module of lib that reads data."""
-    return importlib.import_module(f"ppo_rlhf.lib.{module}")
+    """A module that reads data."""
+    return importlib.import_module(f"ppo_rlhf.{module}")
 
 
 DATA = Path(__file__).with_name("data")
@@ -71,11 +71,11 @@ OTHER_NAMES = {
 # What reads the data that an argument names, and says what is wrong with a path to nothing.
 READERS: dict[str, Callable[[str], Any]] = {
     "task.query_dataset": sources.load_texts,
-    "task.posts": lambda path: reader("data.posts").load_rows(path, "posts", "train"),
-    "task.comparisons": lambda path: reader("data.posts").load_rows(path, "comparisons", "train"),
-    "task.problems": lambda path: reader("data.problems").load_rows(path, "problems", "train"),
-    "task.test_problems": lambda path: reader("data.problems").load_rows(path, "test_problems", ""),
-    "task.examples": lambda path: reader("data.posts").read_jsonl(Path(path), "examples"),
+    "task.posts": lambda path: reader("tldr.posts").load_rows(path, "posts", "train"),
+    "task.comparisons": lambda path: reader("tldr.posts").load_rows(path, "comparisons", "train"),
+    "task.problems": lambda path: reader("rlvr.problems").load_rows(path, "problems", "train"),
+    "task.test_problems": lambda path: reader("rlvr.problems").load_rows(path, "test_problems", ""),
+    "task.examples": lambda path: reader("tldr.posts").read_jsonl(Path(path), "examples"),
 }
 MAY_BE_EMPTY = ("task.test_problems", "task.examples", "rewards.trained_model", "rewards.value_model")
 
@@ -123,12 +123,14 @@ def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collecti
     made_here = "rewards.trained_model" in unused
     if hasattr(shaping, "function") and not made_here and bool(shaping.function) == bool(shaping.trained_model):
         raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
-    if getattr(shaping, "label", "") and (made_here or not reader("nets.foreign").is_foreign(shaping.trained_model)):
+    if getattr(shaping, "label", "") and (
+        made_here or not reader("lib.nets.foreign").is_foreign(shaping.trained_model)
+    ):
         raise InputError(f"{flag('rewards.label')} {shaping.label}: only a reward model from elsewhere has labels")
     if hasattr(shaping, "verifier"):
-        reader("rewards").import_functions(shaping)
+        reader("lib.rewards").import_functions(shaping)
     elif hasattr(shaping, "function"):
-        reader("scoring.scorers").import_functions(shaping)
+        reader("lib.scoring.scorers").import_functions(shaping)
 
 
 def check_name(argument: str, value: str, root: Path) -> None:
@@ -141,12 +143,12 @@ def check_name(argument: str, value: str, root: Path) -> None:
     if argument == "base_model" and (path.is_dir() or not hub.HUB_NAME.fullmatch(value)):
         with pretrained.model_errors(str(path) if value else ""):
             pass
-    elif argument == "rewards.trained_model" and reader("nets.foreign").is_foreign(str(path)):
-        reader("nets.foreign").check_name(str(path))
+    elif argument == "rewards.trained_model" and reader("lib.nets.foreign").is_foreign(str(path)):
+        reader("lib.nets.foreign").check_name(str(path))
     elif argument.startswith("rewards."):
         pretrained.find_head(path, f"{flag(argument)} {value}")
-    elif argument in ("task.problems", "task.test_problems") and reader("data.problem_rows").is_elsewhere(value):
-        reader("data.problem_rows").check_name(value, argument.removeprefix("task."))
+    elif argument in ("task.problems", "task.test_problems") and reader("rlvr.problem_rows").is_elsewhere(value):
+        reader("rlvr.problem_rows").check_name(value, argument.removeprefix("task."))
     elif argument in READERS and not path.exists():
         READERS[argument](str(path))
 

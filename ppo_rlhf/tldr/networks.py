@@ -12,28 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ppo_rlhf.lib.nets import foreign, lm, models, packing
-
-
-class AdaptiveKLController:
-    """Keeps the KL divergence near a target, if there is one: `value` rises while it is above and falls while below.
-
-    error = clip(kl / target - 1, -0.2, 0.2)        value *= 1 + error * episodes / horizon
-    """
-
-    def __init__(self, kl_coef: float, target: float | None, horizon: float):
-        self.value, self.target, self.horizon = kl_coef, target, horizon
-
-    def update(self, kl: float, episodes: int) -> None:
-        """kl: nats per response, averaged over the batch; episodes: of the batch, over all processes."""
-        # [D72] Without a target, the coefficient is constant.   OAI train_policy.py#L107-L112
-        if self.target is None:
-            return
-        # [D69] The relative error is clipped, so that one update changes little.   OAI train_policy.py#L115-L124
-        # [V53] [V54] The KL is the sum over a response, not the mean over tokens.
-        #       verl-project/verl core_algos.py#L152-L173
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * episodes / self.horizon
+from ppo_rlhf.lib.nets import foreign
+from ppo_rlhf.tldr import models, packing
+from ppo_rlhf.train_reward import RewardModel
 
 
 class Reference:
@@ -51,7 +32,7 @@ class Reference:
             yield
 
 
-def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> lm.RewardModel:
+def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> RewardModel:
     """The critic before it learns: the model that the arguments name, or else the base model with a new head.
 
     zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
@@ -63,7 +44,7 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> lm.Re
     else:
         torch.manual_seed(args.seed)  # for the head, the same on every process
         backbone = models.load_base_model(args, AutoModel)
-        critic = lm.RewardModel(backbone).to(backbone.dtype)
+        critic = RewardModel(backbone).to(backbone.dtype)
         if zero_head:
             nn.init.zeros_(critic.reward_head.weight)
     critic.requires_grad_(True)
@@ -72,7 +53,7 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> lm.Re
     return critic
 
 
-def response_scorer(reward_model: lm.RewardModel, pad_id: int, *, rows: int = 0) -> Callable[..., Tensor]:
+def response_scorer(reward_model: RewardModel, pad_id: int, *, rows: int = 0) -> Callable[..., Tensor]:
     """A function that scores responses with a reward model.
 
     It takes queries (batch, query_length) and responses (batch, response_length), with our padding, and returns

@@ -33,7 +33,7 @@ def start(vocab_size: int, settings: dict[str, Any]) -> tuple[Any, str]:
     own = {
         # [V14] Nothing of the model's own generation config.   vllm_async_server.py#L216
         "generation_config": "vllm",
-        # [V15] Logits in full precision, as the learner's are: see lm.scaled_logits.
+        # [V15] Logits in full precision, as the learner's are: see train_policy.scaled_logits.
         "hf_overrides": {"head_dtype": "float32"},
         # [V94] Log-probs of the distribution that is sampled from.   rollout.yaml#L77
         "logprobs_mode": "processed_logprobs",

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import errors, files, hub_files, paths
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import posts
 from ppo_rlhf.lib.scoring.worker import Worker
+from ppo_rlhf.tldr import posts
 
 FILES = (".jsonl", ".parquet", ".csv")
 GENERATOR = "reasoning_gym:"

@@ -31,8 +31,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import hub_files, launch, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import posts, problem_rows, sources
-from ppo_rlhf.lib.nets import lm, pretrained, templates
+from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.rlvr import problem_rows
+from ppo_rlhf.tldr import posts
+from ppo_rlhf.train_policy import keyed_generator
 
 GSM8K_FILES = hub_files.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
 SOURCES = ("gsm8k", "sums", "sums-tools", "arithmetic")
@@ -367,7 +370,7 @@ def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torc
     # Each epoch has an order of its own, by seed and epoch alone; what does not fill a batch is left out of it.
     #       trainer/main_ppo.py#L411-L442
     epoch, place = divmod(number, problems // batch)
-    order = torch.randperm(problems, generator=lm.keyed_generator(seed, "problems", epoch))
+    order = torch.randperm(problems, generator=keyed_generator(seed, "problems", epoch))
     return order[place * batch : (place + 1) * batch]
 
 

@@ -32,9 +32,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import errors, files, hub_files, launch, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import texts
-from ppo_rlhf.lib.nets import lm, pretrained, templates
+from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.tldr.responses import generate_until
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
 COMPARISON_FILES = hub_files.HubFiles(
@@ -474,6 +474,11 @@ def trim_padding(*tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     return joined[:, kept]
 
 
+def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor, pad_id: int) -> list[str]:
+    """Decode each row without its padding."""
+    return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
+
+
 def without_ends(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> torch.Tensor:
     """Summaries with padding in place of the tokens that end a text."""
     ends = tokens.new_tensor(templates.end_ids(tokenizer))
@@ -498,7 +503,7 @@ def evaluation_rows(
     """
     # Texts for people have neither padding nor the end-of-text token.   tldr_dataset.py#L154
     summaries = [without_ends(tokens, tokenizer, ids) for tokens in (responses, references)]
-    decoded = [texts.to_texts(tokenizer, tokens, ids.pad) for tokens in (bare(queries, ids), *summaries)]
+    decoded = [to_texts(tokenizer, tokens, ids.pad) for tokens in (bare(queries, ids), *summaries)]
     lengths = [(tokens != ids.pad).sum(1).tolist() for tokens in (responses, references)]
     columns = [*decoded, *lengths, *(values.tolist() for values in numbers.values())]
     return [dict(zip((*COLUMNS, *numbers), row, strict=True)) for row in zip(*columns, strict=True)]
@@ -528,7 +533,7 @@ def summarise(
         contexts = trim_padding(held_out.queries[inds], pad_id=ids.pad)
         tensors = (held_out.queries[inds], held_out.references[inds], contexts)
         queries, references, contexts = (tensor.to(accelerator.device) for tensor in tensors)
-        responses, _ = lm.generate_until(
+        responses, _ = generate_until(
             lm_backbone,
             contexts,
             uniforms[inds].to(launch.device_of_noise(accelerator.device)),

@@ -28,8 +28,11 @@ from torch import Tensor
 
 from ppo_rlhf.lib.base import checkpoints, launch, precision
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import problems
-from ppo_rlhf.lib.nets import lm, models, packing, pretrained
+from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.tldr import models, packing
+from ppo_rlhf.tldr.responses import generate_until
+from ppo_rlhf.train_policy import scaled_logits
 
 Weights = Mapping[str, np.ndarray]
 
@@ -95,7 +98,7 @@ class BuiltIn:
         spec, contexts = self.spec, torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
         uniforms = torch.tensor(noise).to(launch.device_of_noise(self.device))
         with precision.mixed_precision(self.device, enabled=spec.dtype == "bfloat16"):
-            responses, logprobs = lm.generate_until(
+            responses, logprobs = generate_until(
                 self.model, contexts, uniforms, spec.pad, spec.pad, temperature, spec.stops
             )
         finished = torch.isin(responses.cpu(), torch.tensor(spec.stops)).any(1)
@@ -153,7 +156,7 @@ class VLLM:
             drawn = torch.tensor(ids[ids != self.spec.pad])
             with precision.mixed_precision(torch.device("cpu"), enabled=self.spec.dtype == "bfloat16"):
                 read = model.base_model(torch.cat([torch.tensor(prompt[0]), drawn])[None])
-                logits = lm.scaled_logits(model, read.last_hidden_state[0, width - 1 : -1], self.spec.pad, 0.7)
+                logits = scaled_logits(model, read.last_hidden_state[0, width - 1 : -1], self.spec.pad, 0.7)
             ours = logits.log_softmax(1).gather(1, drawn[:, None])[:, 0]
             gaps.append((ours - torch.tensor(theirs[: len(drawn)])).abs())
         check_gap(torch.cat(gaps).mean().item(), self.spec.dtype)

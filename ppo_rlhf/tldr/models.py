@@ -23,12 +23,7 @@ from transformers import (
 
 from ppo_rlhf.lib.base import errors, files, precision
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import (
-    lm,
-    packing,
-    pretrained,
-    templates,
-)
+from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.pretrained import (
     SAFETENSORS_ONLY,
@@ -43,6 +38,8 @@ from ppo_rlhf.lib.nets.pretrained import (
     same_logits,
     vocabulary_size,
 )
+from ppo_rlhf.tldr import packing
+from ppo_rlhf.train_reward import RewardModel
 
 # ---- Load ------------------------------------------------------------------------------------------------------
 
@@ -116,12 +113,12 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
 # ---- Our own models --------------------------------------------------------------------------------------------
 
 
-def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> lm.RewardModel:
+def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
     """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     find_head(folder)
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
-    reward_model = lm.RewardModel(backbone)
+    reward_model = RewardModel(backbone)
     load_head(reward_model, folder)
     return reward_model.requires_grad_(False)
 
@@ -132,7 +129,7 @@ def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, froze
     return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
 
 
-def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> lm.RewardModel:
+def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> RewardModel:
     """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
     folder, dtype = Path(getattr(args.rewards, field)), dtype_of_weights(args, frozen=frozen)
     model = load_reward_model(folder, dtype, args.trust_remote_code)
@@ -234,7 +231,7 @@ def save_language_model(
 def save_policy_and_critic(
     folder: Path,
     lm_backbone: PreTrainedModel,
-    critic: lm.RewardModel | None,
+    critic: RewardModel | None,
     adapters: nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
     info: dict[str, Any],

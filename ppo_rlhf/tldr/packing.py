@@ -260,7 +260,7 @@ def forward(
     past_key_values: precision.KeyValueCache | None = None,
     **options,
 ) -> BaseModelOutputWithPast:
-    """Replaces a packed model's own method. It takes a mask of numbers to be one of `lm.causal_mask`."""
+    """Replaces a packed model's own method. It takes a mask of numbers to be one of `causal_mask`."""
     if reads_rows(input_ids, attention_mask, position_ids, past_key_values, **options):
         # The last position of a row sees all real tokens, and itself. So it is read, even if it is padding.
         real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
