@@ -559,6 +559,7 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
             lr=settings["learning_rate"],
             adam_eps=case["optimizer"]["eps"],
             weight_decay=case["optimizer"]["weight_decay"],
+            local_micro_batch_size=16,  # each minibatch in one pass
         ),
     )
     whiten, load_critic = tldr_policy.whiten, networks.load_critic

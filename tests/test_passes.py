@@ -49,7 +49,7 @@ def test_passes_of_so_many_rows():
 
 @pytest.mark.parametrize(("cost", "sizes"), [(0, [1, 2, 2, 1, 1, 1, 1, 1]), (4, [2, 3, 3, 2]), (math.inf, [10])])
 def test_a_pass_ends_where_padding_costs_more_than_another(cost, sizes, monkeypatch):
-    """Of 12, 9, 9, 7, 7, 5, 4, 3, 2 and 1 tokens. With 4, a third row in the first pass would make 3 + 3 tokens of padding."""
+    """Of 12, 9, 9, 7, 7, 5, 4, 3, 2 and 1 tokens. With 4, a third row would make the padding 3 + 3."""
     monkeypatch.setitem(packing.COST_OF_PASS, "cpu", cost)
     plan = packing.plan_passes(LENGTHS, MODEL)
     assert [len(one.rows) for one in plan] == sizes
