@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib.base import files, paths
+from ppo_rlhf.lib.base import files
+from ppo_rlhf.lib.base.bounds import NonNegativeInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.services import cli, run, sequence
@@ -31,7 +32,7 @@ from ppo_rlhf.lib.services import cli, run, sequence
 class Args:
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of both parts"""
     base_model: str = "gpt2"
     """causal language model that both parts start from: a folder, a name on the hub, or `tales`"""
@@ -81,17 +82,17 @@ def train(args: Args) -> tuple[Path, Path]:
     # that the policy needs, such as a base model that is long enough, the reward model needs too.
     with sequence.flags_of("reward", reward_args, SHARED):
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
-        worlds.check_names(reward_args, stages.joint)
+        worlds.check_names(reward_args)
     with sequence.flags_of("policy", policy_args, SHARED):
         train_policy.check_ppo_arguments(policy_args)
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
-        worlds.check_names(policy_args, stages.joint, unused=["rewards.trained_model"])
+        worlds.check_names(policy_args, unused=["rewards.trained_model"])
     templates.check_task(args.task)
-    found = worlds.find_paths(args, stages.joint)
+    found = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):
         train_policy.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
-    texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="", root=stages.root)
+    texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="")
     texts.held_out(1)  # the report at the end needs such queries
     if args.label and not foreign.is_foreign(args.judge):
         raise InputError(f"--label {args.label}: only a judge from elsewhere has labels")
@@ -102,7 +103,7 @@ def train(args: Args) -> tuple[Path, Path]:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
     reward_folder = stages.train(train_reward.train, reward_args, "reward", "reward")
-    trained_model = os.path.relpath(reward_folder, stages.root)
+    trained_model = os.path.relpath(reward_folder)
     policy_args = dataclasses.replace(
         policy_args, rewards=dataclasses.replace(policy_args.rewards, trained_model=trained_model)
     )
@@ -137,12 +138,12 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, joint: Args) ->
         "",
         *summary(rows, reward_meta, policy_meta),
         "",
-        f"learning curves  {paths.shown(policy_run / 'learning_curves.png')}",
-        f"                 {paths.shown(reward_run / 'learning_curves.png')}",
-        f"samples          {paths.shown(policy_run / 'comparison.jsonl')}",
-        f"models           {paths.shown(policy_folder)}",
-        f"                 {paths.shown(reward_folder)}",
-        f"read more        python ppo_rlhf/sample.py --policy {paths.shown(policy_folder)}",
+        f"learning curves  {policy_run / 'learning_curves.png'}",
+        f"                 {reward_run / 'learning_curves.png'}",
+        f"samples          {policy_run / 'comparison.jsonl'}",
+        f"models           {policy_folder}",
+        f"                 {reward_folder}",
+        f"read more        python ppo_rlhf/sample.py --policy {policy_folder}",
         sep="\n",
     )
 

@@ -19,7 +19,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import files, hub, paths
+from ppo_rlhf.lib.base import hub
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import sources
 from ppo_rlhf.lib.nets import pretrained
@@ -80,18 +80,18 @@ READERS: dict[str, Callable[[str], Any]] = {
 MAY_BE_EMPTY = ("task.test_problems", "task.examples", "rewards.trained_model", "rewards.value_model")
 
 
-def find_value(argument: str, value: str, root: Path) -> str:
-    """The value of an argument of a run with this root; a path or a world becomes the path that it means.
+def find_value(argument: str, value: str) -> str:
+    """The value of an argument; a world becomes the path that it means.
 
     What a world takes from the package index is fetched.
     """
     if value in WORLDS[argument]:
         return str(WORLDS[argument][value]())
-    return str(paths.find_path(value, root)) if value and value not in OTHER_NAMES.get(argument, ()) else value
+    return value
 
 
-def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> Any:
-    """A script's arguments, with the paths that they mean. joint: as the script's train() gets it.
+def find_paths(args: Any, unused: Collection[str] = ()) -> Any:
+    """A script's arguments, with the paths that they mean.
 
     unused: arguments that the script does not read; nothing is fetched for them. A run keeps its arguments as they
     were given, so that its folder and the files next to it can be moved together.
@@ -101,25 +101,24 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
         values = {field.name: getattr(group, field.name) for field in fields(group)}
         parts = {name: found(part, f"{prefix}{name}.") for name, part in values.items() if is_dataclass(part)}
         read = [name for name in values if prefix + name in WORLDS and prefix + name not in unused]
-        root = paths.root_of(args.resume, joint)
-        meant = {name: find_value(prefix + name, values[name], root) for name in read}
+        meant = {name: find_value(prefix + name, values[name]) for name in read}
         return replace(group, **parts, **meant)
 
     return found(args, "")
 
 
-def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> None:
+def check_names(args: Any, unused: Collection[str] = ()) -> None:
     """Raise an InputError if a script's arguments name a model, data or a function that is not there.
 
     It loads, builds and downloads nothing, so that a slip is found at once. The parameters are those of find_paths;
     unused may have rewards.trained_model, if an earlier stage will make it.
     """
-    root, shaping = paths.root_of(args.resume, joint), getattr(args, "rewards", None)
+    shaping = getattr(args, "rewards", None)
     for argument in WORLDS:
         part, _, field = argument.rpartition(".")
         value = getattr(getattr(args, part, None) if part else args, field, None)
         if value is not None and argument not in unused:
-            check_name(argument, value, root)
+            check_name(argument, value)
     made_here = "rewards.trained_model" in unused
     if hasattr(shaping, "function") and not made_here and bool(shaping.function) == bool(shaping.trained_model):
         raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
@@ -133,9 +132,9 @@ def check_names(args: Any, joint: dict[str, Any] | None = None, unused: Collecti
         reader("lib.scoring.scorers").import_functions(shaping)
 
 
-def check_name(argument: str, value: str, root: Path) -> None:
+def check_name(argument: str, value: str) -> None:
     """Raise an InputError if the value of an argument is neither a path to something nor a name."""
-    path = paths.find_path(value, root)
+    path = Path(value)
     if value in (*WORLDS[argument], *OTHER_NAMES.get(argument, ())) or (not value and argument in MAY_BE_EMPTY):
         return
     if not value and argument in READERS:
@@ -151,27 +150,3 @@ def check_name(argument: str, value: str, root: Path) -> None:
         reader("rlvr.problem_rows").check_name(value, argument.removeprefix("task."))
     elif argument in READERS and not path.exists():
         READERS[argument](str(path))
-
-
-# The files that a run reads in a folder of data, by the argument that names the folder.
-IN_FOLDERS = {
-    "task.query_dataset": "stories*.txt",
-    "task.posts": "posts_*.jsonl",
-    "task.comparisons": "comparisons_*.jsonl",
-    "task.problems": "problems_*.jsonl",
-    "task.test_problems": "problems_test.jsonl",
-}
-
-
-def data_files(task: Any, *names: str) -> dict[str, list[Path]]:
-    """The local files that these fields of a task name, by argument, after find_paths. Data on the hub have none."""
-    found = {}
-    for argument, value in {f"task.{name}": getattr(task, name) for name in names}.items():
-        path = Path(value).absolute()
-        local = bool(value) and value not in OTHER_NAMES.get(argument, ())
-        is_folder = argument in IN_FOLDERS and path.is_dir()
-        parts = [files.stored(path)]
-        if is_folder:
-            parts = sorted([*path.glob(IN_FOLDERS[argument]), *path.glob(IN_FOLDERS[argument] + ".xz")])
-        found[argument] = [part for part in parts if local and part.is_file()]
-    return found

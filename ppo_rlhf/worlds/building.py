@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors, files, paths
+from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError
 
 
@@ -20,8 +20,8 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
     It is in $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf. With several processes the first one builds and the others
     wait.
     """
-    folder = paths.find_cache() / f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
-    if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
+    folder = files.cache_folder() / f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+    if not folder.exists() and errors.is_first_process():
         build(folder)
     while not folder.exists():
         time.sleep(1)
@@ -59,7 +59,6 @@ def new_world(folder: Path, name: str) -> Iterator[Path]:
     try:
         yield place
         files.write_json(place / SIZES, sizes_of(place))
-        files.give_usual_mode(place)
         try:
             place.rename(folder)
         except OSError:

@@ -3,20 +3,18 @@
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import contextlib
 import datetime
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, flag, typed
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
@@ -43,15 +41,8 @@ def device_of_noise(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
-@contextlib.contextmanager
-def launcher() -> Iterator[None]:
-    """For the block that makes the Accelerator: what is wrong with the launch ends in one line; threads are set."""
-    errors.environment_number("RANK", default=0, least=0)
-    started = errors.environment_number("WORLD_SIZE", default=1, least=1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
-    share = max(1, cores // errors.environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
-    threads = errors.environment_number("PPO_RLHF_THREADS", default=share, least=1, most=1024)
+def make_accelerator() -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
     for name in ("DEEPSPEED", "FSDP"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false") == "true":
             raise InputError(
@@ -59,31 +50,22 @@ def launcher() -> Iterator[None]:
                 f"benchmark/accelerate/ddp.yaml; for models that do not fit, there are --frozen_bfloat16 and, in "
                 f"chapters 2 and 3, --lora.rank"
             )
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
-    found = PartialState()
-    if found.num_processes != started:
+    accelerator = Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
         raise InputError(
-            f"the launcher started {started} processes, but accelerate sees {found.num_processes}; "
+            f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
             f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
         )
-    # `accelerate launch` prepares for several processes even where it starts only one.
-    alone = found.num_processes == 1 and "WORLD_SIZE" not in os.environ
-    if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys():
-        errors.say_once(
-            "accelerate launch was asked for several processes and started one: on several GPUs add --multi_gpu, "
-            "on a CPU use torchrun --nproc_per_node <number>"
-        )
-    if found.device.type == "cpu":
-        torch.set_num_threads(threads)
-
-
-def make_accelerator() -> Accelerator:
-    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
-    with launcher():
-        return Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
+    if accelerator.device.type == "cpu":
+        # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        threads = os.environ.get("PPO_RLHF_THREADS", str(share))
+        if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
+            raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
+        torch.set_num_threads(int(threads))
+    return accelerator
 
 
 def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
@@ -147,7 +129,7 @@ def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
 
 
 def fail_together(problem: str) -> None:
-    """Raise a SharedError on every process if one of them has a problem; an empty text is none.
+    """Raise an InputError on every process if one of them has a problem; an empty text is none.
 
     For what may go wrong on one process alone, which the others would wait for.
     """
@@ -156,7 +138,7 @@ def fail_together(problem: str) -> None:
         problems = [""] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(problems, problem)
     if problem := next(filter(None, problems), ""):
-        raise SharedError(problem)
+        raise InputError(problem)
 
 
 Made = TypeVar("Made")  # what a function returns

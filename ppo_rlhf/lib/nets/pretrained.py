@@ -31,28 +31,6 @@ from transformers.initialization import no_init_weights
 from ppo_rlhf.lib.base import files, hub
 from ppo_rlhf.lib.base.errors import InputError, flag
 
-
-def weight_files(args: Any) -> dict[str, list[Path]]:
-    """The files with the weights of the models that a script's arguments name, as find_paths gives them.
-
-    Of a model from the hub, those that were downloaded.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    of_rewards = getattr(args, "rewards", None)  # the policies' scripts have some
-    named = {"base_model": args.base_model}
-    named |= {f"rewards.{name}": getattr(of_rewards, name, "") for name in ("trained_model", "value_model")}
-    found = {}
-    for name, model in ((name, model) for name, model in named.items() if model):
-        folder = Path(model)
-        if not folder.is_dir():
-            repository, _, revision = model.partition("@")
-            config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
-            folder = Path(config).parent if isinstance(config, str) else folder
-        found[name] = sorted(folder.absolute().glob("*.safetensors"))
-    return found
-
-
 PAD_TOKEN = "<|ppo_rlhf_pad|>"  # of the tokenizers that are saved with reward models and critics
 
 
