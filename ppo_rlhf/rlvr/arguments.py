@@ -23,13 +23,13 @@ from ppo_rlhf.tldr import models
 @dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     verifier: str = "gsm8k_strict"
-    """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, answer_line, or package.module:name of a function
-    (prompts, responses, answers: texts) -> list of floats. A response that gets None or NaN counts nowhere"""
+    """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, exact, reasoning_gym, or package.module:name of a
+    function (prompts, responses, answers: texts) -> list of floats. A response with None or NaN counts nowhere"""
     evaluate_text: bool = False
     """allow tasks of reasoning-gym whose scorers evaluate an answer as Python. The risk: what the policy writes runs
     with your rights, though only arithmetic, in a process with limits and, where the system offers it, no network"""
     format: str = ""
-    """a second verifier, of the form: gsm8k_format, think_answer, think_answer_tags, or a function; empty: none"""
+    """a second verifier, of the form: gsm8k_format, think_answer, or a function; empty: none"""
     format_weight: float = 1.0
     """weight of the second verifier's value in the score; 0: it is only logged and evaluated"""
     trained_model: str = ""
@@ -168,8 +168,7 @@ class ToolsArgs:
 @dataclass(frozen=True, kw_only=True)
 class Args(cli.PolicyRunArgs):
     preset: str = "gsm8k"
-    """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, dapo, rloo, sums, sums-grpo,
-    arithmetic"""
+    """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, rloo, sums, sums-grpo, arithmetic"""
     exp_name: str = "rlvr_policy"
     seed: NonNegativeInt = 1
     """seed of the sampling noise, the order of the problems and the minibatches"""
@@ -241,32 +240,6 @@ PRESETS = {
             weight_decay=0.0,
             advantage="dr_grpo",
             loss_aggregation="seq-mean-token-sum-norm",
-        ),
-    ),
-    # DAPO as verl has it: its token mean is over a minibatch, the paper's over the responses to one question.
-    "dapo": Args(
-        dtype="bfloat16",
-        eval_interval=5,
-        eval_samples=1,
-        task=dataclasses.replace(
-            problems.TASKS["gsm8k"],
-            prompt_length=2_048,
-            response_length=2_048,
-            prompt_suffix='\nThink step by step. The last line of your response is "Answer: " and the answer.',
-        ),
-        rewards=RewardsArgs(verifier="answer_line", kl_coef=0.0, overlong_buffer=512),
-        ppo=PpoArgs(
-            total_episodes=111_616,
-            batch_size=1_024,
-            samples_per_prompt=16,
-            nminibatches=16,
-            lr_warmup=10,
-            weight_decay=0.1,
-            advantage="grpo",
-            cliprange_high=0.28,
-            dual_clip=10.0,
-            filter_groups=True,
-            prompts_per_round=192,
         ),
     ),
     "rloo": Args(

@@ -673,8 +673,11 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
-    for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
-        errors.say(doubt)
+    if train_problems.unscorable:
+        errors.say(
+            f"{train_problems.unscorable} problems to train on are left out, because "
+            f"{errors.flag('rewards.verifier')} {args.rewards.verifier} accepts no response to them"
+        )
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)

@@ -1194,7 +1194,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, save: Cal
     for split, split_posts in setup.held_out.items():
         with this_run.saved_if_it_fails():
             means, rows = evaluate_policy(setup, this_run, actor_critic, split_posts, {}, setup.sizes.updates)
-        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
+        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge(rows).items()}
         results |= {name.replace("eval", split, 1): value for name, value in means.items()}
         this_run.write_evaluation(split, rows)
     save(this_run.model_folder)

@@ -280,7 +280,7 @@ def summarise_held_out(
     finished = has_stop(responses, ids.stops, 0)  # (posts,)
     rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references)
     results = {f"{split}/sft/loss": -launch.widened(logprobs).sum().item() / counts.sum().item()}
-    results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
+    results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge(rows).items()}
     return results | {f"{split}/sft/eos_rate": launch.widened(finished).mean().item()}, rows
 
 

@@ -57,7 +57,6 @@ WORLDS: dict[str, dict[str, Callable[[], Path]]] = {
     "task.comparisons": POSTS,
     "task.problems": PROBLEMS,
     "task.test_problems": PROBLEMS,
-    "task.examples": {},
     "rewards.trained_model": {},
     "rewards.value_model": {},
 }
@@ -75,9 +74,8 @@ READERS: dict[str, Callable[[str], Any]] = {
     "task.comparisons": lambda path: reader("tldr.posts").load_rows(path, "comparisons", "train"),
     "task.problems": lambda path: reader("rlvr.problems").load_rows(path, "problems", "train"),
     "task.test_problems": lambda path: reader("rlvr.problems").load_rows(path, "test_problems", ""),
-    "task.examples": lambda path: reader("tldr.posts").read_jsonl(Path(path), "examples"),
 }
-MAY_BE_EMPTY = ("task.test_problems", "task.examples", "rewards.trained_model", "rewards.value_model")
+MAY_BE_EMPTY = ("task.test_problems", "rewards.trained_model", "rewards.value_model")
 
 
 def find_value(argument: str, value: str) -> str:
