@@ -40,7 +40,7 @@ LEAST_WIDTH = 512
 # What another pass costs, and what another group costs attention, in tokens of padding: weights are read and kernels
 # are launched, however few tokens there are. On a CPU, groups for each length were fastest with 32 rows of GPT-2's
 # shape and 8 of Pythia 160M's. The GPU's numbers are estimates.
-COST_OF_PASS = {"cpu": 200, "cuda": 4096}
+COST_OF_PASS = {"cpu": 250, "cuda": 4096}
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 MOST_LEFT = 0.8  # of all tokens. If fewer are repeated, reading them once saves no more than its copies cost.
 MOST_LOGITS = 2**28  # numbers that are held at a time: in float32, a gigabyte
