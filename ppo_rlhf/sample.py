@@ -42,7 +42,7 @@ from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import problems
-from ppo_rlhf.tldr import models, passes, posts
+from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.posts import to_texts
 from ppo_rlhf.tldr.responses import generate_until, response_statistics
 from ppo_rlhf.train_policy import QueryStream, TaskArgs, add_affixes, generate, keyed_generator, task_ids, truncate_at
@@ -225,7 +225,7 @@ class Solutions(Continuations):
         return [self.asked[tuple(row[row != self.ids.pad].tolist())] for row in queries]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
-        return passes.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
+        return packing.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
 
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float

@@ -169,7 +169,8 @@ def check_losses(name: str) -> None:
         mask=mask,
         value_mask=value_mask,
     )
-    ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
+    of_case = {key: value for key, value in case["ppo"].items() if key != "kl_coef"}
+    ppo = tldr_policy.PpoArgs(**of_case, local_micro_batch_size=len(mask))  # all rows in one pass
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)  # the gradients stay where they are
     with pytest.MonkeyPatch.context() as patched, recorded(tldr_policy, "response_statistics") as forwards:
         patched.setattr(tldr_policy, "compute_advantages", lambda *_, **__: (given["advantages"], given["returns"]))

@@ -198,7 +198,7 @@ def test_long_prompts_are_left_out_and_counted_and_never_cut(tmp_path):
     found = read(written(tmp_path, rows).parent, prompt_format="plain", prompt_suffix="", prompt_length=29)
     assert (found.texts, found.answers, found.too_long) == (["0+0?", "2+2?"], ["0", "4"], 1)
     found = read(tmp_path, prompt_format="plain", prompt_suffix="", prompt_length=30)
-    assert len(found) == 3 and found.too_long == 0 and found.longest() == 30
+    assert len(found) == 3 and found.too_long == 0
 
 
 def test_columns_may_have_other_names_and_kinds_are_told_apart(tmp_path):
@@ -291,7 +291,7 @@ def test_prompts_are_padded_on_the_left_to_the_longest_of_the_batch(tmp_path):
     batch = found.batch([9, 10, 0], pad_id=300)
     assert batch.shape == (3, 6)  # "10+10?" is one token for each byte
     assert (batch == 300).sum(1).tolist() == [2, 0, 2]
-    assert found.batch([9, 0], pad_id=300).shape == (2, 4) and found.longest() == 6
+    assert found.batch([9, 0], pad_id=300).shape == (2, 4)
     for row, text in zip(batch, ("9+9?", "10+10?", "0+0?"), strict=True):
         assert TOKENIZER.decode(row[-len(text) :]) == text and (row[: 6 - len(text)] == 300).all()
 

@@ -131,6 +131,8 @@ class PpoArgs(cli.MemoryArgs):
     """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
     prompts_per_round: NonNegativeInt = 0
     """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
+    local_rollout_batch_size: PositiveInt = 256
+    """responses that one process samples at a time, at most; a memory knob"""
     share_prefixes: bool = True
     """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
 
@@ -140,11 +142,6 @@ class PpoArgs(cli.MemoryArgs):
         low = algebra.lower_clip_range(self.loss, self.cliprange_low)
         found = {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
         return found | {"trust_region": self.trust_region}
-
-    @property
-    def limits_of_a_pass(self) -> dict[str, int]:
-        """For tldr/passes.py."""
-        return {"rows": self.local_micro_batch_size, "most_tokens": self.local_micro_batch_tokens}
 
     @property
     def whitens(self) -> bool:
@@ -216,6 +213,7 @@ SUMS = Args(
         weight_decay=0.0,
         lam=0.95,
         cliprange_value=None,
+        local_micro_batch_size=128,
     ),
 )
 SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
@@ -283,6 +281,7 @@ PRESETS = {
             weight_decay=0.0,
             advantage="dr_grpo",
             loss_aggregation="seq-mean-token-sum-norm",
+            local_micro_batch_size=64,
         ),
     ),
 }
@@ -323,7 +322,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     slices = num_processes * ppo.nminibatches
     local_minibatch = split("ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}")
-    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
     local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")
     return PpoSizes(
@@ -334,6 +332,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         round_prompts=round_prompts,
         local_batch=ppo.batch_size // num_processes,
         local_round=local_round,
-        local_rollout_batch=launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_round),
+        local_rollout_batch=min(ppo.local_rollout_batch_size, local_round),
         local_minibatch=local_minibatch,
     )

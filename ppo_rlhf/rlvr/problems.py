@@ -196,10 +196,6 @@ class Problems:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.prompts))
-
     def batch(self, inds: Iterable[int], pad_id: int) -> torch.Tensor:
         """Prompts with these numbers, padded on the left to the longest of them: (prompts, longest)."""
         # To the longest of the whole batch: its shape does not depend on how it is split.
