@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmark import worlds
-from ppo_rlhf import report
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import plots
+from ppo_rlhf.report import page
 
 TINY_WORLD = worlds.Tales(
     stories=300,
@@ -146,7 +146,7 @@ def only(folder: Path, pattern: str) -> Path:
 def explained_metrics(chapter: int) -> set[str]:
     """The names of the metrics that metrics.toml explains for a chapter, where <x> stands for any text."""
     (rows,) = (table["rows"] for table in plots.METRICS["meanings"] if table["chapter"] == chapter)
-    return {name for cell, _ in rows for name in report.full_names(cell)}
+    return {name for cell, _ in rows for name in page.full_names(cell)}
 
 
 def error_line(function, *args, **kwargs) -> str:

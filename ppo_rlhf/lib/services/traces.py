@@ -1,4 +1,4 @@
-"""Traces: a few episodes of an update with every number of every token, which report.py shows.
+"""Traces: a few episodes of an update with every number of every token, which report/ shows.
 
 traces/<update>.safetensors in a run's folder holds episodes of the batch, <update>_again.safetensors responses to
 queries that are the same each time. Its tensors are `tokens.<name>` (episodes, response_length), `episodes.<name>`
