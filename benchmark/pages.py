@@ -224,7 +224,7 @@ def metrics_page() -> str:
         "",
         "`python benchmark/pages.py` makes this page from [metrics.toml](../../ppo_rlhf/metrics.toml).",
     ]
-    lines += ["`report/` shows the same sentences next to each curve of a run.", ""]
+    lines += ["`report/` shows how to read each panel next to the curves of a run.", ""]
     lines += [f"- [{name}](#{name.lower().replace(' ', '-')})" for name in (*chapters, "How to read the curves")]
     for name, part in zip(chapters, plots.METRICS["meanings"], strict=True):
         lines += ["", f"## {name}", "", part["about"], "", "| metric | meaning |", "|---|---|"]

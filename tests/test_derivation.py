@@ -138,7 +138,7 @@ def test_invented_episodes_use_every_branch():
             "deltas + gamma ** 2 * policy_lam * next_raw_advantages",
         ),
         ("target_advantages + values", "target_advantages"),
-        ("-used_advantages * clip(ratio, 1 - low, 1 + high)", "-used_advantages * ratio"),
+        ("-used_advantages * clip(ratio, 1 - cliprange_low, 1 + cliprange_high)", "-used_advantages * ratio"),
         ("(raw_advantages - advantage_mean) / advantage_deviation", "raw_advantages / advantage_deviation"),
     ],
 )
@@ -183,9 +183,10 @@ def with_algebra(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]
     more = {"values": x["values"], "baselines": x["baselines"]}
     more |= {"parts": torch.stack([x["scores"], x["baselines"]], 1), "weights": [1.0, 0.5]}
     more |= {name: s[name] for name in ("gamma", "lam", "critic_lam", "lam_alpha")}
-    raw, returns = algebra.ESTIMATORS[s["estimator"]](rewards, mask, x["groups"], **more)
+    raw, returns = algebra.ESTIMATORS[s["advantage"]](rewards, mask, x["groups"], **more)
     advantages = algebra.whiten(raw, mask, keep_mean=False) if s["whiten_advantages"] else raw
-    bounds = {name: s[name] for name in ("low", "high", "dual_clip", "trust_region")}
+    bounds = {"low": s["cliprange_low"], "high": s["cliprange_high"]}
+    bounds |= {name: s[name] for name in ("dual_clip", "trust_region")}
     losses, _, _ = algebra.token_losses(x["new_logprobs"], x["logprobs"], advantages, mask, s["loss"], **bounds)
     found = {"kl": kl, "rewards": rewards, "raw_advantages": raw, "advantages": advantages, "loss": losses}
     found["share"] = losses / mask.sum()
@@ -218,23 +219,25 @@ def episodes_of(x: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], s: 
 
 
 SETTINGS = derivation.settings_of({"ppo": {"cliprange_value": 0.2, "cliprange_low": None}}, "rlvr_policy")
-SETTINGS |= {"gamma": 0.9, "lam": 0.7, "high": 0.2, "kl_coef": 0.2, "sources": {"verifier": 1.0, "format": 0.5}}
-CHANGES = [
-    {"estimator": name, "compares_groups": name in derivation.GROUPS, "whiten_advantages": name in algebra.WHITENED}
-    for name in algebra.ESTIMATORS
-]
+SETTINGS |= {
+    "gamma": 0.9,
+    "lam": 0.7,
+    "cliprange_high": 0.2,
+    "kl_coef": 0.2,
+    "sources": {"verifier": 1.0, "format": 0.5},
+}
+CHANGES = [{"advantage": name, "whiten_advantages": name in algebra.WHITENED} for name in algebra.ESTIMATORS]
 CHANGES += [
-    {"loss": loss, "low": 0.1, "high": 0.3, "dual_clip": 1.4, "trust_region": 0.05}
+    {"loss": loss, "cliprange_low": 0.1, "cliprange_high": 0.3, "dual_clip": 1.4, "trust_region": 0.05}
     for loss in ("ppo", "gspo", "cispo", "ipo", "dppo", "reinforce")
 ]
 CHANGES += [{"kl_estimator": name, "kl_coef": 0.4} for name in ("abs", "k2", "k3")]
 CHANGES += [{"critic_lam": 1.0}, {"lam_alpha": 0.6}, {"critic_lam": 0.7, "lam_alpha": 0.2}]
-CHANGES += [{"whiten_advantages": False}, {"estimator": "rloo", "compares_groups": True}, {"cliprange_value": None}]
+CHANGES += [{"whiten_advantages": False}, {"advantage": "rloo"}, {"cliprange_value": None}]
 
 
 def differences_from_algebra(changes: dict, seed: int) -> float:
     settings, x = SETTINGS | changes, invented_groups(seed)
-    settings["has_own_targets"] = any(settings[name] is not None for name in ("critic_lam", "lam_alpha"))
     theirs, most = with_algebra(x, settings), 0.0
     episodes, steps = episodes_of(x, theirs, settings), derivation.steps_of(settings)
     for i, episode in enumerate(episodes):
@@ -255,18 +258,22 @@ def test_the_derivation_computes_what_algebra_computes(changes):
 @pytest.mark.parametrize(
     ("changes", "right", "wrong"),
     [
-        ({"estimator": "grpo"}, "(total - group_mean) / (group_deviation + 1e-6)", "total - group_mean"),
-        ({"estimator": "rloo"}, "group_size / (group_size - 1) * (total - group_mean)", "total - group_mean"),
-        ({"estimator": "maxrl"}, "(total - group_mean) / (group_mean + 1e-6)", "total - group_mean"),
-        ({"estimator": "opo"}, "total - group_weighted_mean", "total - group_mean"),
-        ({"estimator": "remax"}, "sums - baselines", "sums"),
+        ({"advantage": "grpo"}, "(total - group_mean) / (group_deviation + 1e-6)", "total - group_mean"),
+        ({"advantage": "rloo"}, "group_size / (group_size - 1) * (total - group_mean)", "total - group_mean"),
+        ({"advantage": "maxrl"}, "(total - group_mean) / (group_mean + 1e-6)", "total - group_mean"),
+        ({"advantage": "opo"}, "total - group_weighted_mean", "total - group_mean"),
+        ({"advantage": "remax"}, "sums - baselines", "sums"),
         ({"lam_alpha": 0.6}, "max(0, 1 - 1 / (lam_alpha * valued_tokens))", "lam"),
         ({"critic_lam": 1.0}, "deltas + gamma * critic_lam * next_own_targets", "raw_advantages"),
-        ({"loss": "cispo"}, "-clip(ratio, 1 - low, 1 + high) * used_advantages * new_logprobs", "0"),
+        (
+            {"loss": "cispo"},
+            "-clip(ratio, 1 - cliprange_low, 1 + cliprange_high) * used_advantages * new_logprobs",
+            "0",
+        ),
     ],
 )
 def test_a_mistake_in_an_estimator_is_found(changes, right, wrong, monkeypatch):
-    changes = {"whiten_advantages": False, "compares_groups": changes.get("estimator") in derivation.GROUPS} | changes
+    changes = {"whiten_advantages": False} | changes
     for row in [row for row in derivation.TABLE["step"] if row["expression"] == right]:
         monkeypatch.setitem(row, "expression", wrong)
     assert differences_from_algebra(changes, 0) > 1e-3

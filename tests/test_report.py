@@ -18,7 +18,6 @@ from ppo_rlhf.lib.base import files
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import traces
 from ppo_rlhf.report import __main__ as report
-from ppo_rlhf.report.page import full_names, meanings
 
 EVIL = "</script><script>window.hacked = 1</script><b>&amp; \x1b[31mred"
 UPDATES = (0, 3, 5)
@@ -106,19 +105,6 @@ def test_the_numbers_of_the_page_are_those_of_the_run(chapter, tmp_path):
             assert episode["tokens"]["ids"] == trace.tokens["ids"][i, :counts].tolist()
             assert episode["numbers"]["scores"] == trace.episodes["scores"][i]
             assert episode["query"] == trace.queries[i].replace("\x1b", "␛")
-
-
-def test_a_panel_says_what_its_metrics_mean(tmp_path):
-    """Those of the run's chapter, and of the metrics that it has."""
-    folder = make_run(tmp_path, "a", chapter=3)
-    (folder / "metrics.csv").write_text("step,objective/kl,val/ratio_var\n0,0.5,0.1\n")
-    page = write_report(folder)
-    assert "<code>objective/kl; objective/kl_per_token</code>: divergence from the reference by kl_estimator" in page
-    assert "<code>val/ratio; ratio_var</code>: mean and variance of the probability ratio" in page
-    assert "minus that under the reference" not in page and "loss/policy_avg" not in page
-    told = meanings(["objective/kl", "eval/own_rule", "eval/mean@16"], 3)
-    assert [cell.split(";")[0] for cell, _ in told] == ["objective/kl", "eval/<verifier>", "eval/mean@<n>"]
-    assert full_names("a/b; c; d; e/f; g") == ["a/b", "a/c", "a/d", "e/f", "e/g"]
 
 
 def test_what_shows_the_danger_of_sampling_ahead_has_a_panel(tmp_path):

@@ -22,6 +22,7 @@ NAMES = re.compile(r"(?<![\w.])[a-z]\w*")  # in an expression
 CHAPTERS = {"train": 1, "tldr": 2, "rlvr": 3}  # by the beginning of a script's name
 WHITENED = ("gae", "gdpo", "reinforce++", "reinforce++-baseline")  # estimators, unless the arguments say otherwise
 GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce++-baseline")  # estimators with one total per response
+OWN_TARGETS = ("critic_lam", "lam_alpha", "critic_explains")  # with one of these, the critic has targets of its own
 RECORDED = ("kl", "rewards", "returns", "advantages")  # which a trace holds, too
 ROUNDING = 2e-5  # of the largest number in a line, and of 0.1 at least
 
@@ -64,46 +65,66 @@ class Step:
     only: CodeType  # whether a token has this line
 
 
+DEFAULTS = {  # of arguments that not every script has
+    "ppo": {
+        "advantage": "gae",
+        "loss": "ppo",
+        "gamma": NAN,
+        "lam": NAN,
+        "lam_alpha": None,
+        "critic_lam": None,  # lam
+        "critic_explains": None,
+        "whiten_rewards": False,
+        "whiten_advantages": None,
+        "cliprange": NAN,
+        "cliprange_low": None,
+        "cliprange_high": None,
+        "dual_clip": None,
+        "trust_region": 0.3,
+        "cliprange_value": None,
+        "nll_coef": 0.0,
+        "loss_aggregation": "token-mean",
+    },
+    "rewards": {
+        "kl_coef": 1.0,
+        "kl_estimator": "k1",
+        "kl_loss_coef": 0.0,
+        "kl_loss_estimator": "k3",
+        "format": None,
+        "format_weight": 1.0,
+        "trained_model": None,
+        "trained_weight": 1.0,
+    },
+}
+OF_SAMPLING = {  # rlvr/asynchronous.py: an older policy may have sampled
+    "correction": "none",
+    "correction_level": "token",
+    "correction_cap": 0,
+    "off_policy_mask": None,
+    "staleness": 0,
+}
+
+
 def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
-    """The arguments that a derivation needs, under one name in all chapters. args, script: of meta.json."""
-    ppo, shaping = args.get("ppo", {}), args.get("rewards", {})
-    estimator, loss, correction = ppo.get("advantage", "gae"), ppo.get("loss", "ppo"), args.get("correction", "none")
-    low, whitens = ppo.get("cliprange_low", ppo.get("cliprange", NAN)), ppo.get("whiten_advantages")
-    sources = {"verifier": 1.0, "format": shaping.get("format"), "reward_model": shaping.get("trained_model")}
-    weights = {"format": "format_weight", "reward_model": "trained_weight"}
-    if correction == "auto":
-        correction = "decoupled" if args.get("staleness") else "none"
-    return {
-        "chapter": CHAPTERS[script.split("_")[0]],
-        "estimator": estimator,
-        "compares_groups": estimator in GROUPS,
-        "gamma": ppo.get("gamma", NAN),
-        "lam": ppo.get("lam", NAN),
-        "lam_alpha": ppo.get("lam_alpha"),
-        "critic_lam": ppo.get("critic_lam"),  # None: lam
-        "has_own_targets": any(ppo.get(name) is not None for name in ("critic_lam", "lam_alpha", "critic_explains")),
-        "whiten_rewards": ppo.get("whiten_rewards", False),
-        "whiten_advantages": estimator in WHITENED if whitens is None else whitens,
-        "sources": {name: shaping.get(weights.get(name), 1.0) for name, used in sources.items() if used},
-        "loss": loss,
-        "low": (1.0 if loss == "cispo" else 0.2) if low is None else low,
-        "high": ppo.get("cliprange_high", ppo.get("cliprange", NAN)),
-        "dual_clip": ppo.get("dual_clip"),
-        "trust_region": ppo.get("trust_region", 0.3),
-        "cliprange_value": ppo.get("cliprange_value"),
-        "nll_coef": ppo.get("nll_coef", 0.0),
-        "aggregation": ppo.get("loss_aggregation", "token-mean"),
-        "kl_estimator": shaping.get("kl_estimator", "k1"),
-        "kl_loss_coef": shaping.get("kl_loss_coef", 0.0),
-        "kl_loss_estimator": shaping.get("kl_loss_estimator", "k3"),
-        # Chapter 3 loads no reference where nothing is penalised.
-        "reference": not script.startswith("rlvr") or any(shaping.get(f"kl_{x}coef", 1.0) for x in ("", "loss_")),
-        # An older policy may have sampled (rlvr/asynchronous.py).
-        "correction": correction,
-        "level": args.get("correction_level", "token"),
-        "cap": args.get("correction_cap", 0),
-        "off_policy_mask": args.get("off_policy_mask"),
-    }
+    """The arguments that a derivation needs, and what follows from them. args, script: of meta.json."""
+    s = {name: args.get(name, default) for name, default in OF_SAMPLING.items()}
+    for group, defaults in DEFAULTS.items():
+        s |= {name: args.get(group, {}).get(name, default) for name, default in defaults.items()}
+    s["chapter"] = CHAPTERS[script.split("_")[0]]
+    if s["chapter"] < 3:
+        s["cliprange_low"] = s["cliprange_high"] = s["cliprange"]
+    elif s["cliprange_low"] is None:
+        s["cliprange_low"] = 1.0 if s["loss"] == "cispo" else 0.2
+    if s["whiten_advantages"] is None:
+        s["whiten_advantages"] = s["advantage"] in WHITENED
+    if s["correction"] == "auto":
+        s["correction"] = "decoupled" if s["staleness"] else "none"
+    s["sources"] = {"verifier": 1.0}
+    s["sources"] |= {"format": s["format_weight"]} if s["format"] else {}
+    s["sources"] |= {"reward_model": s["trained_weight"]} if s["trained_model"] else {}
+    # Chapter 3 loads no reference where nothing is penalised.
+    s["reference"] = s["chapter"] < 3 or bool(s["kl_coef"] or s["kl_loss_coef"])
+    return s
 
 
 KL_FORMS = {
@@ -125,6 +146,7 @@ def forms_of(s: Mapping[str, Any]) -> dict[str, str]:
     advantages = "advantages" if s["whiten_advantages"] else "raw_advantages"
     old = "sampler_logprobs" if s["correction"] == "bypass" else "logprobs"
     weighted = s["correction"] == "decoupled" or (s["correction"] == "bypass" and s["loss"] == "reinforce")
+    has_own_targets = any(s[name] is not None for name in OWN_TARGETS)
     form = s["kl_loss_estimator"]
     kl_loss = "new_exact_kl" if form == "full" else KL_FORMS[form.removesuffix("+")].format("new_logprobs")
     leaves = {"ipo": "abs(moved)", "dppo": f"(moved if {advantages} > 0 else -moved)"}.get(s["loss"])
@@ -134,7 +156,7 @@ def forms_of(s: Mapping[str, Any]) -> dict[str, str]:
         "kl_loss_form": f"({kl_loss}) * exp(new_logprobs - {old})" if form.endswith("+") else kl_loss,
         "used_rewards": "whitened_rewards" if s["whiten_rewards"] else "rewards",
         "policy_lam": "lam" if s["lam_alpha"] is None else "length_lam",
-        "target_advantages": "own_targets" if s["has_own_targets"] else "raw_advantages",
+        "target_advantages": "own_targets" if has_own_targets else "raw_advantages",
         "weighted_sources": " + ".join(f"weight_{name} * scaled_{name}" for name in s["sources"]),
         "used_advantages": advantages,
         "old_logprobs": old,
@@ -144,16 +166,16 @@ def forms_of(s: Mapping[str, Any]) -> dict[str, str]:
         "weighted_gradient": "weights * gradient" if weighted else "gradient",
         "weighted_loss": "weights * loss" if weighted else "loss",
         "weighted_kl_loss": "weights * kl_loss" if weighted and form != "full" else "kl_loss",
-        "divisor": DIVISORS[s["aggregation"]],
+        "divisor": DIVISORS[s["loss_aggregation"]],
         "value_error": "value_free" if s["cliprange_value"] is None else "max(value_free, value_clipped)",
-        "value_divisor": "value_count" if s["chapter"] < 3 else DIVISORS[s["aggregation"]],
+        "value_divisor": "value_count" if s["chapter"] < 3 else DIVISORS[s["loss_aggregation"]],
     }
 
 
 def steps_of(settings: Mapping[str, Any]) -> list[Step]:
     """The lines of a run's derivations, in the order of the algorithm."""
     forms, found = forms_of(settings), []
-    rows = [row for row in TABLE["step"] if eval(row.get("when", "True"), {}, dict(settings))]
+    rows = [row for row in TABLE["step"] if eval(row.get("when", "True"), {"GROUPS": GROUPS}, dict(settings))]
     sources = {True: list(settings["sources"]), False: [""]}
     rows = [
         {key: text.replace("SOURCE", source) if isinstance(text, str) else text for key, text in row.items()}
@@ -242,11 +264,11 @@ def derive(
 
     whole = {name: x for name, x in settings.items() if isinstance(x, int | float)}
     whole |= FUNCTIONS | numbers_of_response(rows, settings) | numbers_of_group(episode, group, settings)
+    whole |= {"score": row_of([numbers.get("scores")], 1)[0], "kl": 0.0, "kl_coef": NAN}
     for name, value in shared.items():
         value = value[epoch] if isinstance(value, list) else value
         if value is not None:
             whole["value_count" if name == "values" else name] = value
-    whole |= {"score": row_of([numbers.get("scores")], 1)[0], "kl": 0.0}
 
     found: list[Numbers] = []
     following: Mapping[str, float] = {}  # numbers of the next token that has a value: a tool's tokens have none
@@ -297,7 +319,7 @@ def numbers_of_group(
         "group_deviation": deviation(totals),
         "group_weighted_mean": math.fsum(map(math.prod, zip(totals, lengths, strict=True))) / max(sum(lengths), 1),
         # Where scores are not known, neither is this.
-        "differ": not (max(totals) <= min(totals) or (settings["estimator"] == "maxrl" and mean <= least_mean)),
+        "differ": not (max(totals) <= min(totals) or (settings["advantage"] == "maxrl" and mean <= least_mean)),
     }
     for name, weight in settings["sources"].items():
         said = row_of([other["numbers"].get(name) for other in group], len(group))

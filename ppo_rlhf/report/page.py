@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -418,32 +417,6 @@ def scales(shown: list[dict[str, Any]]) -> dict[str, list[float]]:
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]
 
 
-def full_names(cell: str) -> list[str]:
-    """Names in full of a cell of metrics.toml, `loss/policy; value`: a folder holds for the names after it."""
-    names: list[str] = []
-    for name in cell.split("; "):
-        folder = names[-1].rpartition("/")[0] if names and "/" not in name else ""
-        names.append(f"{folder}/{name}" if folder else name)
-    return names
-
-
-def meanings(names: list[str], chapter: int) -> list[tuple[str, str]]:
-    """What metrics mean in a chapter: rows of metrics.toml that have one of these names, or a pattern of one.
-
-    A row is whole, since its sentence goes through all of its names. A pattern has parts such as <name>; of several
-    patterns, the one that is most exact counts.
-    """
-    (rows,) = (table["rows"] for table in plots.METRICS["meanings"] if table["chapter"] == chapter)
-    row_of = {name: k for k, (cell, _) in enumerate(rows) for name in full_names(cell)}
-    patterns = [name for name in row_of if name.count("<") == 1]
-    patterns.sort(key=lambda name: -len(re.sub("<.*?>", "", name)))
-    wanted = set()
-    for name in names:
-        fits = (pattern for pattern in patterns if re.fullmatch(re.sub("<.*?>", ".+", pattern), name))
-        wanted.add(row_of.get(name, row_of.get(next(fits, ""))))
-    return [(cell, meaning.replace("`", "")) for k, (cell, meaning) in enumerate(rows) if k in wanted]
-
-
 def draw_panels(one_run: OneRun) -> list[dict[str, Any]]:
     """The panels of metrics.toml that the run has metrics for, each with what charts.js draws."""
     args = one_run.meta["args"]
@@ -458,7 +431,7 @@ def draw_panels(one_run: OneRun) -> list[dict[str, Any]]:
             curves.append({"name": name, "x": x, "y": rounded(values), "color": color})
         targets = [target] if target and panel["metrics"] == ["objective/kl"] else []
         figure = {"data": curves, "targets": targets}
-        panels.append(panel | {"meanings": meanings(names, one_run.chapter), "figure": figure})
+        panels.append(panel | {"figure": figure})
     return panels
 
 
