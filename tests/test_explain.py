@@ -115,4 +115,4 @@ def test_a_wrong_number_is_said(trained, monkeypatch):
     last = one_run.episodes(0)[0]["places"][-1] + 1
     assert "WRONG: recorded " in page.explained(one_run, 0, 1, last)
     data = json.loads(re.search(r'id="data">(.*?)</script>', page.render(one_run), re.DOTALL)[1])
-    assert "✗" in "".join(data["updates"][0]["episodes"][0]["results"])
+    assert "✗ recorded: " in "".join(data["updates"][0]["episodes"][0]["results"])

@@ -386,6 +386,7 @@ def test_the_token_view_follows_the_reader(shown, tmp_path):
     logprob = float(re.search(r"-?\d+\.\d+", line)[0])
     assert logprob == pytest.approx(trace[5].tokens["logprobs"][0, 1].item(), rel=1e-3)
     assert "does not hold what these need" in page.locator(".missing").inner_text()
+    assert "NaN" not in page.locator("#lines").inner_text()  # the KL was recorded, but cannot be derived
 
     # Who sees no colours sees a line that is solid or dotted.
     styles = "tokens => tokens.map(x => [getComputedStyle(x).borderBottomStyle, x.style.backgroundColor])"

@@ -432,7 +432,9 @@ def packed(steps: Sequence[Step], lines: Sequence[Sequence[Line]]) -> dict[str, 
     places = {id(step): row for step, row in zip(steps, results, strict=True)}
     for t, of_token in enumerate(lines):
         for line in of_token:
-            check = "" if math.isnan(line.recorded) else " ✗" if line.wrong else " ✓"
+            is_checked = not math.isnan(line.value - line.recorded)
+            verdict = f" ✗ recorded: {written(line.recorded)}" if line.wrong else " ✓"
+            check = verdict if is_checked else ""
             places[id(line.step)][t] = line.result + check
             for name, text in line.numbers.items():
                 numbers.setdefault(name, [""] * len(lines))[t] = text
