@@ -52,9 +52,7 @@ def newest_run(runs: Path) -> Path:
     """The run that was written to last."""
     metas = sorted(runs.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
     if not metas:
-        raise InputError(
-            f"there is no run below {runs}; name one: python ppo_rlhf/report <run>"
-        )
+        raise InputError(f"there is no run below {runs}; name one: python ppo_rlhf/report <run>")
     return metas[-1].parent
 
 
