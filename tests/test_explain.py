@@ -8,11 +8,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from processes import read_by_nobody
 from runs import only
 from test_report import browser, opened  # noqa: F401, they are fixtures
 
-from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, plots
 from ppo_rlhf.report import __main__ as report, derivation, page
@@ -93,11 +91,7 @@ def test_a_click_shows_what_explain_prints(trained, opened, capsys):  # noqa: F8
         assert [re.sub(r"\s+", " ", line.replace(" ✓", "")) for line in lines] == plain
 
 
-def test_what_explain_does_not_know_ends_in_one_line(trained, monkeypatch):
-    monkeypatch.setattr(errors, "how_to_go_on", "")  # of the run that this process has trained
-    with read_by_nobody(), pytest.raises(SystemExit) as end:
-        errors.run_script(lambda: report.report(report.Args(run=str(trained), explain=(0, 1, 1))))
-    assert end.value.code == 0
+def test_what_explain_does_not_know_ends_in_one_line(trained):
     one_run = page.read_run(trained)
     for place, message in {
         (9, 1, 1): r"no trace of update 9; the run left those of 0, 1$",
