@@ -22,19 +22,19 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 
 demo: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/train_both.py --preset tales
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 demo-tldr: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/tldr/all.py --preset posts
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 demo-rlvr: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/rlvr/policy.py --preset sums
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 demo-tools: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/rlvr/tools.py --preset sums-tools
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 # A judge, a reward model that shares neither ratings nor sentences with it, and PPO against that reward model.
 demo-real: $(VENV)/real
@@ -42,13 +42,13 @@ demo-real: $(VENV)/real
 	$(LAUNCH) ppo_rlhf/train_reward.py --preset reviews --exp_name judge --label_dataset people/judge.json --dtype $(DTYPE)
 	$(LAUNCH) ppo_rlhf/train_both.py --preset reviews --reward.dtype $(DTYPE) --policy.dtype $(DTYPE) \
 		--judge "$$(ls -td models/judge__reviews__*/reward | head -1)"
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 # Reports of three demos for people who have run nothing, at most 2 MB each.
 examples: install demo demo-tldr demo-rlvr
-	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
-	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
-	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
+	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
+	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
+	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed

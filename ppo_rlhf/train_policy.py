@@ -1253,7 +1253,7 @@ def make_recorder(
         )
 
     def numbers(batch: Rollout) -> dict[str, Any]:
-        """The tensors under the names that report.py knows."""
+        """The tensors under the names that report/ knows."""
         of_tokens = ("kl", "entropy", "non_score_reward", "response_length", "sampler_gap")  # a trace has these
         plural = {"score": "scores", "raw_score": "raw_scores"}
         shown = {plural.get(name, name): x for name, x in batch.objectives.items() if name not in of_tokens}

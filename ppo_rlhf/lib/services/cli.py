@@ -72,7 +72,7 @@ class PolicyRunArgs(RunArgs):
     log_interval: NonNegativeInt = 10
     """updates between printed samples; 0: none"""
     trace_interval: NonNegativeInt = 0
-    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    """updates between episodes that are kept with all their numbers, which report/ shows; 0: none"""
     trace_episodes: PositiveInt = 8
     """episodes of the batch that such a trace keeps, at most those of one process; in chapter 1 at most one
     whitened group, in chapter 3 whole groups"""
