@@ -204,11 +204,6 @@ def test_a_function_without_names_for_its_arguments_is_refused(function):
     assert "wrap it in a function of (new_logprobs, logprobs, advantages, mask," in lines.pop()
 
 
-def test_a_function_that_gives_no_gradient_is_held_to_its_values():
-    assert not report_of("policy_loss", policy_loss_of_one_bound).gradients
-    assert report_of("policy_loss", forms.policy_loss).gradients
-
-
 FLOAT_MASKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[2]
 
 

@@ -196,8 +196,13 @@ def language_model(weights: dict[str, Tensor], heads: int) -> Any:
 
 @cache
 def arrays(name: str) -> dict[str, Tensor]:
+    """The arrays of a file. Texts, such as those that name a prompt, become numbers."""
     with np.load(GOLDEN / f"{name}.npz") as file:
-        return {key: torch.from_numpy(file[key]) for key in file.files if file[key].dtype.kind not in "US"}
+        return {key: torch.from_numpy(numbers_of(x)) for key, x in file.items()}
+
+
+def numbers_of(x: np.ndarray) -> np.ndarray:
+    return np.unique(x, return_inverse=True)[1] if x.dtype.kind in "US" else x
 
 
 @cache
@@ -404,18 +409,19 @@ VERL = {  # its names for what an adapter's functions get
     "log_ratio": "logprobs",
     "vpreds": "new_values",
     "response_id": "responses",
+    "index": "groups",
 }
 
 
 def verl(name: str) -> dict[str, Tensor]:
     """A stored case: masks as bool, numbers in float32 and expected ones in float64."""
-    found = {VERL.get(key, key): x for key, x in under(f"verl/{name}", "in/").items()}
-    found = {key: x.float() if x.is_floating_point() else x for key, x in found.items()}
-    found |= {key: found[key].bool() for key in found if key == "mask"}
-    with np.load(GOLDEN / f"verl/{name}.npz") as file:
-        if "in/index" in file:
-            found["groups"] = torch.from_numpy(np.unique(file["in/index"], return_inverse=True)[1])
-    return {key: x for key, x in arrays(f"verl/{name}").items() if not key.startswith("in/")} | found
+    found = {}
+    for key, x in arrays(f"verl/{name}").items():
+        if key.startswith("in/"):
+            key = VERL.get(key.removeprefix("in/"), key.removeprefix("in/"))
+            x = x.float() if x.is_floating_point() else x
+        found[key] = x.bool() if key == "mask" else x
+    return found
 
 
 def chapter_3() -> Iterator[Case]:
@@ -516,15 +522,9 @@ def enumeration() -> Iterator[Case]:
         expected = torch.tensor(found["grad"], dtype=torch.float64)
         return golden(function, title, expected, {}, run, "enumeration", **inputs)
 
-    for form, name in (
-        ("k1", "k1 per token as loss"),
-        ("abs", "abs per token as loss"),
-        ("k2", "k2 per token as loss"),
-        ("k3", "k3 per token as loss"),
-        ("k1+", "k1+ (value of k1, gradient of k2) as loss"),
-        ("k3+", "k3+ (value of k3, gradient of k2) as loss"),
-    ):
-        yield gradient("kl_estimate", f"{form} as a loss", name, on_policy | {"name": form})
+    for form in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
+        what = f"(value of {form[:2]}, gradient of k2)" if form.endswith("+") else "per token"
+        yield gradient("kl_estimate", f"{form} as a loss", f"{form} {what} as loss", on_policy | {"name": form})
     in_reward = "k1 in the reward, gamma = lambda = 1"
     yield gradient("token_rewards", "the penalty", in_reward, run=gradient_in_reward)
     held = "true gradient, prefixes of the sampler held fixed"
