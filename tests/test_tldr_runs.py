@@ -763,7 +763,7 @@ def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
     assert {meta["args"]["task"]["posts"] for meta in stages.values()} == {str(tiny_posts)}
     inputs = {stage: meta["inputs"] for stage, meta in stages.items()}
     for kind, stage in (("posts", "policy"), ("comparisons", "reward")):  # all splits
-        assert inputs[stage][f"task.{kind}"] == checksum(sorted(tiny_posts.glob(f"{kind}_*.jsonl")))
+        assert inputs[stage][f"task.{kind}"] == checksum(sorted(tiny_posts.glob("*.jsonl")))
     assert set(inputs["policy"]) == {"base_model", "rewards.trained_model", "task.posts"}
     assert set(inputs["reward"]) == {"base_model", "task.posts", "task.comparisons"}
     assert set(inputs["sft"]) == {"base_model", "task.posts"}

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from mistakes import put, put_unchanged, titles
+from ppo_rlhf.lib.scoring.scale import Scale
 from processes import launch_together
 from runs import both_arguments, metrics_of, only, policy_arguments, samples_of, world_arguments
 from safetensors.torch import load_file
@@ -32,7 +33,6 @@ from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import errors, launch
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import plots, run
 from ppo_rlhf.lib.services.cli import AdaptiveKLArgs, parse_args
 from ppo_rlhf.tldr.models import load_reward_model

@@ -31,7 +31,6 @@ from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.layers import layers
 from ppo_rlhf.lib.nets.pretrained import (
-    SAFETENSORS_ONLY,
     check_reward_model,
     checked_model,
     dtype_of_weights,
@@ -93,7 +92,7 @@ def read_whole(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
-        **SAFETENSORS_ONLY,
+        use_safetensors=True,
     )
 
 

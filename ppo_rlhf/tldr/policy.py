@@ -50,12 +50,12 @@ from ppo_rlhf.lib.base import checkpoints, errors, files, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, layers, pretrained
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import cli, run, traces
 from ppo_rlhf.tldr import models, networks, packing, passes, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
+    Scale,
     episode_noise,
     has_stop,
     keyed_generator,
@@ -1033,7 +1033,9 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
     unmade: arguments that name what an earlier stage will make.
     """
     sizes = check_arguments(args, num_processes)
-    worlds.check_names(args, joint, unused=["task.comparisons", *unmade])
+    has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
+    if not has_one_source and "rewards.trained_model" not in unmade:
+        raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
     typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons", *unmade])
     if args.lora.rank and processes.sharding():
         raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
