@@ -22,7 +22,6 @@ from pathlib import Path
 import pytest
 import torch
 from mistakes import put, put_unchanged, titles
-from ppo_rlhf.lib.scoring.scale import Scale
 from processes import launch_together
 from runs import both_arguments, metrics_of, only, policy_arguments, samples_of, world_arguments
 from safetensors.torch import load_file
@@ -42,6 +41,7 @@ from ppo_rlhf.train_policy import (
     PolicyWithValueHead,
     PpoArgs,
     RewardsArgs,
+    Scale,
     TaskArgs,
     compute_gae,
     draw_permutations,
