@@ -110,6 +110,7 @@ def offline(monkeypatch, tmp_path):
     for module, name in (*loads, (smollm, "find_model")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
     monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(("script", "preset", "changes", "words"), NOT_THERE)
