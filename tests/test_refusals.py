@@ -309,7 +309,7 @@ def bad_function(code: str, *words: str, name: str = "mine:scores") -> Row:
 
 FUNCTIONS = {
     "no colon": bad_function("def scores(queries, responses): ...", "write package.module:name", name="mine.py"),
-    "relative module": bad_function("", "ImportError", name=".mine:scores"),
+    "relative module": bad_function("", "invalid format", name=".mine:scores"),
     "not a function": bad_function("scores = [1.0, 2.0]", "no function"),
     "a module that ends the process": bad_function("import sys\nsys.exit(0)", "SystemExit"),
     "raises several lines": bad_function(
@@ -447,8 +447,8 @@ SAMPLES = {
         "", "--base_model model", "that of policy", "the same kind of model", damage=other_words("model")
     ),
     "a function of nobody's": sample("", "boxed", "--trust_remote_code", damage=edit(INFO, "function", to="boxed")),
-    "no such reward model": sample("--reward_model nowhere", "nowhere", "no such folder"),
-    "reward model is a policy": sample("--reward_model policy", "policy is not a reward model"),
+    "no such reward model": sample("--reward_model nowhere", "nowhere is no reward model"),
+    "reward model is a policy": sample("--reward_model policy", "policy is a policy; it must be a reward model"),
     "reward model of other words": sample("", "--reward_model reward", "'a'", damage=other_words("reward")),
     "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
     "no such texts": sample("--query_dataset no.txt", "--query_dataset no.txt"),
@@ -499,7 +499,9 @@ CHAPTER_2 = {
     "all: adapters for no layer": all_three(
         "--policy.lora.rank 2 --policy.lora.target_modules q", "--policy.lora.target_modules 'q': ", "no layer 'q'"
     ),
-    "all: a critic that is not there": all_three("--policy.rewards.value_model nowhere", "nowhere: no such folder"),
+    "all: a critic that is not there": all_three(
+        "--policy.rewards.value_model nowhere", "nowhere is no reward model"
+    ),
     "all: critic of another tokenizer": all_three(
         "--policy.rewards.value_model critic",
         "--policy.rewards.value_model critic",
@@ -546,7 +548,7 @@ CHAPTER_2 = {
     "policy: no base model": summary_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
     "neither reward model nor function": summary_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
     "critic that is a language model": summary_policy(
-        "--rewards.value_model sft", "--rewards.value_model sft is not a reward model", "models/<run>/reward"
+        "--rewards.value_model sft", "--rewards.value_model sft is no reward model", "models/<run>/reward"
     ),
     "critic of another tokenizer": summary_policy(
         "--rewards.value_model critic",

@@ -93,6 +93,7 @@ def read_whole(
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # checked_model names them
     )
 
 

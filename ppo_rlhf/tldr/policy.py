@@ -1045,6 +1045,7 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
         base = pretrained.empty_model(args.base_model, args.trust_remote_code, AutoModelForCausalLM)
         models.add_adapters(base, args.lora, args.seed)
     if folder := args.rewards.value_model:
+        pretrained.find_head(Path(folder), f"{errors.flag('rewards.value_model')} {folder}")
         critic = pretrained.empty_model(folder, args.trust_remote_code, AutoModel)
         pretrained.check_reward_model(critic, args, ids.vocab_size, "value_model")
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)

@@ -48,6 +48,7 @@ class Classifier:
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # checked_model names them
             )
             self.model = pretrained.checked_model(loaded, loading, {}).requires_grad_(False).to(device)
             self.tokenizer = pretrained.load_tokenizer(model, trust_remote_code)

@@ -167,6 +167,9 @@ def checked_model(
     if loading and loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
         raise OSError(f"its weights lack {missing}")
+    if loading and loading["mismatched_keys"]:
+        name, there, wanted = sorted(loading["mismatched_keys"])[0]
+        raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
     hasten_few_rows(model)
     model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
     for name, value in own_settings.items():
@@ -213,7 +216,7 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     except InputError:
         raise
     except Exception as error:  # the library, and code that comes with a model, may raise anything
-        reason = " ".join(str(error).split())[:300] if reachable else "the hub cannot be reached"
+        reason = " ".join(str(error).split())[:300] if reachable else "without a network, the hub cannot be reached"
         raise InputError(f"{what} cannot be loaded from safetensors: {reason}; {remedy}") from error
 
 
