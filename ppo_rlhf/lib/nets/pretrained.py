@@ -111,6 +111,8 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
     drop_outside_ids(text_config, getattr(text_config, "vocab_size", sys.maxsize))
     if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
         raise OSError(f"its attention is code from the hub; {flag('trust_remote_code')} runs it, if you trust it")
+    if list(Path(path).glob("shard-*-model-*-of-*.safetensors")):  # whose table of contents is a pickle
+        raise OSError("it is one process's part of a distributed checkpoint; save it with save_pretrained")
     return config
 
 
