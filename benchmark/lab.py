@@ -16,11 +16,12 @@ from typing import Any
 
 import pandas as pd
 import scipy.stats
-import tyro
 
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import markdown, read_numbers
+from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, exit_with
+from ppo_rlhf.lib.services import cli
 from ppo_rlhf.lib.services.run import read_meta
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,11 +32,11 @@ KEYS = ["variant", "seed"]  # whose run a row is
 class Args:
     only: tuple[str, ...] = ()
     """which variants, by name; none: all"""
-    seeds: int = 5
+    seeds: PositiveInt = 5
     """how many seeds of each"""
-    first_seed: int = 1
+    first_seed: NonNegativeInt = 1
     """the first of them"""
-    workers: int = 1
+    workers: PositiveInt = 1
     """how many runs at once"""
     folder: Path | None = None
     """where runs are kept; by default benchmark/runs/<experiment>"""
@@ -167,11 +168,8 @@ def main(experiment: Experiment, description: str) -> None:
     if command not in commands:
         print(description)
         sys.exit(0 if command in ("-h", "--help") else 2)
-    args = tyro.cli(Args, args=words, description=description)
     try:
-        if args.seeds < 1:
-            raise InputError(f"--seeds is {args.seeds}; it must be at least 1")
-        sys.exit(commands[command](experiment, args))
+        sys.exit(commands[command](experiment, cli.parse(Args, words, description)))
     except InputError as error:
         exit_with(str(error))
 

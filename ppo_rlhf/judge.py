@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf.lib.base import errors, files
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli
@@ -59,11 +60,11 @@ class EndpointArgs:
     """address of an OpenAI-compatible API, to which /chat/completions is added, such as http://localhost:8000/v1"""
     model: str = ""
     """name of the judge at that address"""
-    temperature: float | None = 0.0
+    temperature: NonNegativeFloat | None = 0.0
     """sampling temperature of the judge; None: not sent, for models that take none"""
-    max_completion_tokens: int = 512
+    max_completion_tokens: PositiveInt = 512
     """the longest reply, in tokens, which include the judge's reasoning"""
-    concurrency: int = 8
+    concurrency: PositiveInt = 8
     """requests under way at a time"""
 
 
@@ -73,7 +74,7 @@ class Args:
     """the side whose wins are counted: a run's folder or a file of rows"""
     baseline: str = "reference"
     """the other side, with the same queries: a run's folder or a file; `reference`: the candidate's references"""
-    n: int = 0
+    n: NonNegativeInt = 0
     """judge the first n rows of the candidate; 0: all"""
     gold: str = ""
     """judge by a function package.module:name of (queries, responses), two lists of texts, to a list of scores; if it
@@ -86,10 +87,6 @@ ADDRESS = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?(/[\w.~%/+-]*
 
 
 def check_arguments(args: Args) -> None:
-    cli.check_values(args)
-    cli.at_least(0, "--", args, "n")
-    cli.at_least(0, "--endpoint.", args.endpoint, "temperature")
-    cli.at_least(1, "--endpoint.", args.endpoint, "max_completion_tokens", "concurrency")
     by_endpoint = bool(args.endpoint.url and args.endpoint.model)
     if bool(args.gold) == by_endpoint:
         raise InputError("the judge: give either --gold, or --endpoint.url and --endpoint.model")

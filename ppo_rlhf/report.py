@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import tyro
 from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib.base import errors, files, paths
+from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, derivation, plots, run, traces
 
@@ -83,7 +83,7 @@ def report(args: Args) -> Path:
         script="".join((Path(__file__).parent / name).read_text("utf-8") for name in SCRIPTS),
     )
     files.replace_file(path, text.encode(errors="replace").decode())  # half a character has no place in a file
-    print(f"report  {paths.shown(path.absolute())}")
+    print(f"report  {path}")
     return path
 
 
@@ -99,7 +99,7 @@ def newest_run(runs: Path) -> Path:
     """The run that was written to last."""
     metas = sorted(runs.glob("*/meta.json"), key=lambda path: path.stat().st_mtime)
     if not metas:
-        raise InputError(f"there is no run below {paths.shown(runs.absolute())}; name one with --run")
+        raise InputError(f"there is no run below {runs}; name one with --run")
     return metas[-1].parent
 
 

@@ -35,11 +35,12 @@ from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTraine
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import console, errors, files, launch, paths
+from ppo_rlhf.lib.base import errors, files, launch
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import models, passes, posts
 from ppo_rlhf.tldr.posts import to_texts
@@ -54,11 +55,11 @@ SHOWN = 50  # rows that are printed, of more
 class Args:
     policy: str
     """a trained policy, models/<run>/policy; with --task_of, any causal language model, in a folder or on the hub"""
-    n: int = 5
+    n: PositiveInt = 5
     """number of queries"""
-    temperature: float | None = None
+    temperature: NonNegativeFloat | None = None
     """sampling temperature; 0: the likeliest token each time; None: the task's, in chapter 2 that of evaluations"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the sampling noise; both models get the same"""
     prompt: tuple[str, ...] = ()
     """texts to continue, posts to summarise or questions to answer, in place of the task's"""
@@ -84,11 +85,6 @@ class Args:
     to score them"""
 
 
-def meant(argument: str, typed: str, saved: str, root: Path) -> str:
-    """The value of an argument: what was typed or, if that is empty, what the policy's run had, in root."""
-    return worlds.find_value(argument, typed, Path.cwd()) if typed else worlds.find_value(argument, saved, root)
-
-
 class Continuations:
     """Chapter 1: a text is continued, and the continuation is scored up to a stop token."""
 
@@ -96,16 +92,14 @@ class Continuations:
     verdict = "score"  # what the function that the policy names gives
     own_functions: Collection[str] = ()  # names of functions of ours, in addition to those that begin with ppo_rlhf
 
-    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
-        """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's, which
-        may be next to the policy's run, in root.
-        """
-        # Models from earlier versions may lack an argument, or have one more.
+    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str):
+        """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's."""
+        # Models from earlier versions may have an argument more.
         known = {field.name for field in dataclasses.fields(TaskArgs)}
-        task = {"reshuffle": False} | {name: value for name, value in task.items() if name in known}
+        task = {name: value for name, value in task.items() if name in known}
         self.task, self.tokenizer = cli.from_dict(TaskArgs, task), tokenizer
-        trained_on = paths.find_path(self.task.query_dataset, root).resolve()
-        source = meant("task.query_dataset", source, self.task.query_dataset, root)
+        trained_on = Path(self.task.query_dataset).resolve()
+        source = worlds.find_value("task.query_dataset", source or self.task.query_dataset)
         # Of another file than that which PPO trained on, every text is new.
         self.split = "all" if Path(source).is_file() and Path(source).resolve() != trained_on else "test"
         self.task = dataclasses.replace(self.task, query_dataset=source)
@@ -157,9 +151,9 @@ class Summaries(Continuations):
 
     source = "posts"
 
-    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, root: Path):
+    def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str):
         self.task, self.tokenizer = cli.from_dict(posts.TaskArgs, task), tokenizer
-        self.task = dataclasses.replace(self.task, posts=meant("task.posts", source, self.task.posts, root))
+        self.task = dataclasses.replace(self.task, posts=worlds.find_value("task.posts", source or self.task.posts))
         self.ids = posts.task_ids(self.task, tokenizer)
         self.context_length, self.eval_temperature = self.task.query_length, self.task.eval_temperature
 
@@ -203,14 +197,13 @@ class Solutions(Continuations):
         task: dict[str, Any],
         tokenizer: PreTrainedTokenizerBase,
         source: str,
-        root: Path,
         generation_config: GenerationConfig,
     ):
         """generation_config: of the policy; it may name more stop ids."""
         self.task, self.tokenizer = cli.from_dict(problems.TaskArgs, task), tokenizer
-        of_train = meant("task.problems", "", self.task.problems, root)
-        of_test = meant("task.test_problems", source, self.task.test_problems, root)
-        shown = meant("task.examples", "", self.task.examples, root)
+        of_train = worlds.find_value("task.problems", self.task.problems)
+        of_test = worlds.find_value("task.test_problems", source or self.task.test_problems)
+        shown = worlds.find_value("task.examples", self.task.examples)
         self.task = dataclasses.replace(self.task, problems=of_train, test_problems=of_test, examples=shown)
         self.examples = problems.read_examples(self.task)
         self.source = "test_problems" if of_test else "problems"
@@ -331,16 +324,15 @@ class Comparison:
             if info[field] and info[field] not in kind.own_functions:
                 scorers.import_function(info[field], f"rewards.{field}")
         if info.get("tool"):
-            console.say(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
-        root = paths.absolute(str(folder)).parent.parent.parent  # where the policy's run looked for what it names
-        reward_model = meant("rewards.trained_model", args.reward_model, info["reward_model"], root)
+            errors.say(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
+        reward_model = worlds.find_value("rewards.trained_model", args.reward_model or info["reward_model"])
         judges = {"reward_model": reward_model, "judge": args.judge}
         for argument, judge in judges.items():
             if argument == "reward_model" and not args.reward_model and not Path(judge).is_dir():
                 continue  # it may be on the hub, or gone, and the policy can be sampled without it
             if judge and not foreign.is_foreign(judge):
                 pretrained.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
-        base_model = meant("base_model", args.base_model, info["base_model"], root)
+        base_model = worlds.find_value("base_model", args.base_model or info["base_model"])
         self.device = launch.default_device()
         with errors.typed_as({"base_model": "policy"}):
             self.tokenizer = pretrained.load_tokenizer(args.policy, args.trust_remote_code)
@@ -348,7 +340,7 @@ class Comparison:
         more = {"generation_config": policy.generation_config} if kind is Solutions else {}
         with errors.input_errors(f"{folder / 'ppo_rlhf.json'} was damaged", InputError):
             task = dataclasses.asdict(templates.FormatArgs()) | info["task"]  # older policies know no format
-            self.texts = kind(task, self.tokenizer, source=args.query_dataset, root=root, **more)
+            self.texts = kind(task, self.tokenizer, source=args.query_dataset, **more)
         self.task, self.pad_id, self.seed = self.texts.task, self.texts.ids.pad, args.seed
         by_scorer = kind is Solutions and info["function"] == "reasoning_gym"
         asked = (self.task.problems, self.task.test_problems) if by_scorer else ()
@@ -359,8 +351,6 @@ class Comparison:
                 f"add --trust_remote_code"
             )
         self.temperature = self.texts.eval_temperature if args.temperature is None else args.temperature
-        if not self.temperature >= 0:
-            raise InputError(f"--temperature {self.temperature}: must be at least 0")
         trust, vocab_size = args.trust_remote_code, self.pad_id
         length = self.texts.context_length + self.task.response_length
         self.models: dict[str, PreTrainedModel] = {
@@ -392,7 +382,7 @@ class Comparison:
             except InputError as error:
                 if argument == "judge" or args.reward_model or Path(judge).is_dir():
                     raise
-                console.say(f"the texts get no scores, unless --reward_model says whose: {error}")
+                errors.say(f"the texts get no scores, unless --reward_model says whose: {error}")
         own_name = re.split("[:.]", info["monitor"])[-1]
         taken = own_name in (*self.scorers, self.texts.verdict, "log-prob", "KL")
         monitor = "gold" if own_name == "gold_scores" or taken else own_name
@@ -482,13 +472,13 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
         numbers = {key.split(" ")[1]: value for key, value in row.items() if key.startswith(f"{name} ")}
         numbers |= {"KL": row["kl"]} if name == "policy" else {}
         shown = ", ".join(f"{key} {value:+.2f}" for key, value in numbers.items())
-        return f"{console.one_line(row[name].strip())}\n\n{shown}"
+        return f"{run.one_line(row[name].strip())}\n\n{shown}"
 
     cells = []
     for row in rows:
-        before = {name: console.one_line(row[name].strip()) for name in ("query", "answer") if name in row}
+        before = {name: run.one_line(row[name].strip()) for name in ("query", "answer") if name in row}
         cells.append({**before, "base model": cell(row, "base"), "policy": cell(row, "policy")})
-    console.print_table(title, cells)
+    run.print_table(title, cells)
 
 
 def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -518,7 +508,7 @@ def distinct_words(text: str) -> float:
 
 
 def print_changes(rows: list[dict[str, Any]]) -> None:
-    console.print_table(f"{len(rows)} held-out queries, before and after", changes(rows), show_lines=False)
+    run.print_table(f"{len(rows)} held-out queries, before and after", changes(rows), lines=False)
     print(f"KL from the base model: {statistics.fmean(row['kl'] for row in rows):.2f} nats per response")
 
 
@@ -530,9 +520,6 @@ def typed_queries() -> Iterator[str]:
 
 def sample(args: Args) -> list[dict[str, Any]]:
     """Print the comparison as a table, write it to args.out, and return its rows."""
-    cli.check_values(args)
-    if args.n < 1:
-        raise InputError(f"--n {args.n}: must be at least 1")
     comparison = Comparison(args)
     if args.interactive:
         rows = []

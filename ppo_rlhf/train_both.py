@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib.base import files, paths
+from ppo_rlhf.lib.base import files
+from ppo_rlhf.lib.base.bounds import NonNegativeInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.services import cli, run, sequence
@@ -32,7 +33,7 @@ from ppo_rlhf.worlds import reviews, tales
 class Args:
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of both parts"""
     base_model: str = "gpt2"
     """causal language model that both parts start from: a folder, a name on the hub, or `tales`"""
@@ -84,11 +85,11 @@ def train(args: Args) -> tuple[Path, Path]:
         train_policy.check_ppo_arguments(policy_args)
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
     templates.check_task(args.task)
-    found = worlds.find_paths(args, stages.joint)
+    found = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args, SHARED):
         train_policy.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
-    texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="", root=stages.root)
+    texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="")
     texts.held_out(1)  # the report at the end needs such queries
     if args.judge:
         no_weights = {"device": torch.device("meta"), "trust_remote_code": args.trust_remote_code}
@@ -97,7 +98,7 @@ def train(args: Args) -> tuple[Path, Path]:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
     reward_folder = stages.train(train_reward.train, reward_args, "reward", "reward")
-    trained_model = os.path.relpath(reward_folder, stages.root)
+    trained_model = os.path.relpath(reward_folder)
     policy_args = dataclasses.replace(
         policy_args, rewards=dataclasses.replace(policy_args.rewards, trained_model=trained_model)
     )
@@ -131,12 +132,12 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, joint: Args) ->
         "",
         *summary(rows, reward_meta, policy_meta),
         "",
-        f"learning curves  {paths.shown(policy_run / 'learning_curves.png')}",
-        f"                 {paths.shown(reward_run / 'learning_curves.png')}",
-        f"samples          {paths.shown(policy_run / 'comparison.jsonl')}",
-        f"models           {paths.shown(policy_folder)}",
-        f"                 {paths.shown(reward_folder)}",
-        f"read more        python ppo_rlhf/sample.py --policy {paths.shown(policy_folder)}",
+        f"learning curves  {policy_run / 'learning_curves.png'}",
+        f"                 {reward_run / 'learning_curves.png'}",
+        f"samples          {policy_run / 'comparison.jsonl'}",
+        f"models           {policy_folder}",
+        f"                 {reward_folder}",
+        f"read more        python ppo_rlhf/sample.py --policy {policy_folder}",
         sep="\n",
     )
 

@@ -36,18 +36,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import reduce
+from annotated_types import Ge
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, launch
+from ppo_rlhf.lib.base import checkpoints, errors, files, launch
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.data import sources
 from ppo_rlhf.lib.nets import layers, memory, pretrained, templates
@@ -62,9 +64,7 @@ from ppo_rlhf.lib.services import cli, run, traces
 class TaskArgs:
     query_dataset: str = "books"
     """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
-    reshuffle: bool = False
-    """give each pass over the texts an order of its own"""
-    query_length: int = 64
+    query_length: PositiveInt = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
     """text before each query, such as a chat's marks; the policy reads it, the reward model does not"""
@@ -74,15 +74,15 @@ class TaskArgs:
     """queries begin after the first such token of their text; None: at the beginning"""
     end_text: str | None = "."
     """queries end with the last such token; None: wherever they are cut"""
-    response_length: int = 24
+    response_length: PositiveInt = 24
     """length of every response, in tokens"""
     truncate_text: str | None = "."
     """responses are cut after this token before they are scored; None: never"""
-    truncate_after: int = 16
+    truncate_after: NonNegativeInt = 16
     """only such a token at or after this index counts, in tokens"""
     penalty_reward_value: float = -1.0
     """score of a response without such a token"""
-    temperature: float = 0.7
+    temperature: Annotated[float, Ge(0.01)] = 0.7
     """sampling temperature of the policy and of the reference"""
 
 
@@ -137,10 +137,10 @@ class RewardsArgs:
     parameters named prompts, completions or answer get those, as docs/running.md says; references are None here"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
-    normalize_samples: int = 256
+    normalize_samples: NonNegativeInt = 256
     """samples of the language model on which scores of `function` get mean 0 and deviation 1, the scale for which the
     KL coefficient and the critic are meant; 0: scores stay as they are"""
-    kl_coef: float = 0.15
+    kl_coef: NonNegativeFloat = 0.15
     """weight of the KL penalty at the start, reward per nat"""
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=lambda: ADAPTIVE)
     """controller of the KL coefficient"""
@@ -148,31 +148,31 @@ class RewardsArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class PpoArgs(cli.MemoryArgs):
-    total_episodes: int = 1_000_000
+    total_episodes: PositiveInt = 1_000_000
     """responses to train on, over all updates; rounded up to whole updates"""
-    batch_size: int = 512
+    batch_size: PositiveInt = 512
     """episodes (query and response) per update, over all processes"""
-    nminibatches: int = 1
+    nminibatches: PositiveInt = 1
     """optimiser steps per pass over the batch"""
-    noptepochs: int = 4
+    noptepochs: PositiveInt = 4
     """passes over the batch per update"""
-    lr: float = 1e-5
+    lr: PositiveFloat = 1e-5
     """learning rate of the first update; it falls linearly"""
-    value_head_lr: float | None = None
+    value_head_lr: PositiveFloat | None = None
     """the same for the value head alone, which starts at 0 and has far to go; None: that of all other weights"""
-    vf_coef: float = 0.1
+    vf_coef: NonNegativeFloat = 0.1
     """weight of the value loss"""
-    cliprange: float = 0.2
+    cliprange: PositiveFloat = 0.2
     """the probability ratio is clipped to 1 +- this"""
-    cliprange_value: float = 0.2
+    cliprange_value: PositiveFloat = 0.2
     """new values are clipped to old values +- this"""
-    gamma: float = 1.0
+    gamma: NonNegativeFloat = 1.0
     """discount per token"""
-    lam: float = 0.95
+    lam: NonNegativeFloat = 0.95
     """lambda of generalised advantage estimation"""
     whiten_rewards: bool = True
     """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""
-    whiten_groups: int = 8
+    whiten_groups: PositiveInt = 8
     """slices of the batch, each whitened with its own mean and variance; the original: one per process [X03]"""
 
 
@@ -181,7 +181,7 @@ class Args(cli.PolicyRunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_policy"
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the sampling noise and the permutations"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
@@ -253,15 +253,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    with launch.launcher(sharding=False):
-        accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
+    accelerator = launch.make_accelerator(sharding=False)
     device = accelerator.device
     noise_device = launch.device_of_noise(device)
-    args = with_newest_reward_model(args)
     check_ppo_arguments(args)
+    args = with_newest_reward_model(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args = args
-    args = worlds.find_paths(args, joint)  # names such as `tales` become paths
+    args = worlds.find_paths(args)  # names such as `tales` become paths
     task = args.task
 
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -288,10 +287,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
     ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(task, "query_dataset")
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
-    this_run.rehearse(partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args))
-    resumed = this_run.resume(policy, optimizer)  # from the newest checkpoint; {"step": 0} if there is none
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint)
+    save = partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args)
+    this_run.rehearse(save)
+    # From the newest checkpoint; {"step": 0} if there is none.
+    resumed = this_run.resume(partial(checkpoints.restore_training_state, policy, optimizer))
     controller.value = resumed.get("kl_coef", controller.value)
     stream.position = resumed.get("query_position", stream.position)
     scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
@@ -424,10 +424,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
             # The counterpart of `resume` above.   train_policy.py#L474-L508
             checkpoint=lambda state=state: (checkpoints.training_state(policy, optimizer), state),
         )
-    folder = this_run.save("policy")
+    folder = this_run.model_folder / "policy"
+    if accelerator.is_main_process:
+        save(folder)
     last = this_run.last_means("score", "kl", "kl_coef")
-    this_run.finish(**last, skipped_queries=stream.position - sizes.updates * sizes.batch)
-    this_run.upload("policy")
+    this_run.finish("policy", **last, skipped_queries=stream.position - sizes.updates * sizes.batch)
     return folder
 
 
@@ -463,7 +464,7 @@ class TaskIds:
 
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
-    """Check the task's numbers and encode its texts."""
+    """Encode the task's texts."""
     templates.check_task(task)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     prefix = [*templates.start_of_plain(tokenizer), *prefix]
@@ -481,7 +482,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
 
 
 class QueryStream:
-    """An endless stream of queries: the texts in one shuffled order, again and again, unless the task reshuffles.
+    """An endless stream of queries: the texts in one shuffled order, again and again.
 
     The order depends neither on the run's seed nor on the number of processes. `position` counts the texts read; a
     stream that starts at the position of another one continues where that one stopped.
@@ -492,8 +493,9 @@ class QueryStream:
         self.task = task
         self.tokenizer = tokenizer
         self.position = position
-        self.order = []  # of the texts in one pass
-        self.number = -1  # which order it is
+        # [D02] All runs, processes and passes use the same order.   language/datasets.py#L27-L46
+        self.order = list(range(len(self.texts)))
+        random.Random(0).shuffle(self.order)
         self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
@@ -504,12 +506,6 @@ class QueryStream:
 
     def tokens(self, place: int) -> list[int]:
         """Token ids of a text, by its place among all that are read, pass after pass."""
-        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
-        number = place // len(self.texts) if self.task.reshuffle else 0
-        if number != self.number:
-            self.order = list(range(len(self.texts)))
-            self.number = number
-            random.Random(number).shuffle(self.order)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
         text = self.texts[self.order[place % len(self.order)]]
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
@@ -1281,7 +1277,9 @@ def make_recorder(
             "objectives": shown,
         }
 
-    return this_run.recorder(
+    return traces.Recorder(
+        this_run.folder,
+        this_run.accelerator,
         stream.tokenizer,
         ids.pad,
         episodes=min(args.trace_episodes, group),
@@ -1297,12 +1295,7 @@ def make_recorder(
 
 def check_ppo_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
-    cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval")
-    cli.at_least(1, "", args, "trace_episodes")
-    cli.at_least(0, "rewards.", args.rewards, "kl_coef", "normalize_samples")
-    cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam")
-    cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "value_head_lr")
+    cli.check_run(args)
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.trained_model and args.rewards.function:
         raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
@@ -1321,8 +1314,6 @@ class PpoSizes:
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.at_least(1, "ppo.", ppo, "total_episodes", "batch_size", "nminibatches", "noptepochs", "whiten_groups")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
     local_groups = launch.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
     what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
@@ -1356,7 +1347,7 @@ def with_newest_reward_model(args: Args) -> Args:
             f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
             f"{args.preset}, or give {flag('rewards.trained_model')} or {flag('rewards.function')}"
         )
-    console.say(f"reward model {newest}, the newest of the preset {args.preset}")
+    errors.say(f"reward model {newest}, the newest of the preset {args.preset}")
     return dataclasses.replace(args, rewards=dataclasses.replace(args.rewards, trained_model=str(newest)))
 
 
@@ -1534,7 +1525,7 @@ def save_policy(
         "vocab_size": vocabulary_size(tokenizer),
         "task": dataclasses.asdict(args.task),
     }
-    run.describe_model(folder, info)
+    files.write_json(folder / "ppo_rlhf.json", info)
 
 
 if __name__ == "__main__":

@@ -28,16 +28,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import reduce
+from annotated_types import Ge
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, files, launch
+from ppo_rlhf.lib.base import checkpoints, launch
+from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 from ppo_rlhf.lib.data import label_files, sources
 from ppo_rlhf.lib.nets import classifier, layers, memory, pretrained, templates
@@ -51,9 +54,7 @@ from ppo_rlhf.lib.services import cli, run
 class TaskArgs:
     query_dataset: str = "books"
     """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
-    reshuffle: bool = False
-    """give each pass over the texts an order of its own"""
-    query_length: int = 64
+    query_length: PositiveInt = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
     """text before each query, such as a chat's marks; the policy reads it, the reward model does not"""
@@ -63,15 +64,15 @@ class TaskArgs:
     """queries begin after the first such token of their text; None: at the beginning"""
     end_text: str | None = "."
     """queries end with the last such token; None: wherever they are cut"""
-    response_length: int = 24
+    response_length: PositiveInt = 24
     """length of every response, in tokens"""
     truncate_text: str | None = "."
     """responses are cut after this token before they are scored; None: never"""
-    truncate_after: int = 16
+    truncate_after: NonNegativeInt = 16
     """only such a token at or after this index counts, in tokens"""
     penalty_reward_value: float = -1.0
     """score of a response without such a token"""
-    temperature: float = 0.7
+    temperature: Annotated[float, Ge(0.01)] = 0.7
     """sampling temperature of the policy and of the reference"""
 
 
@@ -116,25 +117,25 @@ class Args(cli.MemoryArgs, cli.RunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_reward"
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the head, the sampling noise and the order of the labels"""
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
     label_dataset: str = "sentiment/offline_5k.json"
     """comparisons or ratings: a file of OpenAI's on the hub, a world's, or a local one, which may hold texts"""
-    num_train: int = 4_992
+    num_train: PositiveInt = 4_992
     """labels to train on, the first of the file; the others are held out"""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """labels per optimiser step, over all processes"""
-    lr: float = 5e-5
+    lr: PositiveFloat = 5e-5
     """learning rate of the first step; it falls linearly"""
-    normalize_samples: int = 256
+    normalize_samples: NonNegativeInt = 256
     """samples of the language model to normalise on, rounded up to whole rollout batches; 0: never normalise"""
     normalize_before: bool = True
     """normalise before training"""
     normalize_after: bool = True
     """normalise after training"""
-    rollout_batch_size: int = 512
+    rollout_batch_size: PositiveInt = 512
     """samples per batch of normalisation, over all processes"""
     task: TaskArgs = field(default_factory=TaskArgs)
 
@@ -171,14 +172,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
-    with launch.launcher(sharding=False):
-        accelerator = Accelerator(cpu=launch.default_device().type == "cpu", kwargs_handlers=[launch.PATIENCE])
+    accelerator = launch.make_accelerator(sharding=False)
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
     typed_args = args
-    args = worlds.find_paths(args, joint)  # names such as `tales` become paths
-    label_file = files.stored(label_files.find_label_file(args.label_dataset, args.task.query_dataset)).absolute()
+    args = worlds.find_paths(args)  # names such as `tales` become paths
+    label_files.find_label_file(
+        args.label_dataset, args.task.query_dataset
+    )  # a slip is found before anything is loaded
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
@@ -200,11 +202,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
     )
     micro_batch = fitting["local_micro_batch"]
     pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
-    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "query_dataset")
-    inputs["label_dataset"] = [label_file]
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint, inputs)
-    this_run.rehearse(partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args))
-    state = this_run.resume(reward_model, optimizer)  # of the newest checkpoint; {"step": 0} if there is none
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint)
+    save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args)
+    this_run.rehearse(save)
+    # Of the newest checkpoint; {"step": 0} if there is none.
+    state = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))
     stream.position = state.get("query_position", stream.position)
     this_run.start_logging(state["step"])
 
@@ -271,7 +273,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if args.normalize_after:
         normalize_now("after", 0.0, 1.0)
 
-    folder = this_run.save("reward")
+    folder = this_run.model_folder / "reward"
+    if accelerator.is_main_process:
+        save(folder)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     if accelerator.is_main_process:
         samples, lengths = label_files.tables_of(
@@ -279,8 +283,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         )
         this_run.log_samples(sizes.steps, samples)
         this_run.write_table("lengths", lengths)
-    this_run.finish(**labels.known, skipped_queries=stream.position - queries, **measured)
-    this_run.upload("reward")
+    this_run.finish("reward", **labels.known, skipped_queries=stream.position - queries, **measured)
     return folder
 
 
@@ -575,7 +578,7 @@ class TaskIds:
 
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
-    """Check the task's numbers and encode its texts."""
+    """Encode the task's texts."""
     templates.check_task(task)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     prefix = [*templates.start_of_plain(tokenizer), *prefix]
@@ -593,7 +596,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
 
 
 class QueryStream:
-    """An endless stream of queries: the texts in one shuffled order, again and again, unless the task reshuffles.
+    """An endless stream of queries: the texts in one shuffled order, again and again.
 
     The order depends neither on the run's seed nor on the number of processes. `position` counts the texts read; a
     stream that starts at the position of another one continues where that one stopped.
@@ -604,8 +607,9 @@ class QueryStream:
         self.task = task
         self.tokenizer = tokenizer
         self.position = position
-        self.order = []  # of the texts in one pass
-        self.number = -1  # which order it is
+        # [D02] All runs, processes and passes use the same order.   language/datasets.py#L27-L46
+        self.order = list(range(len(self.texts)))
+        random.Random(0).shuffle(self.order)
         self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
@@ -616,12 +620,6 @@ class QueryStream:
 
     def tokens(self, place: int) -> list[int]:
         """Token ids of a text, by its place among all that are read, pass after pass."""
-        # [D02] All runs and processes use the same order.   language/datasets.py#L27-L46
-        number = place // len(self.texts) if self.task.reshuffle else 0
-        if number != self.number:
-            self.order = list(range(len(self.texts)))
-            self.number = number
-            random.Random(number).shuffle(self.order)
         # The texts are data: no special tokens are added, and the name of one is ordinary text.
         text = self.texts[self.order[place % len(self.order)]]
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
@@ -864,11 +862,7 @@ class RewardSizes:
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.check_values(args)
-    cli.above_zero("", args, "lr")
-    cli.at_least(1, "", args, "num_train", "batch_size", "rollout_batch_size")
-    cli.at_least(0, "", args, "normalize_samples", "save_interval")
-    cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
+    cli.check_run(args)
     # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
     local_batch = launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
     local_rollout_batch = launch.split_evenly(

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import sys
 import types
-import typing
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,16 +26,9 @@ from accelerate.state import AcceleratorState
 from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
-from ppo_rlhf import judge
-from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.lib.services.run import Run
-from ppo_rlhf.lib.services.sequence import Stages
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
-from ppo_rlhf.tldr import posts
-from ppo_rlhf.worlds import building
-
-DEEP = "[" * 100_000  # no JSON reader follows so many brackets
 
 # ---- Rows ------------------------------------------------------------------------------------------------------
 
@@ -335,51 +327,10 @@ def run(row: Row, folder: Path, *, to_the_end: bool = False) -> Result:
     return Result(status, stdout.getvalue(), stderr.getvalue())
 
 
-# ---- Numbers ---------------------------------------------------------------------------------------------------
-
-
-def numbers_of(group: Any, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """The names of all numbers among a script's arguments, such as ppo.lr, and whether they are int or float."""
-    for name, hint in typing.get_type_hints(type(group)).items():
-        if dataclasses.is_dataclass(hint):
-            yield from numbers_of(getattr(group, name), f"{prefix}{name}.")
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        yield from ((prefix + name, kind) for kind in kinds if kind in (int, float))
+# ---- Arguments -----------------------------------------------------------------------------------------------
 
 
 def with_value(group: Any, name: str, value: Any) -> Any:
     """A script's arguments with another value for one, such as ppo.lr."""
     first, _, rest = name.partition(".")
     return dataclasses.replace(group, **{first: with_value(getattr(group, first), rest, value) if rest else value})
-
-
-def arguments_of(row: Row, folder: Path, function: str) -> Any:
-    """What a script makes of a command line for one of its functions."""
-    code, module = main_of(row.script)
-    found: list[Any] = []
-    with started(row, folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, function, lambda args: found.append(args) or accept())
-        with contextlib.suppress(Accepted):
-            exec(code, vars(module))
-    return found[0]
-
-
-def refusal(row: Row, folder: Path, function: str, args: Any, argument: str, value: Any) -> str:
-    """What a function of a script says about another value for an argument; empty: it would begin to write."""
-    with started(row, folder), pytest.MonkeyPatch.context() as patch:
-        if argument.startswith(
-            ("sft.", "reward.", "policy.")
-        ):  # arguments of all stages are checked before the first
-            patch.setattr(Stages, "train", accept)
-            patch.setattr(posts, "read_posts", accept)
-        patch.setattr(Run, "__init__", accept)
-        patch.setattr(rlvr_async, "connected", contextlib.nullcontext)
-        patch.setattr(building, "find", accept)
-        patch.setattr(judge, "results_folder", accept)
-        try:
-            getattr(main_of(row.script)[1], function)(with_value(args, argument, value))
-        except Accepted:
-            return ""
-        except InputError as error:
-            return str(error)
-    raise AssertionError("it has come to its end")

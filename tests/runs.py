@@ -95,7 +95,6 @@ def reward_arguments(world: Path, prefix: str = "--") -> list[str]:
         "rollout_batch_size": 32,
         "normalize_samples": 32,
         "save_interval": 2,
-        "keep_checkpoints": 2,
     }
     labels = {"label_dataset": world / "labels/sentiment/offline_5k.json"}
     return [word for name, value in (labels | sizes).items() for word in (f"{prefix}{name}", str(value))]
@@ -104,7 +103,7 @@ def reward_arguments(world: Path, prefix: str = "--") -> list[str]:
 def policy_arguments(prefix: str = "--") -> list[str]:
     """Four updates of 16 episodes in 2 groups, a checkpoint after every second, and no traces."""
     sizes = {"ppo.total_episodes": 64, "ppo.batch_size": 16, "ppo.whiten_groups": 2, "rewards.normalize_samples": 16}
-    output = {"save_interval": 2, "keep_checkpoints": 2, "log_interval": 1, "trace_interval": 0}
+    output = {"save_interval": 2, "log_interval": 1, "trace_interval": 0}
     return [word for name, value in (sizes | output).items() for word in (f"{prefix}{name}", str(value))]
 
 

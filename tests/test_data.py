@@ -18,7 +18,7 @@ from runs import error_line
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import train_policy, train_reward, worlds
-from ppo_rlhf.lib.base import hub, hub_files
+from ppo_rlhf.lib.base import hub
 from ppo_rlhf.lib.data import label_files, published, sources
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.scoring import scorers
@@ -194,7 +194,7 @@ def connections(monkeypatch):
 
 @pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
 def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
-    nowhere = hub_files.HubFiles(repository="nobody/no-such-texts", names=("none.txt",))
+    nowhere = hub.HubFiles(repository="nobody/no-such-texts", names=("none.txt",))
     monkeypatch.setitem(published.HUB_FILES, name, nowhere)
     message = error_line(sources.load_texts, name)
     assert f"--task.query_dataset {name}" in message
@@ -221,69 +221,17 @@ def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(conn
 # ---- Paths -----------------------------------------------------------------------------------------------------
 
 
-def test_paths_are_those_beside_the_run_and_names_are_no_paths(tmp_path, monkeypatch):
-    there, here = tmp_path / "there", tmp_path / "here"
-    for folder in ("runs", "tales", "posts", "tldr", "books", "m", "r", "v", "gpt2"):
-        (there / folder).mkdir(parents=True)
-    (there / "texts.txt").write_text("x")
-    here.mkdir()
-    monkeypatch.chdir(here)
-    resume, joint = "../there/runs/a", {"runs": "../there/runs"}
-    task = TaskArgs(query_dataset="texts.txt")
-    given = train_reward.Args(resume=resume, base_model="m", label_dataset="texts.txt", task=task)
-    beside = str(there / "texts.txt")
-    assert worlds.find_paths(given) == dataclasses.replace(
-        given, base_model=str(there / "m"), label_dataset=beside, task=dataclasses.replace(task, query_dataset=beside)
-    )
-    names = {
-        "base_model": "gpt3",
-        "label_dataset": "sentiment/offline_5k.json",
-        "task": TaskArgs(query_dataset="books"),
-    }
-    given = train_reward.Args(resume=resume, **names)
+def test_names_of_worlds_become_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tales").mkdir()  # a world, though a folder of that name lies here
+    given = train_reward.Args(base_model="gpt3", label_dataset="texts.txt", task=TaskArgs(query_dataset="books"))
     assert worlds.find_paths(given) == given
-    monkeypatch.setattr(worlds, "DATA", tmp_path)
-    given = train_reward.Args(resume=resume, base_model="tales", task=TaskArgs(query_dataset="tales"))
-    found = worlds.find_paths(given)  # a world, though folders of that name lie there
-    assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/tales/model", f"{tmp_path}/tales")
-    given = tldr_policy.Args(base_model="m", task=posts_of_chapter_2.TaskArgs(posts="m", comparisons="posts"))
-    assert worlds.find_paths(given, unused=["task.comparisons"]).task.comparisons == "posts"
-    rewards = tldr_policy.RewardsArgs(trained_model="r", value_model="v")
-    task = posts_of_chapter_2.TaskArgs(posts="m", comparisons="tldr")
-    given = tldr_policy.Args(base_model="gpt2", rewards=rewards, task=task)
-    found = worlds.find_paths(given, joint)
-    assert [Path(path).resolve() for path in (found.base_model, found.task.posts)] == [there / "gpt2", there / "m"]
-    found_rewards = found.rewards.trained_model, found.rewards.value_model
-    assert [Path(path).resolve() for path in found_rewards] == [there / "r", there / "v"]
-    assert found.task.comparisons == "tldr" and found.ppo == given.ppo
-    monkeypatch.chdir(there)
-    assert worlds.find_paths(given) == given  # a new run, here
-
-
-def test_weight_files_are_those_of_folders(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r").mkdir()
-    for name in ("config.json", "model-2.safetensors", "model-1.safetensors", "pytorch_model.bin"):
-        (tmp_path / "r" / name).write_text("")
-    of_r = [tmp_path / "r" / f"model-{i}.safetensors" for i in (1, 2)]
-    args = train_policy.Args(base_model="somebody/model", rewards=train_policy.RewardsArgs(trained_model="r"))
-    assert pretrained.weight_files(args) == {"base_model": [], "rewards.trained_model": of_r}
-    assert pretrained.weight_files(train_reward.Args(base_model="r")) == {"base_model": of_r}
-
-
-def test_data_files_are_those_that_a_run_reads(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in (tmp_path, tmp_path / "gsm8k"):
-        folder.mkdir(exist_ok=True)
-        for name in ("stories.txt", "stories.txt.bak", "problems_test.jsonl"):
-            (folder / name).write_text("")
-    task = SimpleNamespace(query_dataset=str(tmp_path), posts="nothing", problems="gsm8k", test_problems="")
-    of_folder = [tmp_path / "problems_test.jsonl", tmp_path / "stories.txt"]
-    assert worlds.data_files(task, "query_dataset") == {"task.query_dataset": of_folder}
-    there_are_none = {"task.posts": [], "task.problems": [], "task.test_problems": []}
-    assert worlds.data_files(task, "posts", "problems", "test_problems") == there_are_none
-    task.test_problems = "problems_test.jsonl"
-    assert worlds.data_files(task, "test_problems") == {"task.test_problems": of_folder[:1]}
+    monkeypatch.setattr(worlds, "DATA", tmp_path / "data")
+    found = worlds.find_paths(train_reward.Args(base_model="tales", task=TaskArgs(query_dataset="tales")))
+    assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/data/tales/model", f"{tmp_path}/data/tales")
+    task = posts_of_chapter_2.TaskArgs(posts="m", comparisons="posts")
+    given = tldr_policy.Args(base_model="m", task=task)
+    assert worlds.find_paths(given, unused=["task.comparisons"]) == given
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------
@@ -322,7 +270,7 @@ def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp
     ids = train_policy.task_ids(task, tiny_tokenizer)
     assert (ids.stop, ids.prefix) == (28, [28])
     assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
-    assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "", Path()).query("a<eos>b") == [0, *as_text, 1]
+    assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "").query("a<eos>b") == [0, *as_text, 1]
 
 
 def make_stream(path: Path, texts: list[str], position: int = 0, split: str = "train", **task) -> QueryStream:
@@ -367,18 +315,6 @@ def test_a_stream_leaves_the_global_random_state_alone(texts_file):
     before = random.getstate()
     batch_texts(make_stream(texts_file, ["a", "b"]), 3)
     assert random.getstate() == before
-
-
-def test_each_pass_has_an_order_of_its_own_if_asked(texts_file):
-    texts = [f"t{number}" for number in range(9)]
-    before = batch_texts(make_stream(texts_file, texts), 9)
-    stream = make_stream(texts_file, texts, reshuffle=True)
-    passes = [batch_texts(stream, 9) for _ in range(4)]
-    assert passes[0] == before and all(sorted(one) == texts for one in passes)
-    assert len(set(map(tuple, passes))) == 4
-    assert stream.first(2, PAD).tolist() == make_stream(texts_file, texts).next_batch(2, PAD).tolist()
-    resumed = make_stream(texts_file, texts, position=14, reshuffle=True)
-    assert batch_texts(resumed, 13) == [*passes[1][5:], *passes[2]]
 
 
 @pytest.mark.parametrize("batches_before", [0, 1, 4])
@@ -449,7 +385,7 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
     whole = dataclasses.replace(task, start_text=None, end_text=None)
     assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
     comparison = SimpleNamespace(
-        task=task, texts=Continuations(dataclasses.asdict(task), adds_one, "", Path()), pad_id=ids.pad
+        task=task, texts=Continuations(dataclasses.asdict(task), adds_one, ""), pad_id=ids.pad
     )
     assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
 

@@ -31,8 +31,6 @@ def run_there(folder: Path, script: str, words: list[str], **environment: str) -
 
 def run_both(folder: Path, script: str, words: list[str], **environment: str) -> tuple[Path, Path]:
     """Run a script on the CPU and on the device; the folders in which they ran."""
-    part = "policy." if script in ("train_both.py", "tldr/all.py") else ""
-    words = [*words, f"--{part}keep_checkpoints", "2"]  # so that the finished run can be resumed
     here = run_there(folder / "cpu", script, words, STAND_IN="no")
     return here, run_there(folder / "device", script, words, **environment)
 

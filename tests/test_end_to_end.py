@@ -14,7 +14,6 @@ import torch.distributed.run
 from processes import OFFLINE, SCRIPTS, launch
 from runs import (
     both_arguments,
-    interrupt,
     meta_of,
     metrics_of,
     only,
@@ -62,16 +61,6 @@ def test_a_run_leaves_what_the_readme_says(both_run: Path) -> None:
     assert len({name.rsplit("__", 1)[1] for name in runs}) == 1  # one time stamp
     assert {row["step"] for row in samples_of(run)} == {0, 1, 2, 3}
     assert "wall_time" in meta and meta["versions"]["torch"] == torch.__version__
-
-
-def test_files_have_the_mode_that_the_umask_allows(both_run: Path) -> None:
-    umask = os.umask(0o022)
-    os.umask(umask)
-    files = [path for path in both_run.rglob("*") if path.is_file()]
-    assert {"checkpoints", "traces", "policy", "reward"} <= {part for file in files for part in file.parts}
-    assert {file.name: oct(file.stat().st_mode & 0o777) for file in files} == {
-        file.name: oct(0o666 & ~umask) for file in files
-    }
 
 
 def test_the_policy_opens_as_an_ordinary_language_model(both_run: Path, tiny_world: Path) -> None:
@@ -169,68 +158,6 @@ def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tiny_rewa
     run_script("sample.py", "--policy", str(only(tmp_path, "models/*/policy")), folder=tmp_path)
 
 
-def test_a_joint_run_resumes_from_another_folder(both_run: Path, tmp_path: Path) -> None:
-    """As if it had been cut off in the reward stage, before the policy's run began.
-
-    Runs that were moved to a folder of another name than runs keep their models in it.
-    """
-    there, here = shutil.copytree(both_run, tmp_path / "there"), tmp_path / "here"
-    here.mkdir()
-    (there / "runs").rename(there / "moved")
-    run, policy_run = only(there, "moved/train_reward__*"), only(there, "moved/train_policy__*")
-    expected = metrics_of(policy_run)
-    shutil.rmtree(policy_run)
-    shutil.rmtree(there / "models")
-    interrupt(run)
-    printed = run_script("train_both.py", "--resume", str(run), folder=here)
-    assert metrics_of(policy_run) == expected and f"learning curves  {policy_run}/learning_curves.png" in printed
-    assert only(there, "moved/models/train_policy__*/policy") and not list(here.iterdir())
-    assert {path.name for path in there.iterdir()} == {"moved", "stdout"}
-
-
-def test_runs_may_be_a_link_to_another_disk(both_run: Path, tmp_path: Path) -> None:
-    """The policy's run was cut off in its third update, after the checkpoint of the second. The joint run is resumed
-    with the reward model that it has, and makes the same numbers, samples and weights as one that nobody cut off.
-    """
-    work, disk = shutil.copytree(both_run, tmp_path / "work"), tmp_path / "disk"
-    disk.mkdir()
-    shutil.move(work / "runs", disk)
-    (work / "runs").symlink_to(disk / "runs")
-    run = only(work, "runs/train_policy__*")
-    interrupt(run)
-    shutil.rmtree(only(work, "models/train_policy__*"))
-    run_script("train_both.py", "--resume", f"runs/{run.name}", folder=work)
-    expected = only(both_run, "runs/train_policy__*")
-    assert metrics_of(run) == metrics_of(expected) and samples_of(run) == samples_of(expected)
-    weight_file = "models/train_policy__*/policy/model.safetensors"
-    weights = [load_file(only(folder, weight_file)) for folder in (both_run, work)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert [path.name for path in disk.iterdir()] == ["runs"]
-
-
-def test_a_joint_run_whose_folder_was_renamed_trains_nothing(both_run: Path, tmp_path: Path) -> None:
-    """Neither when the renamed folder is given, nor when the other one is."""
-    shutil.copytree(both_run, tmp_path, dirs_exist_ok=True)
-    reward_run, policy_run = (only(tmp_path, f"runs/train_{kind}__*") for kind in ("reward", "policy"))
-    (tmp_path / "models").rename(tmp_path / "before")
-    shutil.copytree(tmp_path / "before", tmp_path / "models")
-    reward_run.rename(tmp_path / "runs" / "rm")
-    said = {"runs/rm": f"this run began as {reward_run.name}"}
-    said |= {
-        f"runs/{policy_run.name}": f"models/{reward_run.name}/reward is there, but its run runs/{reward_run.name}"
-    }
-    for given, words in said.items():
-        result = launch("train_both.py", "--resume", given, folder=tmp_path)
-        assert result.status == 2 and words in result.stderr and result.stderr.count("\n") == 1, result.stderr
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"rm", policy_run.name}
-    weights = "*/*/*.safetensors"
-    kept = [
-        {path.name: path.read_bytes() for path in (tmp_path / folder).glob(weights)}
-        for folder in ("before", "models")
-    ]
-    assert kept[0] == kept[1]
-
-
 @pytest.fixture
 def elsewhere(tiny_world: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Two folders: `there` with the files of a run, `here` with others of the same names."""
@@ -243,35 +170,6 @@ def elsewhere(tiny_world: Path, tmp_path: Path) -> tuple[Path, Path]:
     (there / "texts.txt").write_text("\n".join(line for story in stories for line in ("no stop here", story)))
     (here / "texts.txt").write_text("\n".join(reversed(stories)))
     return there, here
-
-
-def test_a_run_goes_on_elsewhere_with_what_it_began_with(tiny_reward: Path, elsewhere: tuple[Path, Path]) -> None:
-    """With relative paths beside it, not with others of the same names; and never with other weights."""
-    there, here = elsewhere
-    shutil.copytree(tiny_reward, there / "models" / "a" / "reward")
-    flags = "--preset tales --base_model m --task.query_dataset texts.txt --rewards.trained_model models/a/reward"
-    run_script("train_policy.py", *flags.split(), *policy_arguments(), folder=there)
-    run = only(there, "runs/*")
-    metrics, results = metrics_of(run), meta_of(run)["results"]
-    assert results["skipped_queries"] > 10
-    shutil.rmtree(run / "checkpoints" / "4")
-    run_script("train_policy.py", "--resume", f"../there/runs/{run.name}", folder=here)
-    meta = meta_of(run)
-    assert metrics_of(run) == metrics and meta["results"] == results
-    assert meta["args"]["base_model"] == "m" and sorted(path.name for path in here.iterdir()) == ["m", "texts.txt"]
-
-    policy = only(there, "models/train_policy*/policy")
-    tables = []
-    for folder, name in ((there, policy.relative_to(there)), (here, policy)):
-        run_script("sample.py", "--policy", str(name), "--n", "2", "--out", "rows.jsonl", folder=folder)
-        tables.append((folder / "rows.jsonl").read_text())
-    assert tables[0] == tables[1]
-
-    shutil.rmtree(run / "checkpoints" / "4")
-    shutil.copy(here / "m" / "model.safetensors", there / "m")
-    result = launch("train_policy.py", "--resume", f"runs/{run.name}", folder=there)
-    assert result.status == 2 and "m/model.safetensors is not what --base_model was" in result.stderr
-    assert metrics_of(run) == metrics
 
 
 CHANGES_FOLDER = """

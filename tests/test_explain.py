@@ -47,7 +47,7 @@ RUNS = {
     "--ppo.cliprange_low 0.0003 --ppo.cliprange_high 0.0004 --rewards.kl_loss_coef 0.1 "
     "--rewards.kl_loss_estimator abs --ppo.loss_aggregation seq-mean-token-mean",
     "reinforce++": "--ppo.advantage reinforce++ --ppo.gamma 0.9 --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
-    "--rewards.kl_loss_estimator k3+ --rewards.mask_truncated",
+    "--rewards.kl_loss_estimator k3+",
     "reinforce++-baseline": "--ppo.advantage reinforce++-baseline --rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1 "
     "--rewards.kl_loss_estimator k1+",
     "remax": "--ppo.advantage remax --rewards.kl_coef 0.1 --rewards.kl_estimator full --rewards.kl_loss_coef 0.1 "

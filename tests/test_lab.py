@@ -179,7 +179,7 @@ def test_finished_runs_are_not_run_again(tmp_path, capsys):
         (["report", "--folder", "nowhere"], "nowhere holds no finished run"),
         (["draw", "--output", "nowhere"], "nowhere/runs.csv cannot be read"),
         (["run", "--only", "ppo", "--folder", "nowhere"], "--only ppo: there are 10, 20"),
-        (["run", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
+        (["run", "--seeds", "0"], "--seeds is 0; it must be above 0"),
         ([], ""),
     ],
 )

@@ -187,7 +187,7 @@ def test_words_of_the_command(home):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--num_seeds", "0"], "must be at least 1"),
+        (["--num_seeds", "0"], "--num_seeds is 0; it must be above 0"),
         (["--command", "no-such-program"], "no-such-program: No such file"),
     ],
 )

@@ -211,8 +211,6 @@ def test_a_shared_prompt_counts_once_in_the_largest_pass(tiny_models, monkeypatc
         raise InputError(str(sizes["largest_pass_tokens"]))
 
     monkeypatch.setattr(rlvr_policy.run, "Run", stop)
-    monkeypatch.setattr(pretrained, "weight_files", lambda args: {})
-    monkeypatch.setattr(rlvr_policy.worlds, "data_files", lambda *_: {})
     args = Args(task=problems.TaskArgs(prompt_length=40, response_length=5), ppo=PpoArgs(samples_per_prompt=3))
     sizes = PpoSizes(**{field.name: 12 for field in fields(PpoSizes)})
     setup = {"args": args, "typed_args": args, "accelerator": Accelerator(cpu=True), "sizes": sizes}

@@ -20,7 +20,6 @@ SCRIPTS = [train_policy, train_reward]
 # Field: sentiment, descriptiveness, cnndm, tldr. openai/lm-human-preferences launch.py @cbfd210
 TASK = {
     "query_dataset": ("books", "books", "cnndm", "tldr"),
-    "reshuffle": (False, False, False, False),
     "query_length": (64, 64, 500, 500),
     "query_prefix": ("", "", "Article:\n\n", ""),
     "query_suffix": ("", "", "\n\nTL;DR:", "\n\nTL;DR:"),

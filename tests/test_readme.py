@@ -14,12 +14,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import tyro
-from processes import read_by_nobody
 from runs import TINY_WORLD, explained_metrics, metrics_of, only
 
 from benchmark import lab, worlds
 from ppo_rlhf import judge, sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.files import flatten
 from ppo_rlhf.lib.services import cli, plots
 from ppo_rlhf.rlvr import (
@@ -414,14 +412,3 @@ def test_help_breaks_no_command(path, monkeypatch, capsys):
     shown = capsys.readouterr().out.splitlines()
     commands = re.findall(r"^ +(?:python|torchrun|accelerate) .*", described, re.MULTILINE)
     assert commands and {shown.count(command) for command in commands} == {1}
-
-
-@pytest.mark.parametrize(("how_to_go_on", "status"), [("", 0), ("resume with --resume x", 2)])
-def test_help_may_be_cut_off_and_a_run_says_how_to_go_on(monkeypatch, capsys, how_to_go_on, status):
-    """As by `| head`."""
-    monkeypatch.setattr(errors, "how_to_go_on", how_to_go_on)
-    with read_by_nobody(), pytest.raises(SystemExit) as end:
-        errors.run_script(lambda: cli.parse(Few, ["--help"], description="A few.\n\n    python few.py"))
-    said = capsys.readouterr().err
-    assert end.value.code == status and said.endswith(f"{how_to_go_on}\n" if how_to_go_on else "")
-    assert len(said.splitlines()) == bool(how_to_go_on)

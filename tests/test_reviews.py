@@ -129,9 +129,9 @@ def test_the_model_comes_from_the_index(stand_in):
     _, model, world = stand_in
     assert not list(model.glob("*.gguf")) and not list(world.rglob("*.tar.gz"))
     assert AutoModelForCausalLM.from_pretrained(model).config.model_type == "llama"
-    assert worlds.find_value("base_model", "smollm2-135m", Path()) == str(model)
+    assert worlds.find_value("base_model", "smollm2-135m") == str(model)
     for argument in ("task.query_dataset", "task.posts", "task.comparisons"):
-        assert worlds.find_value(argument, "reviews", Path()) == str(world)
+        assert worlds.find_value(argument, "reviews") == str(world)
 
 
 # What llama.cpp's files call the parts of a weight's name. They also order attention's weights differently: see
@@ -329,7 +329,7 @@ def test_a_plain_post_needs_a_query(tmp_path, tiny_tokenizer, row, said):
 
 
 def test_a_prompt_of_sample_is_a_plain_query(tiny_tokenizer):
-    texts = sample.Summaries(dataclasses.asdict(PLAIN), tiny_tokenizer, "", Path())
+    texts = sample.Summaries(dataclasses.asdict(PLAIN), tiny_tokenizer, "")
     assert texts.query("ab ") == [0, 1, 27]
 
 

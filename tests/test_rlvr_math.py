@@ -84,8 +84,7 @@ class StandIn(torch.nn.Module):
         super().__init__()
         self.table, self.read = torch.nn.Parameter(parameters.clone()), read
 
-    def forward(self, tokens, responses, mask, pad_id, reference, recorded, with_values):
-        assert recorded is None
+    def forward(self, tokens, responses, mask, pad_id, reference):
         logprobs, exact_kl = (x.masked_fill(~mask, 0) for x in self.read(self.table, tokens, mask))
         zeros = torch.zeros_like(logprobs)
         return Reading(logprobs=logprobs, values=zeros, entropies=zeros, exact_kl=exact_kl)
@@ -121,20 +120,17 @@ def test_a_response_ends_at_the_first_of_its_stop_ids():
     assert mask.all() and not stopped.any()
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"), [("none", [1, 1, 1, 1]), ("replace", [1, -2, -2, -2]), ("subtract", [1, -1, -1, -1])]
-)
-def test_what_does_not_end_or_is_too_short_is_punished(form, expected):
-    shaping = RewardsArgs(missing_stop=form, missing_stop_penalty=2.0, min_response_length=3)
-    stopped = torch.tensor([True, False, True, False])
-    scores = punish(torch.ones(4), torch.tensor([3, 10, 2, 2]), stopped, shaping, 10)
+@pytest.mark.parametrize(("form", "expected"), [("none", [1, 1]), ("replace", [1, -2]), ("subtract", [1, -1])])
+def test_what_does_not_end_is_punished(form, expected):
+    shaping = RewardsArgs(missing_stop=form, missing_stop_penalty=2.0)
+    scores = punish(torch.ones(2), torch.tensor([3, 10]), torch.tensor([True, False]), shaping, 10)
     assert scores.tolist() == expected
 
 
 def test_the_overlong_punishment_is_added_to_the_score():
-    shaping = RewardsArgs(overlong_buffer=4, overlong_factor=2.0)
+    shaping = RewardsArgs(overlong_buffer=4)
     scores = punish(torch.ones(4), torch.tensor([1, 6, 8, 10]), torch.ones(4).bool(), shaping, 10)
-    assert scores.tolist() == [1, 1, 0, -1]
+    assert scores.tolist() == [1, 1, 0.5, 0]
 
 
 # ---- Estimators ------------------------------------------------------------------------------------------------

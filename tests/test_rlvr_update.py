@@ -235,17 +235,17 @@ def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy
         }
         optimizers = {name: torch.optim.SGD(ps, lr=0.1) for name, ps in chosen.items() if ps}
         setup = setup_of(args, PAD, process)
-        steps = {}
-        for learners, epochs, nminibatches in args.ppo.loops:
-            steps |= update(
-                setup,
-                batch,
-                actor_critic=actor_critic,
-                reference=reference,
-                optimizers={name: optimizers[name] for name in learners if name in optimizers},
-                minibatches=tldr_responses.draw_minibatches(args.seed, 0, epochs, mine, nminibatches),
-                policy_learns=policy_learns,
-            )
+        steps = update(
+            setup,
+            batch,
+            actor_critic=actor_critic,
+            reference=reference,
+            optimizers=optimizers,
+            minibatches=tldr_responses.draw_minibatches(
+                args.seed, 0, args.ppo.noptepochs, mine, args.ppo.nminibatches
+            ),
+            policy_learns=policy_learns,
+        )
         return parameters, steps
 
     return on_processes(processes, on_process)
@@ -254,28 +254,6 @@ def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy
 def same_parameters(one: dict, other: dict, **tolerance) -> None:
     for name, parameter in one.items():
         assert_close(parameter, other[name], **{"atol": 1e-9, "rtol": 0} | tolerance)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_critic_may_have_epochs_and_minibatches_of_its_own(tiny_models, processes):
-    """Policy and critic are each what they are in a run that has these numbers for both."""
-    own, of_both, of_critic = (
-        updated(tiny_models, processes, entropy_coef=0.1, **numbers_of)[0]
-        for numbers_of in (
-            {"critic_epochs": 3, "critic_minibatches": 4},
-            {},
-            {"noptepochs": 3, "nminibatches": 4},
-        )
-    )
-    for part, expected in (("lm_backbone", of_both), ("critic", of_critic)):
-        found, wanted = ({name: p for name, p in one[0].items() if name.startswith(part)} for one in (own, expected))
-        same_parameters(found, wanted, atol=1e-12)
-        other = of_critic if part == "lm_backbone" else of_both
-        assert any((p - other[0][name]).abs().max() > 1e-4 for name, p in found.items())
-    for name, steps, other in (("policy/clipfrac_avg", 4, of_both), ("loss/value_avg", 12, of_critic)):
-        assert len(own[1][name]) == steps
-        assert_close(own[1][name], other[1][name], atol=1e-12, rtol=0)
-    assert len(own[1]["tokens"]) == 4 and len(own[1]["critic_tokens"]) == 12
 
 
 VARIANTS = {
@@ -551,10 +529,11 @@ def test_without_a_filter_a_round_is_a_batch():
     assert on_processes(1, check) == [True]
 
 
-def test_the_limit_of_rounds_names_the_scores():
-    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, max_generation_rounds=2, nminibatches=1)
+def test_the_limit_of_rounds_names_the_scores(monkeypatch):
+    monkeypatch.setattr(rlvr_episodes, "MOST_ROUNDS", 2)
+    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, nminibatches=1)
     roll_out = rounds_of([[1, 1, 0, 0], [1, 0, 1, 1]])
-    with pytest.raises(ValueError, match=r"--ppo.max_generation_rounds 2 .* 2 of 4 episodes .* 0.625"):
+    with pytest.raises(ValueError, match=r"--ppo.filter_groups: 2 rounds .* 2 of 4 episodes .* 0.625"):
         on_processes(1, lambda process: fill(Pool(ppo, PAD, process), roll_out))
 
 

@@ -13,7 +13,7 @@ RUN = Path(__file__).parent / "sharded_run.py"
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 POLICY = (
     "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.nminibatches 2 --ppo.noptepochs 2 --ppo.lr 1e-3 "
-    "--save_interval 2 --keep_checkpoints 2 --eval_interval 0 --eval_posts 4 --log_interval 0 --trace_interval 0 "
+    "--save_interval 2 --eval_interval 0 --eval_posts 4 --log_interval 0 --trace_interval 0 "
     "--dtype float64 "
     "--rewards.normalize_samples 16 "
     "--rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.monitor "

@@ -28,14 +28,12 @@ CONTINUATIONS = (
 SUMMARIES = (
     "--rewards.function ppo_rlhf.worlds.posts:gold_scores --rewards.monitor letters:own --dtype float64 "
     "--ppo.lr 0.01 --ppo.total_episodes 64 "
-    "--ppo.batch_size 16 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 --eval_interval 0 --eval_posts 8 "
-    "--keep_checkpoints 2"
+    "--ppo.batch_size 16 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 --eval_interval 0 --eval_posts 8"
 )
 GROUPS = (
     "--rewards.verifier letters:letters --rewards.kl_coef 0.1 --dtype float64 --ppo.lr 0.01 --ppo.batch_size 16 "
     "--ppo.samples_per_prompt 4 --ppo.total_episodes 64 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 "
-    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --task.response_length 20 --ppo.local_micro_batch_size 0 "
-    "--keep_checkpoints 2"
+    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --task.response_length 20 --ppo.local_micro_batch_size 0"
 )
 LETTERS = """
 import os
@@ -164,9 +162,9 @@ def test_a_function_that_fails_once_costs_no_update(traced, processes, tmp_path)
     failure = {f"FAILS_{processes - 1}": f"score {call} {call}"}
     results = launch_together(processes, traced.script, *arguments, folder=tmp_path, **failure)
     assert [result.status for result in results] == [2] * processes, results
-    (line,), run = results[0].stderr.splitlines(), only(tmp_path, "runs/*")
+    line, run = results[0].stderr.splitlines()[-1], only(tmp_path, "runs/*")
     assert "TimeoutError: no answer" in line and "stops after update 3, with a checkpoint" in line
-    assert line.endswith(f"resume with --resume runs/{run.name}") and len(metrics_of(run)) == 3
+    assert line.endswith(f"resume with --resume {run}") and len(metrics_of(run)) == 3
     assert (run / "checkpoints/3").is_dir()
     results = launch_together(processes, traced.script, "--resume", str(run), folder=tmp_path)
     assert [result.status for result in results] == [0] * processes, results

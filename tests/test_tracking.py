@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from test_run import FakeArgs, read_events
 from wandb.proto import wandb_internal_pb2
 
-from ppo_rlhf.lib.base import console
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data import label_files
 from ppo_rlhf.lib.services import run as run_module, tracking
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
@@ -28,10 +28,8 @@ class Hub:
     """What a run sees of the hub."""
 
     cards: dict[str, str] = {}  # noqa: RUF012
-    private: dict[str, bool | None] = {}  # noqa: RUF012
 
-    def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> huggingface_hub.RepoUrl:
-        self.private[name] = private
+    def create_repo(self, name: str, exist_ok: bool) -> huggingface_hub.RepoUrl:
         return huggingface_hub.RepoUrl(
             f"https://user:word@hub.test/owner/{name}", endpoint="https://user:word@hub.test"
         )
@@ -43,17 +41,18 @@ class Hub:
 def tracked_run(monkeypatch, tracker: str, address: str = "") -> run_module.Run:
     """A run of two steps with samples, a table, results and an uploaded model."""
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    args = FakeArgs(track=True, tracker=tracker, upload_model=True, hf_private=True)
+    args = FakeArgs(track=True, tracker=tracker, upload_model=True)
     run = run_module.Run(args, Accelerator(cpu=True), {"batch": 8})
     run.start_logging(0)
-    run.address = address or run.address
+    if address:
+        tracked = run.accelerator.get_tracker("wandb", unwrap=True)
+        monkeypatch.setattr(type(tracked), "url", address)
     for step in range(2):
         run.log(step, {"objective/kl": step + 0.5, "time": float(step)})
     run.log_samples(1, SAMPLES)
     run.write_table("lengths", LENGTHS)
-    run.finish(**RESULTS)
     (run.model_folder / "policy").mkdir(parents=True)
-    run.upload("policy")
+    run.finish("policy", **RESULTS)
     return run
 
 
@@ -96,7 +95,7 @@ def test_results_tables_and_the_models_address_reach_weights_and_biases(monkeypa
     assert {name: summary.get(name) for name in expected} == expected
     assert tables == {"samples": 1, "lengths": 2}
     (card,) = Hub.cards.values()
-    assert "(https://wandb.test/run)" in card and Hub.private[run.folder.name] is True
+    assert "(https://wandb.test/run)" in card
 
 
 def test_results_are_the_last_points_of_tensorboard(monkeypatch):
@@ -115,11 +114,10 @@ def test_a_model_without_a_tracked_run_has_a_card_without_a_link(monkeypatch, tm
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert tracking.upload_model(tmp_path, "", "name") == "https://hub.test/owner/name"
     assert "http" not in Hub.cards["owner/name"] and "ppo_rlhf.json" in Hub.cards["owner/name"]
-    assert Hub.private["name"] is None  # so the hub's own setting decides
 
 
 def test_lengths_leave_padding_out():
-    rows = console.rows_of_lengths(9, query=torch.tensor([[1, 9, 9], [1, 2, 3]]), sample=torch.tensor([[[9, 4]]]))
+    rows = label_files.rows_of_lengths(9, query=torch.tensor([[1, 9, 9], [1, 2, 3]]), sample=torch.tensor([[[9, 4]]]))
     assert rows == [
         {"text": "query", "texts": 2, "fewest": 1, "mean": 2.0, "most": 3},
         {"text": "sample", "texts": 1, "fewest": 1, "mean": 1.0, "most": 1},
@@ -145,14 +143,10 @@ def test_trackio_gets_what_weights_and_biases_gets(monkeypatch, tmp_path):
     rows = trackio.SQLiteStorage.get_logs("project", run.folder.name)
     merged = {name: value for row in rows for name, value in row.items() if name not in ("timestamp", "step")}
     assert [row["objective/kl"] for row in rows if "objective/kl" in row] == [0.5, 1.5]
-    assert [row["seconds"] for row in rows if "seconds" in row] == [0.0, 1.0]
+    assert [row["__time"] for row in rows if "__time" in row] == [0.0, 1.0]  # it keeps `time` for itself
     assert {name: merged[name] for name in ("test_accuracy", "validation/rouge1")} == {
         "test_accuracy": 0.75,
         "validation/rouge1": 0.25,
     }
-    assert merged["model/policy"]["_value"] == f"https://hub.test/owner/{run.folder.name}"
-    assert {name for name, value in merged.items() if isinstance(value, dict)} == {
-        "samples",
-        "lengths",
-        "model/policy",
-    }
+    assert merged["model/policy"] == f"https://hub.test/owner/{run.folder.name}"
+    assert {name for name, value in merged.items() if isinstance(value, dict)} == {"samples", "lengths"}

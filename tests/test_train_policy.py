@@ -384,7 +384,7 @@ def test_a_checkpoint_takes_whatever_a_run_holds(
     words += " --task.query_length 16 --task.response_length 12 --task.truncate_after 0"
     words += " --ppo.batch_size 16 --ppo.whiten_groups 1 --ppo.total_episodes 32"
     words += " --ppo.local_micro_batch_size 0 --ppo.local_rollout_batch_size 0"
-    words += " --save_interval 1 --keep_checkpoints 2 --log_interval 1"
+    words += " --save_interval 1 --log_interval 1"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
     train_policy.train(parse_args(train_policy.PRESETS, words.split()))
@@ -737,7 +737,7 @@ def test_sample_takes_all_texts_of_a_file_that_ppo_never_read(source, tiny_token
     for name in ("own.txt", "other.txt", "stories.txt"):
         Path(name).write_text(".a.\n" * 53)
     task = dataclasses.asdict(TaskArgs(query_dataset="own.txt", query_length=4, response_length=2, truncate_after=0))
-    queries, _ = sample.Continuations(task, tiny_tokenizer, source, tmp_path).held_out(60)
+    queries, _ = sample.Continuations(task, tiny_tokenizer, source).held_out(60)
     assert len(queries) == (53 if source == "other.txt" else 1)
 
 

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
-from ppo_rlhf.lib.base.console import print_table
+from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import read_json, write_json
-from ppo_rlhf.lib.services.run import commit
+from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib.services.run import commit, print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # of a command that failed
@@ -47,13 +47,13 @@ class Args:
     """name of the experiment: its folder"""
     command: str
     """what to run for each seed"""
-    num_seeds: int = 10
+    num_seeds: PositiveInt = 10
     """how many seeds"""
-    start_seed: int = 1
+    start_seed: NonNegativeInt = 1
     """the first seed; the others follow"""
-    seed_step: int = 1
+    seed_step: PositiveInt = 1
     """distance from one seed to the next"""
-    workers: int = 1
+    workers: PositiveInt = 1
     """how many seeds at once; cores and GPUs are shared out evenly"""
     folder: Path = ROOT / "benchmark" / "runs"
     """where experiments are kept"""
@@ -227,7 +227,7 @@ def report(name: str, jobs: list[Job]) -> int:
         }
         for job in jobs
     ]
-    print_table(name, rows, show_lines=False)
+    print_table(name, rows, lines=False)
     for job in jobs:
         if job.state == "failed":
             log = job.folder / "log.txt"
@@ -238,8 +238,6 @@ def report(name: str, jobs: list[Job]) -> int:
 
 
 def main(args: Args) -> int:
-    if min(args.num_seeds, args.workers, args.seed_step) < 1:
-        raise InputError("--num_seeds, --seed_step and --workers must be at least 1")
     jobs = find_jobs(args)
     if not args.show:
         run_here(jobs, args.workers)
@@ -248,6 +246,6 @@ def main(args: Args) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
+        sys.exit(main(cli.parse(Args, description=__doc__)))
     except (InputError, OSError) as error:  # such as a full disk
         exit_with(str(error))

@@ -46,7 +46,6 @@ import tyro
 
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import flatten
-from ppo_rlhf.lib.base.paths import find_path
 from ppo_rlhf.lib.nets.pretrained import read_info
 from ppo_rlhf.lib.services.run import read_meta
 
@@ -133,7 +132,7 @@ def our_run(folder: Path) -> CachedRun:
         raise InputError(f"{folder} is not the run of a policy")
     config = meta["args"]
     if trained_model := config["rewards"]["trained_model"]:
-        info = read_info(find_path(trained_model, folder.resolve().parent.parent))
+        info = read_info(folder.resolve().parent.parent / trained_model)
         config["rewards"]["label_dataset"] = info["label_dataset"]
     table = table.rename(columns={"step": "_step"}).assign(_runtime=table[seconds])
     name, state = folder.name, "finished" if meta["finished"] else "running"

@@ -21,8 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
 from ppo_rlhf import train_both
 from ppo_rlhf.lib.base.errors import InputError, run_script
-from ppo_rlhf.lib.base.hub import OPENAI_REPOSITORY, hub_is_reachable
-from ppo_rlhf.lib.base.hub_files import HubFiles
+from ppo_rlhf.lib.base.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
 from ppo_rlhf.lib.data.published import HUB_FILES
 from ppo_rlhf.lib.nets.pretrained import load_tokenizer
 from ppo_rlhf.rlvr.problems import GSM8K_FILES

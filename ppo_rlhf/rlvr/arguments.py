@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from ppo_rlhf.lib.base import errors, launch
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import algebra, problems
 from ppo_rlhf.tldr import models
@@ -25,8 +28,6 @@ class RewardsArgs:
     evaluate_text: bool = False
     """allow tasks of reasoning-gym whose scorers evaluate an answer as Python. The risk: what the policy writes runs
     with your rights, though only arithmetic, in a process with limits and, where the system offers it, no network"""
-    verifier_weight: float = 1.0
-    """weight of the verifier's value in the score"""
     format: str = ""
     """a second verifier, of the form: gsm8k_format, think_answer, think_answer_tags, or a function; empty: none"""
     format_weight: float = 1.0
@@ -40,11 +41,11 @@ class RewardsArgs:
     """weight of the reward model's score in the score"""
     value_model: str = ""
     """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
-    kl_coef: float = 0.001
+    kl_coef: NonNegativeFloat = 0.001
     """weight of the KL penalty in the reward at the start, reward per nat"""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
     """estimate of the KL in the reward: k1 = log(policy/reference), abs, k2, k3: see kl_estimate; full: exact"""
-    kl_loss_coef: float = 0.0
+    kl_loss_coef: NonNegativeFloat = 0.0
     """weight of the KL penalty in the loss, per nat"""
     kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"
     """estimate of the KL in the loss, where its slope acts and not its value"""
@@ -52,16 +53,10 @@ class RewardsArgs:
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
     """score of a response that does not end. replace: minus the penalty; subtract: lowered by the penalty"""
-    missing_stop_penalty: float = 1.0
+    missing_stop_penalty: NonNegativeFloat = 1.0
     """units of score, for missing_stop"""
-    min_response_length: int = 0
-    """tokens; for missing_stop and mask_truncated, a shorter response counts as one that does not end"""
-    overlong_buffer: int = 0
+    overlong_buffer: NonNegativeInt = 0
     """over this many tokens before response_length, a punishment rises from 0; 0: no punishment"""
-    overlong_factor: float = 1.0
-    """units of score that a response of response_length tokens loses by overlong_buffer"""
-    mask_truncated: bool = False
-    """leave responses that do not end out of the loss; they stay in their group's baseline"""
 
     @property
     def has_penalty(self) -> bool:
@@ -71,36 +66,32 @@ class RewardsArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class PpoArgs(cli.MemoryArgs):
-    total_episodes: int = 111_360
+    total_episodes: PositiveInt = 111_360
     """responses to train on, over all updates; rounded down to whole updates"""
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """episodes (prompt and response) per update, over all processes"""
-    samples_per_prompt: int = 1
+    samples_per_prompt: PositiveInt = 1
     """responses to each prompt, a group; so an update has batch_size / samples_per_prompt prompts"""
-    nminibatches: int = 4
+    nminibatches: PositiveInt = 4
     """optimiser steps per pass over the batch"""
-    noptepochs: int = 1
+    noptepochs: PositiveInt = 1
     """passes over the batch per update"""
-    critic_minibatches: int = 0
-    """optimiser steps of the critic per pass over the batch; 0: as many as the policy's, on the same minibatches"""
-    critic_epochs: int = 0
-    """passes of the critic over the batch per update; 0: as many as the policy's"""
-    lr: float = 1e-6
+    lr: PositiveFloat = 1e-6
     """learning rate of the policy"""
-    critic_lr: float = 1e-5
+    critic_lr: PositiveFloat = 1e-5
     """learning rate of the critic"""
-    lr_warmup: int = 0
+    lr_warmup: NonNegativeInt = 0
     """updates over which both learning rates rise linearly to lr and critic_lr"""
-    critic_warmup: int = 0
+    critic_warmup: NonNegativeInt = 0
     """updates at the start in which only the critic learns"""
-    critic_explains: float | None = None
+    critic_explains: Annotated[float, Gt(0), Lt(1)] | None = None
     """value pretraining: these updates end when the critic explains this share of the variance of the returns, and
     its targets in them are sums of rewards (critic_lam 1). None: all of these updates, with the usual targets"""
-    beta2: float = 0.999
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
     """second beta of AdamW; the first is 0.9"""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """the gradients of policy and critic are each scaled down to this norm"""
     advantage: Literal[
         "gae", "grpo", "dr_grpo", "maxrl", "gdpo", "rloo", "opo", "reinforce++", "reinforce++-baseline", "remax"
@@ -108,13 +99,13 @@ class PpoArgs(cli.MemoryArgs):
     """estimator of the advantages; only gae has a critic"""
     whiten_advantages: bool | None = None
     """scale the advantages of the batch to mean 0 and variance 1; None: as the estimator needs"""
-    gamma: float = 1.0
+    gamma: NonNegativeFloat = 1.0
     """discount per token; only gae and reinforce++ read it"""
-    lam: float = 1.0
+    lam: NonNegativeFloat = 1.0
     """lambda of generalised advantage estimation"""
-    critic_lam: float | None = None
+    critic_lam: NonNegativeFloat | None = None
     """lambda of the critic's targets; None: lam"""
-    lam_alpha: float | None = None
+    lam_alpha: PositiveFloat | None = None
     """the policy's lambda is 1 - 1 / (this x the tokens of the response), in place of lam; None: lam"""
     loss: Literal["ppo", "gspo", "cispo", "ipo", "dppo", "reinforce"] = "ppo"
     """loss of the policy; see token_losses"""
@@ -122,28 +113,24 @@ class PpoArgs(cli.MemoryArgs):
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
     """how losses of tokens become one number; see aggregate"""
-    cliprange_low: float | None = None
+    cliprange_low: PositiveFloat | None = None
     """the probability ratio is clipped to 1 - this; None: 0.2, but 1 (no lower bound, as published) for cispo"""
-    cliprange_high: float = 0.2
+    cliprange_high: PositiveFloat = 0.2
     """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
-    dual_clip: float | None = None
+    dual_clip: PositiveFloat | None = None
     """a token of a bad response whose ratio exceeds this is no longer pushed down; None: no such bound"""
-    trust_region: float = 0.3
+    trust_region: Annotated[float, Gt(0), Lt(1)] = 0.3
     """with ipo and dppo, a token has no loss once its probability is further than this from the old one"""
-    cliprange_value: float | None = 0.5
+    cliprange_value: PositiveFloat | None = 0.5
     """new values are clipped to old values +- this, in units of reward; None: not clipped"""
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     """weight of the entropy bonus, per nat"""
-    nll_coef: float = 0.0
+    nll_coef: NonNegativeFloat = 0.0
     """weight of the mean of -log p over the tokens of correct responses, per nat"""
-    value_head: Literal["zero", "normal"] = "zero"
-    """how a new head of the critic starts. zero: all first values are 0; normal: random, as in verl"""
     filter_groups: bool = False
     """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
-    prompts_per_round: int = 0
+    prompts_per_round: NonNegativeInt = 0
     """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
-    max_generation_rounds: int = 10
-    """with filter_groups: rounds of generation per update, at most"""
     share_prefixes: bool = True
     """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
 
@@ -160,17 +147,6 @@ class PpoArgs(cli.MemoryArgs):
         return {"rows": self.local_micro_batch_size, "most_tokens": self.local_micro_batch_tokens}
 
     @property
-    def loops(self) -> list[tuple[list[str], int, int]]:
-        """What learns together in an update, in how many epochs and minibatches. All that learns, unless the critic
-        has numbers of its own.
-        """
-        of_policy = (self.noptepochs, self.nminibatches)
-        if not (self.critic_epochs or self.critic_minibatches):
-            return [(["policy", "value"], *of_policy)]
-        of_critic = (self.critic_epochs or self.noptepochs, self.critic_minibatches or self.nminibatches)
-        return [(["value"], *of_critic), (["policy"], *of_policy)]
-
-    @property
     def whitens(self) -> bool:
         """Whether advantages are whitened over the batch."""
         return self.advantage in algebra.WHITENED if self.whiten_advantages is None else self.whiten_advantages
@@ -184,12 +160,12 @@ class ToolsArgs:
     """text before a call. The call is the text between the last call_start of a turn and call_end"""
     call_end: str = "]"
     """text that ends a call: exactly one token, at which generation stops"""
-    max_calls: int = 8
+    max_calls: PositiveInt = 8
     """calls that are answered in a response; it ends at the next one"""
-    max_answer: int = 12
+    max_answer: PositiveInt = 12
     """the most tokens of an answer; a longer one is replaced by an error text"""
-    time_limit: float = 5.0
-    """seconds for a call of your own function, after which the answer is an error text"""
+    time_limit: Annotated[float, Gt(0), Le(86_400)] = 5.0
+    """seconds for a call of your own function, at most a day, after which the answer is an error text"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,18 +174,18 @@ class Args(cli.PolicyRunArgs):
     """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, dapo, rloo, sums, sums-grpo,
     arithmetic"""
     exp_name: str = "rlvr_policy"
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of the sampling noise, the order of the problems and the minibatches"""
     base_model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """model to start from: a folder, or a name on the hub"""
-    eval_interval: int = 10
+    eval_interval: NonNegativeInt = 10
     """updates between evaluations on the held-out problems, the first one before the first update; 0: only at the
     end"""
-    eval_problems: int = 0
+    eval_problems: NonNegativeInt = 0
     """how many held-out problems an evaluation has, the first ones; 0: all"""
-    eval_samples: int = 0
+    eval_samples: NonNegativeInt = 0
     """sampled responses to each of them before the first update and after the last, in addition to the greedy one"""
-    eval_temperature: float = 1.0
+    eval_temperature: Annotated[float, Ge(1e-6)] = 1.0
     """sampling temperature of the eval_samples"""
     task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
     """problems, prompts and responses"""
@@ -368,21 +344,12 @@ class PpoSizes:
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.at_least(1, "ppo.", ppo, "batch_size", "samples_per_prompt", "nminibatches", "noptepochs")
-    cli.at_least(1, "ppo.", ppo, "max_generation_rounds")
-    cli.at_least(
-        0, "ppo.", ppo, "prompts_per_round", "local_rollout_batch_size", "critic_epochs", "critic_minibatches"
-    )
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens")
-    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
+    cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
     n, split, typed = ppo.samples_per_prompt, launch.split_evenly, errors.typed
     prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
     split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     slices = num_processes * ppo.nminibatches
     local_minibatch = split("ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}")
-    if ppo.critic_minibatches:
-        slices, what = num_processes * ppo.critic_minibatches, f"processes x {typed('ppo.critic_minibatches')}"
-        split("ppo.batch_size", ppo.batch_size, slices, what)
     launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
     local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")

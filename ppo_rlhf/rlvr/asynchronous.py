@@ -53,13 +53,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
+from annotated_types import Ge
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, console, errors, launch
+from ppo_rlhf.lib.base import checkpoints, errors, launch
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import (
@@ -78,9 +80,9 @@ from ppo_rlhf.rlvr import (
 class Args(rlvr_arguments.Args):
     script = "rlvr_async"
     exp_name: str = "rlvr_async"
-    staleness: int = 1
+    staleness: NonNegativeInt = 1
     """age in updates of the weights that sample a batch, less at the start; 0: sampling and training take turns"""
-    workers: int = 1
+    workers: PositiveInt = 1
     """number of processes that sample"""
     engine: Literal["built-in", "vllm"] = "built-in"
     """sampler: PyTorch, as in rlvr/policy.py, or vLLM"""
@@ -88,27 +90,27 @@ class Args(rlvr_arguments.Args):
     """with vllm: the Python interpreter of an environment that has it, on every machine with workers"""
     ray_address: str = ""
     """address of a Ray cluster; auto: the one of this machine; empty: the run starts its own"""
-    gpus_per_worker: float | None = None
+    gpus_per_worker: NonNegativeFloat | None = None
     """GPUs of a worker, which may be a fraction; None: 1 if the learner has one, otherwise 0"""
-    time_out: float = 600.0
+    time_out: PositiveFloat = 600.0
     """seconds that a worker may take to start, and for one piece, before another takes its place"""
     correction: Literal["auto", "decoupled", "bypass", "none"] = "auto"
     """correction for the age of the weights that have sampled; see `correct`. auto: decoupled if staleness is above 0
     or vLLM samples, otherwise none"""
     correction_level: Literal["token", "sequence"] = "token"
     """whether each token has its own importance weight, or that of its whole response"""
-    correction_cap: float = 2.0
+    correction_cap: Annotated[float, Ge(1)] = 2.0
     """the largest weight: truncated importance sampling, TIS"""
     correction_normalised: bool = False
     """divide the weights by their mean over the batch"""
     rejection: Literal["none", "token", "sequence", "product"] = "none"
     """leave tokens out of the loss whose ratio is out of bounds (masked importance sampling, MIS, as in IcePop), or
     responses whose ratios have a geometric mean (sequence) or a product out of bounds"""
-    rejection_low: float = 0.5
+    rejection_low: NonNegativeFloat = 0.5
     """the smallest ratio that is kept; 0: no lower bound"""
     rejection_high: float = 2.0
     """the largest ratio that is kept"""
-    off_policy_mask: float | None = None
+    off_policy_mask: PositiveFloat | None = None
     """a response that has become less likely by more than this, in nats per token, is no longer blamed: its tokens
     with a negative advantage have no policy loss. None: no such mask"""
 
@@ -176,7 +178,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         weights = {name: checkpoints.gather_for_saving(parameter) for name, parameter in parameters.items()}
         launch.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
-        self.current, self.publishing = version, run.seconds_since(started)
+        self.current, self.publishing = version, time.monotonic() - started
 
     def put(self, version: int, weights: dict[str, Tensor]) -> None:
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in weights.items()}
@@ -225,7 +227,7 @@ class SamplerAhead(rlvr_policy.Sampler):
                 )
             # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
             pieces.append((responses.to(setup.accelerator.device), logprobs.to(setup.accelerator.device)))
-        self.waiting += run.seconds_since(started)
+        self.waiting += time.monotonic() - started
         rows = math.ceil(setup.sizes.local_round / setup.sizes.local_rollout_batch)  # pieces of the first request
         of_requests = [pieces[:rows], pieces[rows:]] if pieces[rows:] else [pieces]
         answers = [tuple(map(torch.cat, zip(*some, strict=True))) for some in of_requests]
@@ -312,7 +314,7 @@ class Workers:
                     if self.closed:
                         raise
                     self.lost += 1
-                    console.say(f"a worker is lost ({type(error).__name__}); another takes its place")
+                    errors.say(f"a worker is lost ({type(error).__name__}); another takes its place")
             raise InputError(
                 f"a piece of a batch has cost {LIVES} workers; is there memory for them, are there as many free "
                 f"processors and GPUs, and are {errors.flag('time_out')} {self.time_out:g} seconds enough?"
@@ -523,11 +525,6 @@ def is_on_policy(args: Args) -> bool:
 
 
 def check_arguments(args: Args) -> None:
-    cli.at_least(0, "", args, "staleness", "rejection_low")
-    cli.at_least(1, "", args, "workers", "correction_cap")
-    cli.above_zero("", args, "time_out")
-    cli.at_least(0, "", args, "gpus_per_worker")
-    cli.above_zero("", args, "off_policy_mask")
     if not args.rejection_low <= 1 - ROUNDING < 1 + ROUNDING <= args.rejection_high:
         raise InputError(
             f"{errors.flag('rejection_low')} {args.rejection_low} and {errors.flag('rejection_high')} "
@@ -556,13 +553,13 @@ def check_arguments(args: Args) -> None:
         )
     threads, busy, cores = torch.get_num_threads(), args.workers + (args.staleness > 0), os.cpu_count() or 1
     if busy * threads > cores and not args.ray_address and not torch.cuda.is_available():
-        console.say(
+        errors.say(
             f"{busy} processes of {threads} threads each share {cores} cores and slow each other down; "
             f"PPO_RLHF_THREADS={max(1, cores // busy)} would be faster"
         )
     if args.correction == "none" and (args.staleness or args.engine == "vllm"):
         # [V82] As open-instruct did until 7917d41 (March 2026).
-        console.say(
+        errors.say(
             f"{errors.flag('correction')} none: the ratio starts at 1 although older weights have sampled, or vLLM, "
             f"and nothing makes up for that"
         )

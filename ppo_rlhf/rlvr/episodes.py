@@ -146,10 +146,9 @@ class Batch(Rows):
         """The tokens (rows, response_length) of correct responses that are trained on."""
         return self.loss_mask & self.right.unsqueeze(1)
 
-    def see(self, rows: Tensor, new: Reading, *, with_values: bool = True) -> None:
+    def see(self, rows: Tensor, new: Reading) -> None:
         """Remember for a trace what a pass computed for these rows (micro_batch,)."""
-        found = {"new_logprobs": new.logprobs, "exact_kl": new.exact_kl}
-        found |= {"new_values": new.values} if with_values else {}
+        found = {"new_logprobs": new.logprobs, "exact_kl": new.exact_kl, "new_values": new.values}
         self.seen.append((rows, {name: x.detach() for name, x in found.items()}))
 
 
@@ -177,6 +176,9 @@ def make_batch(
 # ---- How a batch is filled -------------------------------------------------------------------------------------
 
 
+MOST_ROUNDS = 10  # of generation in an update; groups that never differ would fill no batch
+
+
 class Pool:
     """Collects what is sampled until it makes a batch: in one round or, with filter_groups, in several."""
 
@@ -195,14 +197,14 @@ class Pool:
         self.kept = [surplus] if surplus else []  # groups of all processes whose scores differ
 
     def is_full(self) -> bool:
-        """Whether there is a batch; an InputError if there is still none after max_generation_rounds."""
+        """Whether there is a batch; an InputError if there is still none after MOST_ROUNDS of generation."""
         if not self.ppo.filter_groups:
             return bool(self.generated)
         filled, wanted = sum(len(part.groups) for part in self.kept), self.ppo.batch_size
-        if filled < wanted and len(self.generated) == self.ppo.max_generation_rounds:
+        if filled < wanted and len(self.generated) == MOST_ROUNDS:
             mean = torch.cat([one.raw_scores for one in self.generated]).mean()
             raise InputError(
-                f"{errors.flag('ppo.max_generation_rounds')} {len(self.generated)} did not fill a batch: only "
+                f"{errors.flag('ppo.filter_groups')}: {MOST_ROUNDS} rounds of generation did not fill a batch: only "
                 f"{filled} of {wanted} episodes are in groups whose scores differ; the mean score is "
                 f"{mean.item():.3f}"
             )

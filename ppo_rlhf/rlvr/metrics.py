@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import console, launch, paths, processes
+from ppo_rlhf.lib.base import errors, launch, processes
 from ppo_rlhf.lib.base.errors import flag
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import run, traces
@@ -28,7 +28,6 @@ from ppo_rlhf.train_policy import keyed_generator
 # Shares that are logged only after more arithmetic: mean squares of ratio - 1, of all tokens and of fresh rows.
 SQUARED_RATIO_GAP, FRESH_RATIO_GAP = "square", "first"
 # What is logged of the critic's steps. With minibatches of its own, it has another number of steps than the policy.
-OF_CRITIC = {"loss/value_avg", "val/clipfrac_avg", "value/grad_norm", "critic_tokens"}
 
 
 @torch.no_grad()
@@ -118,14 +117,13 @@ def update_metrics(
         accelerator=accelerator,
     )
     # [V55] A minibatch in which no token counts is in no mean either.
-    names = [name for name in ("tokens", "right_tokens", "critic_tokens") if name in steps]
+    names = [name for name in ("tokens", "right_tokens") if name in steps]
     counts = {name: accelerator.reduce(steps[name], "sum") for name in names}
     live_steps = {name: (count > 0).nonzero()[:, 0] for name, count in counts.items()}  # numbers of steps
     shares = {}
     for name, x in steps.items():
         if not name.endswith("grad_norm"):
-            counted = "critic_tokens" if name in OF_CRITIC and "critic_tokens" in steps else "tokens"
-            inds = live_steps["right_tokens" if name == "loss/nll_avg" else counted]
+            inds = live_steps["right_tokens" if name == "loss/nll_avg" else "tokens"]
             shares[name] = x[inds].sum() / max(len(inds), 1)
     shares |= {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0], "val/num_stop_token_ids": one["stopped"].sum()}
     m |= launch.sum_over_processes(shares, accelerator)
@@ -168,14 +166,14 @@ def say_if_nothing_is_learned(setup: rlvr_episodes.Setup, this_run: run.Run) -> 
         return
     if rows[-1]["val/unscorable"] == 1:
         if all(row["val/unscorable"] < 1 for row in rows[:-1]):
-            console.say(
+            errors.say(
                 f"No response of update {len(rows)} got a score, so nothing was learned: {flag('rewards.verifier')} "
                 f"{args.rewards.verifier}, or what else scores, returned None or NaN for each; samples.jsonl has some"
             )
         return
     if len(rows) == PATIENCE and not any(row["objective/verifiable_correct_rate"] for row in rows):
         ends = sum(row["val/stop_token_rate"] for row in rows) / PATIENCE
-        console.say(
+        errors.say(
             f"No response was correct in {PATIENCE} updates, and {ends:.0%} of them ended: try easier problems, a "
             f"longer {flag('task.response_length')} ({args.task.response_length}), {flag('task.examples')}, or "
             f"another {flag('task.prompt_suffix')}; samples.jsonl has responses, and {flag('rewards.verifier')} "
@@ -186,7 +184,7 @@ def say_if_nothing_is_learned(setup: rlvr_episodes.Setup, this_run: run.Run) -> 
     before = any(all(is_equal[i : i + PATIENCE]) for i in range(len(rows) - PATIENCE))
     if args.ppo.samples_per_prompt > 1 and len(rows) >= PATIENCE and all(is_equal[-PATIENCE:]) and not before:
         right = sum(row["objective/verifiable_correct_rate"] for row in rows[-PATIENCE:]) / PATIENCE
-        console.say(
+        errors.say(
             f"In {PATIENCE} updates, all responses to a problem had the same score, so nothing was learned; "
             f"{right:.0%} were correct. Try {'harder' if right > 0.5 else 'easier'} problems, a larger "
             f"{flag('ppo.samples_per_prompt')} ({args.ppo.samples_per_prompt}), a higher {flag('task.temperature')} "
@@ -320,7 +318,9 @@ def record_trace(
         mean, deviation = traces.moments(raw_advantages(), batch.mask, reduce)
         numbers["statistics.advantage_mean"] = mean.expand(len(batch.mask))
         numbers["statistics.advantage_deviation"] = deviation.expand(len(batch.mask))
-    recorder = this_run.recorder(
+    recorder = traces.Recorder(
+        this_run.folder,
+        this_run.accelerator,
         setup.tokenizer,
         setup.ids.pad,
         episodes=kept * n,
@@ -372,7 +372,7 @@ def report(
     columns = {"problem": "prompt", "answer": "answer", "right": "a_right_sample", "wrong": "a_wrong_sample"}
     shown = [{title: row[key].strip() for title, key in columns.items()} for row in both[:4]]
     if shown:
-        console.print_table("Held-out problems after training: a correct sample and a wrong one", shown)
+        run.print_table("Held-out problems after training: a correct sample and a wrong one", shown)
     greedy = f"eval/{verifier}"
     of_kind, pass_at = f"{greedy}_{kind_column}_", "eval/pass@"
     names = {"correct, likeliest response": greedy}
@@ -388,7 +388,7 @@ def report(
     print(
         "pass@k: one of k samples, or more, is correct.",
         f"It took {this_run.meta['wall_time'] / 60:.1f} minutes.\n",
-        *(f"{said:<17}{paths.shown(this_run.folder / name)}" for said, name in places.items()),
-        f"model            {paths.shown(this_run.model_folder / 'policy')}",
+        *(f"{said:<17}{this_run.folder / name}" for said, name in places.items()),
+        f"model            {this_run.model_folder / 'policy'}",
         sep="\n",
     )

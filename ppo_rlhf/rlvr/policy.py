@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
@@ -66,7 +66,7 @@ from ppo_rlhf.rlvr.episodes import (
     Setup,
     make_batch,
 )
-from ppo_rlhf.rlvr.scores import has_ended, load_sources, punish, score_responses
+from ppo_rlhf.rlvr.scores import load_sources, punish, score_responses
 from ppo_rlhf.tldr import models, networks, packing, passes
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
 from ppo_rlhf.train_policy import AdaptiveKLController, episode_noise, read_scalar, read_tokens, scaled_logits
@@ -95,7 +95,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             sampler.begin_update(number)
             lr = set_learning_rates(optimizers, args.ppo, number)
             if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
-                with this_run.before_update(number), actor_critic.sampling():
+                with this_run.saved_if_it_fails(), actor_critic.sampling():
                     progress.evaluation |= rlvr_metrics.evaluate(setup, sampler.respond, with_samples=number == 0)[0]
 
             with this_run.saved_if_it_fails(), actor_critic.sampling():
@@ -129,18 +129,18 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             #    moves away from it. So the loss is clipped: beyond the clip range, nothing is gained by moving on.
             of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
             batch = make_batch(correction, rewards, estimate=estimate, **of_batch)
-            steps, before = {}, this_run.seconds_of_update()
-            # [V75] A minibatch has episodes, not groups; seed, update and epoch settle them.   ray_trainer.py#L1455
-            for learners, epochs, nminibatches in ppo.loops:  # one, unless the critic has numbers of its own
-                steps |= update(
-                    setup,
-                    batch,
-                    actor_critic=actor_critic,
-                    reference=reference,
-                    optimizers={name: optimizers[name] for name in learners if name in optimizers},
-                    minibatches=draw_minibatches(args.seed, number, epochs, rows, nminibatches),
-                    policy_learns=policy_learns,
-                )
+            before = this_run.seconds_of_update()
+            steps = update(
+                setup,
+                batch,
+                actor_critic=actor_critic,
+                reference=reference,
+                optimizers=optimizers,
+                # [V75] A minibatch has episodes, not groups; seed, update and epoch settle them.
+                #       ray_trainer.py#L1455
+                minibatches=draw_minibatches(args.seed, number, ppo.noptepochs, rows, ppo.nminibatches),
+                policy_learns=policy_learns,
+            )
             training = this_run.seconds_of_update() - before
 
             # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
@@ -285,8 +285,8 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
         _, raw = score_responses(setup, draw.problems[::n], queries=queries[::n], responses=likeliest)
         baselines = punished(raw.nan_to_num(0), greedy_lengths, greedy_stopped).repeat_interleave(n)
         mask = mask & raw.isfinite().repeat_interleave(n).unsqueeze(1)
-    cut = shaping.mask_truncated & ~has_ended(lengths, stopped, shaping)
-    found = {"query_responses": query_responses, "mask": mask, "loss_mask": mask & ~cut.unsqueeze(1)}
+    # A sampler's correction may leave tokens out of the loss. Files hold no tensor twice, hence the copy.
+    found = {"query_responses": query_responses, "mask": mask, "loss_mask": mask.clone()}
     found |= read._asdict() | {"sampler_logprobs": sampler_logprobs, "from_tool": from_tool}
     found |= {"parts": parts, "raw_scores": raw_scores, "scores": scores, "baselines": baselines, "stopped": stopped}
     found |= {"problems": draw.problems, "groups": draw.groups}
@@ -393,7 +393,7 @@ def update(
     minibatches: Tensor,
     policy_learns: bool,
 ) -> dict[str, Tensor]:
-    """Step 7: all epochs over one batch, of the networks that these optimisers train.
+    """Step 7: all epochs over one batch.
 
     minibatches: this process's episodes in each, (epochs, minibatches, local_minibatch). Returns numbers of the
     optimiser steps, (steps,): gradient norms, and of everything else this process's share; the shares of all
@@ -401,8 +401,7 @@ def update(
     """
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
     exact = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
-    of_policy, of_critic = "policy" in optimizers, "value" in optimizers or len(ppo.loops) == 1
-    read_by = reference if exact and of_policy else None
+    read_by = reference if exact else None
     limits = {"pad_id": pad_id} | ppo.limits_of_a_pass
     lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
@@ -413,8 +412,7 @@ def update(
             counts = minibatch_counts(mb.loss_mask, reduce)
             right_tokens = minibatch_counts(mb.right_mask, reduce)["tokens"] if ppo.nll_coef else 0
             seen = counts | {"right_tokens": right_tokens}
-            if of_policy:
-                batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in seen.items()}))
+            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in seen.items()}))
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
@@ -429,24 +427,15 @@ def update(
                     micro_batch.loss_mask,
                     pad_id,
                     reference=read_by,
-                    recorded=None if of_policy else micro_batch.logprobs,
-                    with_values=of_critic,
                 )
                 loss, share = micro_batch_loss(new, micro_batch, args, counts=counts, right_tokens=right_tokens)
-                if of_policy:
-                    batch.see(mb_inds[rows], new, with_values=of_critic)
+                batch.see(mb_inds[rows], new)
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
             processes.average_gradients(actor_critic, accelerator)
             norms = step(optimizers, ppo.max_grad_norm, policy_learns=policy_learns)
             steps.append({name: sum(share[name] for share in shares) for name in shares[0]} | norms)
-    found = {name: torch.stack([one[name] for one in steps]) for name in steps[0]}
-    if of_policy and of_critic:
-        return found
-    for optimizer in optimizers.values():
-        optimizer.zero_grad()  # or the other network's steps would average these gradients, too
-    found["critic_tokens" if of_critic else "tokens"] = found.pop("tokens")
-    return {name: x for name, x in found.items() if (name in rlvr_metrics.OF_CRITIC) == of_critic}
+    return {name: torch.stack([one[name] for one in steps]) for name in steps[0]}
 
 
 def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, int]:
@@ -521,7 +510,7 @@ def step(
     if "value" in optimizers:
         optimizers["value"].step()
     # [V71] In the first critic_warmup updates, the policy does not move at all.   ray_trainer.py#L1604
-    if policy_learns and "policy" in optimizers:
+    if policy_learns:
         optimizers["policy"].step()
     return {f"{name}/grad_norm": norm for name, norm in norms.items()}
 
@@ -557,13 +546,12 @@ class ActorCritic(models.MixedPrecision):
         pad_id: int,
         reference: Reference | None = None,
         recorded: Tensor | None = None,
-        with_values: bool = True,
     ) -> Reading:
         """Log-probs of response tokens, values, exact entropies and, given a reference, exact KLs from it.
 
         tokens: (batch, length), queries and responses with padding anywhere. responses: (batch, response_length), the
         same responses with padding at their end. mask: (batch, response_length), which of their tokens to read.
-        recorded: their log-probs if these are known; then only the critic reads. Without values, it does not read.
+        recorded: their log-probs if these are known; then only the critic reads.
         """
         # [V30] What the networks say at a position is about the next token: hence the shift by one.
         #       dp_critic.py#L117
@@ -580,7 +568,7 @@ class ActorCritic(models.MixedPrecision):
                 logprobs = recorded[at]
                 entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
-            if self.critic and with_values:
+            if self.critic:
                 read_by_critic = read_before_responses(self.critic.lm_backbone, *place)[at]
                 values = self.critic.gain * read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
         found = {"logprobs": logprobs, "values": values, "entropies": entropies, "exact_kl": exact_kl}  # (tokens,)
@@ -679,7 +667,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     accelerator = launch.make_accelerator()
     rlvr_checks.check_arguments(args)
     for doubt in rlvr_checks.doubts(args):
-        console.say(doubt)
+        errors.say(doubt)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args, args = args, worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -687,7 +675,7 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
     for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
-        console.say(doubt)
+        errors.say(doubt)
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
@@ -723,7 +711,7 @@ def load_networks(
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
-        critic = networks.load_critic(args, vocab_size, zero_head=args.ppo.value_head == "zero")
+        critic = networks.load_critic(args, vocab_size, zero_head=True)
         packing.enable(critic.lm_backbone, share_prefixes=args.ppo.share_prefixes)
     modes = {"low_precision": args.dtype == "bfloat16", "entropy_learns": args.ppo.entropy_coef > 0}
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
@@ -782,15 +770,14 @@ def start_run(
         for name, network in networks_of(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "problems", "test_problems", "examples")
     prompt, rows, tokens = setup.problems.longest(), setup.sizes.local_minibatch, math.inf
     if passes.is_packed(actor_critic, "shares_prefixes"):  # a prompt is read once for all its responses
         tokens = setup.sizes.local_batch // args.ppo.samples_per_prompt * prompt + rows * args.task.response_length
     length = prompt + args.task.response_length
     of_pass = passes.limit(args, accelerator, actor_critic, rows=rows, length=length, tokens=tokens)
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass, inputs=inputs)
+    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass)
     this_run.rehearse(partial(save_models, setup=setup, actor_critic=actor_critic))
-    state = this_run.resume_with(restore)
+    state = this_run.resume(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
     left_over = Rollout(**surplus) if surplus else None
     kl_coef = state.get("kl_coef", args.rewards.kl_coef)
@@ -855,9 +842,9 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
     save_models(this_run.model_folder, setup, actor_critic)
     last = this_run.last_means(*(["scores", "kl"] if args.rewards.has_penalty else ["scores"]))
     left_out = {name: getattr(setup.problems, name) for name in ("too_long", "unscorable", "empty")}
-    this_run.finish(**evaluation, **last, **left_out)
+    parts = ["policy", "value"] if actor_critic.critic else ["policy"]
+    this_run.finish(*parts, **evaluation, **last, **left_out)
     rlvr_metrics.report(this_run, verifier, kind_column=args.task.kind_column, after=evaluation, rows=rows)
-    this_run.upload("policy", *(["value"] if actor_critic.critic else []))
     return this_run.model_folder / "policy"
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import errors, files, hub_files, paths
+from ppo_rlhf.lib.base import errors, files, hub
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.scoring.worker import Worker
 from ppo_rlhf.tldr import posts
@@ -153,7 +153,7 @@ def load(source: str, field: str, split: str) -> Iterable[posts.Row]:
     name, _, configuration = source.partition(":")
     remedy = "give a file or a folder with problems_<split>.jsonl, or use --preset sums"
     what = f"{flag(f'task.{field}')} {source}"
-    with hub_files.hub_data_errors(what, remedy):
+    with hub.hub_data_errors(what, remedy):
         from datasets import get_dataset_split_names, load_dataset
 
         splits = get_dataset_split_names(name, configuration or None)
@@ -274,7 +274,7 @@ def generate(source: str, field: str, split: str) -> Iterator[posts.Row]:
     found = find_generator(source, field)
     made_of = json.dumps([*found[1:], OTHER_SEED, HELD_OUT])
     name = f"reasoning_gym-{found.task}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}.jsonl"
-    path = paths.find_cache() / name
+    path = files.cache_folder() / name
     if not path.exists() and errors.is_first_process():
         number = found.settings["size"] + HELD_OUT
         print(f"{source}: making {number:,} problems, which are kept in {path}", flush=True)

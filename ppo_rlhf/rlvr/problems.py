@@ -22,14 +22,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
+from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import hub_files, launch, processes
+from ppo_rlhf.lib.base import hub, launch, processes
+from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import sources
 from ppo_rlhf.lib.nets import pretrained, templates
@@ -37,7 +39,7 @@ from ppo_rlhf.rlvr import problem_rows
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.train_policy import keyed_generator
 
-GSM8K_FILES = hub_files.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
+GSM8K_FILES = hub.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
 SOURCES = ("gsm8k", "sums", "sums-tools", "arithmetic")
 
 # ---- Task ------------------------------------------------------------------------------------------------------
@@ -69,11 +71,11 @@ class TaskArgs(templates.FormatArgs):
     examples: str = ""
     """a .jsonl file of solved problems that every prompt shows before its question (few-shot), rows like those of
     problems; empty: none"""
-    prompt_length: int = 1_024
+    prompt_length: PositiveInt = 1_024
     """the most tokens of a prompt; longer ones are left out"""
-    response_length: int = 512
+    response_length: PositiveInt = 512
     """the most tokens of a response, with the token that ends it"""
-    temperature: float = 1.0
+    temperature: Annotated[float, Ge(0.01)] = 1.0
     """sampling temperature of the policy and of the reference"""
 
     @property
@@ -107,8 +109,7 @@ TaskIds = posts.SamplingIds
 def task_ids(
     task: TaskArgs, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> TaskIds:
-    """Check the task's numbers and find its special tokens. generation_config: that of the model."""
-    templates.check_numbers(task, "prompt_length", "response_length", "temperature")
+    """Find the task's special tokens. generation_config: that of the model."""
     if not (stops := templates.end_ids(tokenizer, generation_config)):
         raise InputError("neither the tokenizer nor the model names a token that ends a response")
     return TaskIds(pad=pretrained.vocabulary_size(tokenizer), stops=stops)
@@ -241,7 +242,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
+        with hub.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
             from datasets import load_dataset
 
             split = split or "test"

@@ -37,7 +37,7 @@ def load_sources(
         says = rewards.load_verifier(name, field, start_of, on_all_processes=True)
         return lambda *columns, **_: torch.tensor(says(*columns), dtype=torch.float64)
 
-    sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), shaping.verifier_weight)}
+    sources = {"verifier": (of_texts(shaping.verifier, "rewards.verifier"), 1.0)}
     if shaping.format:
         sources["format"] = of_texts(shaping.format, "rewards.format"), shaping.format_weight
     if foreign.is_foreign(shaping.trained_model):
@@ -84,18 +84,9 @@ def punish(
 ) -> Tensor:
     """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
     # [V24] The punishment comes after the sum.
-    ended = has_ended(lengths, stopped, shaping)
     penalty = shaping.missing_stop_penalty
     forms = {"none": raw_scores, "replace": torch.full_like(raw_scores, -penalty), "subtract": raw_scores - penalty}
-    scores = torch.where(ended, raw_scores, forms[shaping.missing_stop])
+    scores = torch.where(stopped, raw_scores, forms[shaping.missing_stop])
     if shaping.overlong_buffer:
-        scores = scores + rewards.overlong_punishment(
-            lengths, response_length, shaping.overlong_buffer, shaping.overlong_factor
-        )
+        scores = scores + rewards.overlong_punishment(lengths, response_length, shaping.overlong_buffer, factor=1.0)
     return scores
-
-
-def has_ended(lengths: Tensor, stopped: Tensor, shaping: rlvr_arguments.RewardsArgs) -> Tensor:
-    """Which responses (rows,) end; lengths: their numbers of tokens."""
-    # One that is too short counts as one that does not end.
-    return stopped & (lengths >= shaping.min_response_length)

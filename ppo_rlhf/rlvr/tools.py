@@ -90,13 +90,6 @@ PRESETS = {"sums-tools": Args(**SUMS_TOOLS)}
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, where responses may call a tool."""
-    cli.at_least(1, "tools.", args.tools, "max_calls", "max_answer")
-    cli.above_zero("tools.", args.tools, "time_limit")
-    if args.tools.time_limit > tools.LONGEST_LIMIT:
-        raise InputError(
-            f"{errors.flag('tools.time_limit')} {args.tools.time_limit:g} is more than {tools.LONGEST_LIMIT:g} "
-            f"seconds, a day; a call that takes so long holds up the whole run"
-        )
     if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
         raise InputError("tools cannot be combined with FSDP")
     tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)  # found before any model is loaded

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge
-from ppo_rlhf.lib.base import console, paths
+from ppo_rlhf.lib.base.bounds import NonNegativeInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run, sequence
 from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
@@ -27,7 +27,7 @@ from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, s
 class Args:
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """seed of all three stages"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
     """causal language model that SFT starts from: a folder, a name on the hub, `posts` or `smollm2-135m`"""
@@ -134,14 +134,14 @@ def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
         f"It took {sum(minutes):.1f} minutes: SFT {minutes[0]:.1f}, reward model {minutes[1]:.1f}, "
         f"PPO {minutes[2]:.1f}.",
         "",
-        f"learning curves  {paths.shown(policy_run / 'learning_curves.png')}",
-        f"                 {paths.shown(reward_run / 'learning_curves.png')}",
-        f"                 {paths.shown(sft_run / 'learning_curves.png')}",
-        f"summaries        {paths.shown(evaluation)}",
-        f"judge them       python ppo_rlhf/judge.py --candidate {paths.shown(policy_run)} --endpoint.url <address> "
+        f"learning curves  {policy_run / 'learning_curves.png'}",
+        f"                 {reward_run / 'learning_curves.png'}",
+        f"                 {sft_run / 'learning_curves.png'}",
+        f"summaries        {evaluation}",
+        f"judge them       python ppo_rlhf/judge.py --candidate {policy_run} --endpoint.url <address> "
         f"--endpoint.model <name>",
     ]
-    console.print_table("Held-out posts, summarised after SFT and after PPO", rows[:4])
+    run.print_table("Held-out posts, summarised after SFT and after PPO", rows[:4])
     print(*lines, sep="\n")
 
 
@@ -156,10 +156,10 @@ def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]
     ]
     return [
         {
-            "post": console.one_line(policy["query"]),
-            "reference": console.one_line(policy["reference"]),
-            "SFT": console.one_line(sft["response"]),
-            "PPO": console.one_line(policy["response"]),
+            "post": run.one_line(policy["query"]),
+            "reference": run.one_line(policy["reference"]),
+            "SFT": run.one_line(sft["response"]),
+            "PPO": run.one_line(policy["response"]),
         }
         for sft, policy in zip(*tables, strict=False)
     ]

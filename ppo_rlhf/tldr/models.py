@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from ppo_rlhf.lib.base import errors, files, launch, precision, processes
+from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.nets.classifier import save_reward_model
@@ -270,9 +271,9 @@ class MixedPrecision(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraArgs:
-    rank: int = 0
+    rank: NonNegativeInt = 0
     """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all its weights"""
-    alpha: float = 16.0
+    alpha: PositiveFloat = 16.0
     """the adapters' output is scaled by alpha / rank"""
     target_modules: str = ""
     """layers that get adapters, names separated by commas; all-linear: every linear layer but the output layer;
@@ -351,7 +352,6 @@ def save_language_model(
     state = processes.full_state_dict(lm_backbone) if weights else {}
     if errors.is_first_process():
         lm_backbone.save_pretrained(folder, state_dict=state)
-        files.give_usual_mode(folder)
         tokenizer.save_pretrained(folder)
         files.write_json(folder / "ppo_rlhf.json", info)
 

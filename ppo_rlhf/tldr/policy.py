@@ -47,6 +47,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTr
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, errors, files, launch, processes
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, layers, pretrained
 from ppo_rlhf.lib.scoring import scorers
@@ -78,12 +79,12 @@ class RewardsArgs:
     with a third parameter, or one named references or answer, it also gets the summaries of the data"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
-    normalize_samples: int = 256
+    normalize_samples: NonNegativeInt = 256
     """summaries of the base model on which scores of `function` or a model from elsewhere get mean 0 and deviation 1,
     the scale for which the KL coefficient and the critic are meant; 0: scores stay as they are"""
     value_model: str = ""
     """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
-    kl_coef: float = 0.05
+    kl_coef: NonNegativeFloat = 0.05
     """weight of the KL penalty at the start, reward per nat"""
     kl_estimator: Literal["k1", "k3"] = "k1"
     """estimate of a token's divergence; with x = log p(reference) - log p(policy), k1 is -x and k3 is exp(x) - 1 -
@@ -93,37 +94,37 @@ class RewardsArgs:
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
     """score of a summary that does not end: with replace it becomes minus the penalty, with subtract it is lowered by
     the penalty, with none it stays"""
-    missing_eos_penalty: float = 1.0
+    missing_eos_penalty: NonNegativeFloat = 1.0
     """the penalty for that"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PpoArgs(cli.MemoryArgs):
-    total_episodes: int = 1_000_000
+    total_episodes: PositiveInt = 1_000_000
     """summaries to train on, over all updates; rounded down to whole updates"""
-    batch_size: int = 512
+    batch_size: PositiveInt = 512
     """episodes (post and summary) per update, over all processes"""
-    nminibatches: int = 1
+    nminibatches: PositiveInt = 1
     """optimiser steps per pass over the batch"""
-    noptepochs: int = 4
+    noptepochs: PositiveInt = 4
     """passes over the batch per update"""
-    lr: float = 3e-6
+    lr: PositiveFloat = 3e-6
     """learning rate of the first update"""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """course of the learning rate from update to update"""
-    adam_eps: float = 1e-5
+    adam_eps: PositiveFloat = 1e-5
     """epsilon of AdamW"""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
-    vf_coef: float = 0.1
+    vf_coef: NonNegativeFloat = 0.1
     """weight of the value loss"""
-    cliprange: float = 0.2
+    cliprange: PositiveFloat = 0.2
     """the probability ratio is clipped to 1 +- this"""
-    cliprange_value: float = 0.2
+    cliprange_value: PositiveFloat = 0.2
     """new values are clipped to old values +- this"""
-    gamma: float = 1.0
+    gamma: NonNegativeFloat = 1.0
     """discount per token"""
-    lam: float = 0.95
+    lam: NonNegativeFloat = 0.95
     """lambda of generalised advantage estimation"""
     whiten_rewards: bool = False
     """scale the rewards of each minibatch to variance 1 (advantages always are)"""
@@ -134,15 +135,15 @@ class Args(cli.PolicyRunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_policy"
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """seed of the sampling noise, the order of the posts and the minibatches"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
-    eval_interval: int = 20
+    eval_interval: NonNegativeInt = 20
     """updates between evaluations on held-out posts, from update 0 on; 0: only at the end"""
-    eval_prompts: int = 64
+    eval_prompts: PositiveInt = 64
     """held-out posts of such an evaluation"""
-    eval_posts: int = 0
+    eval_posts: NonNegativeInt = 0
     """held-out posts to summarise after training; 0: all"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses"""
@@ -209,9 +210,7 @@ class PpoSizes:
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.at_least(1, "ppo.", ppo, "batch_size", "nminibatches", "noptepochs")
-    cli.at_least(0, "ppo.", ppo, "local_micro_batch_size", "local_micro_batch_tokens", "local_rollout_batch_size")
-    cli.at_least(ppo.batch_size, "ppo.", ppo, "total_episodes")
+    cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
     slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
     local_minibatch = launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     local_batch = ppo.batch_size // num_processes
@@ -247,7 +246,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     for update in this_run.updates("PPO", first_update, sizes.updates):
         optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
-            with this_run.before_update(update):
+            with this_run.saved_if_it_fails():
                 evaluation, _ = evaluate(prompts, reference_scores, update)
 
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
@@ -929,7 +928,9 @@ def make_recorder(
         rows = posts.evaluation_rows(setup.tokenizer, ids, references, references, references)
         return {"reference": [row["reference"] for row in rows]}
 
-    return this_run.recorder(
+    return traces.Recorder(
+        this_run.folder,
+        this_run.accelerator,
         setup.tokenizer,
         ids.pad,
         episodes=args.trace_episodes,
@@ -996,14 +997,7 @@ def evaluate_policy(
 
 def check_arguments(args: Args, num_processes: int) -> PpoSizes:
     """Refuse numbers that cannot be meant, before anything is read; return the sizes."""
-    cli.check_values(args)
-    cli.at_least(0, "", args, "log_interval", "save_interval", "trace_interval", "eval_interval", "eval_posts")
-    cli.at_least(1, "", args, "eval_prompts", "trace_episodes")
-    cli.at_least(0, "rewards.", args.rewards, "kl_coef", "missing_eos_penalty", "normalize_samples")
-    cli.at_least(0, "ppo.", args.ppo, "vf_coef", "gamma", "lam", "weight_decay")
-    cli.at_least(0, "lora.", args.lora, "rank")
-    cli.above_zero("ppo.", args.ppo, "lr", "cliprange", "cliprange_value", "adam_eps")
-    cli.above_zero("lora.", args.lora, "alpha")
+    cli.check_run(args)
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
         errors.say_once(f"{errors.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
@@ -1036,7 +1030,7 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
     has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
     if not has_one_source and "rewards.trained_model" not in unmade:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
-    typed_args, args = args, worlds.find_paths(args, joint, unused=["task.comparisons", *unmade])
+    typed_args, args = args, worlds.find_paths(args, unused=["task.comparisons", *unmade])
     if args.lora.rank and processes.sharding():
         raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -1131,14 +1125,13 @@ def start_run(
 
     Returns the run, the first update to make, and the newest evaluation.
     """
-    inputs = pretrained.weight_files(setup.args) | worlds.data_files(setup.args.task, "posts")
     task, local_minibatch = setup.args.task, setup.sizes.local_batch // setup.args.ppo.nminibatches
     minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
     of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
     sizes = dataclasses.asdict(setup.sizes) | of_pass
-    this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint, inputs=inputs)
+    this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint)
     this_run.rehearse(save)
-    state = this_run.resume(actor_critic, optimizer)
+    state = this_run.resume(partial(checkpoints.restore_training_state, actor_critic, optimizer))
     controller.value = state.get("kl_coef", controller.value)
     setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
     shaping = setup.args.rewards
@@ -1214,8 +1207,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, save: Cal
         this_run.write_evaluation(split, rows)
     save(this_run.model_folder)
     last = this_run.last_means("scores", "kl", "eos_rate")
-    this_run.finish(**results, **last, too_long=setup.train_posts.too_long)
-    this_run.upload("policy", "value")
+    this_run.finish("policy", "value", **results, **last, too_long=setup.train_posts.too_long)
     return this_run.model_folder / "policy"
 
 

@@ -24,20 +24,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
+from annotated_types import Ge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, files, hub_files, launch, processes
+from ppo_rlhf.lib.base import errors, files, hub, launch, processes
+from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.tldr.responses import generate_until
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
-COMPARISON_FILES = hub_files.HubFiles(
+COMPARISON_FILES = hub.HubFiles(
     repository="openai/summarize_from_feedback",
     names=("comparisons/{split}/*.parquet",),
     revision="refs/convert/parquet",
@@ -58,21 +60,21 @@ class TaskArgs(templates.FormatArgs):
     query_format: Literal["tldr", "plain"] = "tldr"
     """tldr: a query is SUBREDDIT, TITLE, POST and TL;DR:, and a summary begins with a space, unless it is the turn of
     a chat; plain: a query is the post alone, and post and summary are read as they are"""
-    query_length: int = 512
+    query_length: PositiveInt = 512
     """tokens of a query, with its chat template, padded on the left; posts that are too long are cut at their end,
     plain ones at their beginning"""
-    response_length: int = 53
+    response_length: PositiveInt = 53
     """tokens of a sampled summary, and the most that a reference may have, with its end-of-text token"""
-    comparison_length: int = 169
+    comparison_length: PositiveInt = 169
     """the most tokens of a compared summary, with its end-of-text token; longer ones are cut"""
-    article_query_length: int = 1_919
+    article_query_length: PositiveInt = 1_919
     """as query_length, for the news articles among the validation comparisons"""
     stop_text: str | None = None
     """text of the one token that ends a sampled summary; None: the tokenizer's end-of-text token, where the reward
     model has learned to be read, or another that the model's generation_config.json names"""
-    temperature: float = 0.7
+    temperature: Annotated[float, Ge(0.01)] = 0.7
     """sampling temperature of the policy and of the reference in PPO"""
-    eval_temperature: float = 0.01
+    eval_temperature: Annotated[float, Ge(1e-6)] = 0.01
     """sampling temperature of evaluations: nearly the likeliest token"""
 
 
@@ -114,9 +116,7 @@ class TaskIds(SamplingIds):
 
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
-    """Check the task's numbers and find its special tokens."""
-    templates.check_numbers(task, "query_length", "response_length", "comparison_length", "article_query_length")
-    templates.check_numbers(task, "temperature", "eval_temperature")
+    """Find the task's special tokens."""
     # [T13] Padding is not the end-of-text token, or the loss would never teach a summary to end.   sft.py#L300-L308
     eos = tokenizer.eos_token_id
     if eos is None:
@@ -296,7 +296,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
-        with hub_files.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
+        with hub.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
             from datasets import load_dataset
 
             if field == "posts":
@@ -519,7 +519,7 @@ def summarise(
     chunk: int,
     accelerator: Accelerator,
     measure: Callable[..., Iterable[torch.Tensor]],
-    temperature: float | None = None,
+    temperature: Annotated[float, Ge(0.01)] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Summarise posts, chunk posts of each process at a time. temperature: None is that of evaluations.
 

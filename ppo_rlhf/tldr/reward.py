@@ -34,8 +34,10 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward, worlds
-from ppo_rlhf.lib.base import checkpoints, console, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.data.label_files import rows_of_lengths
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.services import cli, run
@@ -50,27 +52,25 @@ class Args(cli.MemoryArgs, cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_reward"
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """seed of the head and of the order of the comparisons"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
-    save_interval: int = 200
+    save_interval: NonNegativeInt = 200
     """steps between checkpoints; 0: one at the end"""
-    num_train: int = 0
+    num_train: NonNegativeInt = 0
     """comparisons to train on, the first of the data set; 0: all"""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """comparisons per optimiser step, over all processes"""
-    lr: float = 3e-6
+    lr: PositiveFloat = 3e-6
     """learning rate of the first step"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """how the learning rate falls to zero"""
-    adam_eps: float = 1e-5
-    """epsilon of AdamW"""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
-    normalize_posts: int = 0
+    normalize_posts: NonNegativeInt = 0
     """posts whose reference summaries get a mean score of 0, the first of the data set; 0: all"""
-    local_rollout_batch_size: int = 64
+    local_rollout_batch_size: PositiveInt = 64
     """comparisons (two texts each) or posts that one process scores at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses"""
@@ -96,17 +96,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
     args, sizes, tokenizer, ids, comparisons = found.args, found.sizes, found.tokenizer, found.ids, found.comparisons
     reward_model = load_reward_model(args, found.longest, ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(args.task, "posts", "comparisons")
     length = 2 * int(comparisons.lengths(ids.pad).max())  # both texts of a comparison
     of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint)
     info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
     saved = {"tokenizer": tokenizer, "info": info, "trust_remote_code": args.trust_remote_code}
     this_run.rehearse(partial(save_reward_model, reward_model=reward_model, **saved))
-    first_step = this_run.resume(reward_model, optimizer)["step"]
+    first_step = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
@@ -160,12 +159,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
         results |= normalised
 
     texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
-    this_run.write_table("lengths", console.rows_of_lengths(ids.pad, **texts))
+    this_run.write_table("lengths", rows_of_lengths(ids.pad, **texts))
     folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
     if accelerator.is_main_process:
         save_reward_model(folder, plain, **saved)
-    this_run.finish(**results)
-    this_run.upload("reward")
+    this_run.finish("reward", **results)
     return folder
 
 
@@ -344,7 +342,7 @@ class Checked:
 def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    args = worlds.find_paths(args, joint)
+    args = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
@@ -378,11 +376,7 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
 
 def check_arguments(args: Args, num_processes: int) -> None:
     """Refuse numbers that cannot be meant, before anything is read."""
-    cli.check_values(args)
-    cli.above_zero("", args, "lr", "adam_eps")
-    cli.at_least(1, "", args, "batch_size", "local_rollout_batch_size")
-    cli.at_least(0, "", args, "num_train", "weight_decay", "normalize_posts", "save_interval")
-    cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
+    cli.check_run(args)
     if not args.base_model:
         raise InputError(
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"

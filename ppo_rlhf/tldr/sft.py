@@ -34,6 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, launch, processes
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.tldr import models, packing, passes, posts
@@ -47,29 +48,27 @@ class Args(cli.MemoryArgs, cli.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_sft"
-    seed: int = 44413
+    seed: NonNegativeInt = 44413
     """seed of the order of the posts and of the sampling noise"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
     """causal language model to start from: a folder, a name on the hub, `posts` or `smollm2-135m`"""
-    save_interval: int = 200
+    save_interval: NonNegativeInt = 200
     """steps between checkpoints; 0: one at the end"""
-    num_train: int = 0
+    num_train: NonNegativeInt = 0
     """posts to train on, the first of the data set; 0: all"""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """passes over the posts"""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """posts per optimiser step, over all processes"""
-    lr: float = 3e-6
+    lr: PositiveFloat = 3e-6
     """learning rate of the first step"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """how the learning rate falls to zero"""
-    adam_eps: float = 1e-5
-    """epsilon of AdamW"""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
-    eval_posts: int = 0
+    eval_posts: NonNegativeInt = 0
     """held-out posts of each split to summarise after training; 0: all"""
-    local_rollout_batch_size: int = 64
+    local_rollout_batch_size: PositiveInt = 64
     """posts that one process summarises at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses"""
@@ -113,18 +112,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
     length = task.query_length + task.response_length
     with processes.gathered(model):
         models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    inputs = pretrained.weight_files(args) | worlds.data_files(task, "posts")
     of_pass = passes.limit(args, accelerator, model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint, inputs=inputs)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint)
     info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"task": dataclasses.asdict(typed_args.task)}
     save = partial(models.save_language_model, lm_backbone=lm_backbone, tokenizer=tokenizer, info=info)
     this_run.rehearse(save)
-    first_step = this_run.resume(model, optimizer)["step"]
+    first_step = this_run.resume(partial(checkpoints.restore_training_state, model, optimizer))["step"]
     this_run.start_logging(first_step)
     limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
@@ -166,8 +162,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     folder = this_run.model_folder / "sft"
     save(folder)
-    this_run.finish(**results)
-    this_run.upload("sft")
+    this_run.finish("sft", **results)
     return folder
 
 
@@ -298,7 +293,7 @@ class Checked:
 def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    args = worlds.find_paths(args, joint, unused=["task.comparisons"])
+    args = worlds.find_paths(args, unused=["task.comparisons"])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
     train_posts = read_posts("train", args.num_train)
@@ -314,11 +309,7 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
 
 def check_arguments(args: Args, num_processes: int) -> None:
     """Refuse numbers that cannot be meant, before anything is read."""
-    cli.check_values(args)
-    cli.above_zero("", args, "lr", "adam_eps")
-    cli.at_least(1, "", args, "epochs", "batch_size", "local_rollout_batch_size")
-    cli.at_least(0, "", args, "num_train", "weight_decay", "eval_posts", "save_interval")
-    cli.at_least(0, "", args, "local_micro_batch_size", "local_micro_batch_tokens")
+    cli.check_run(args)
     sft_sizes(args, 1, num_processes)
 
 

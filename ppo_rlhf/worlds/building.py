@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors, files, paths
+from ppo_rlhf.lib.base import errors, files
 
 
 def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
@@ -18,8 +18,8 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
     It is in $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf. With several processes the first one builds and the others
     wait.
     """
-    folder = paths.find_cache() / f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
-    if not folder.exists() and errors.environment_number("RANK", default=0, least=0) == 0:
+    folder = files.cache_folder() / f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+    if not folder.exists() and errors.is_first_process():
         started = time.monotonic()
         folder.parent.mkdir(parents=True, exist_ok=True)
         # It gets its name when it is complete, so that nobody reads half a world.

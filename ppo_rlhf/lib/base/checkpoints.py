@@ -20,19 +20,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError
 
+KEPT = 2  # the newest checkpoints of a run; if the last is damaged, the one before it is there
+
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in a run's folder, in order."""
     return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if re.fullmatch("[0-9]+", path.name))
 
 
-def write(
-    run_folder: Path, run_id: str, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int
-) -> int:
-    """Write checkpoints/<step> completely, then give it its name; keep the newest few. Returns its bytes.
-
-    run_id: the id in the run's meta.json, which the checkpoint keeps.
-    """
+def write(run_folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    """Write checkpoints/<step> completely, then give it its name; keep the newest few."""
     folder = run_folder / "checkpoints"
     temporary = folder / f"{step}.tmp"
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -40,8 +37,7 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file(contiguous, temporary / "tensors.safetensors")
-        files.give_usual_mode(temporary)
-        state = {"run": run_id, "step": step, **state}
+        state = {"step": step, **state}
         files.write_json(temporary / "state.json", sealed(state, temporary / "tensors.safetensors"))
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -50,31 +46,21 @@ def write(
         ) from error
     shutil.rmtree(folder / str(step), ignore_errors=True)
     temporary.rename(folder / str(step))
-    remove_old(run_folder, keep)
-    return sum(file.stat().st_size for file in (folder / str(step)).iterdir())
+    for old in checkpoint_steps(run_folder)[:-KEPT]:
+        shutil.rmtree(folder / str(old))
 
 
-def remove_old(run_folder: Path, keep: int) -> None:
-    """Remove all checkpoints of a run but the newest few."""
-    for old in checkpoint_steps(run_folder)[:-keep]:
-        shutil.rmtree(run_folder / "checkpoints" / str(old))
-
-
-def read(run_folder: Path, run_id: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the state of a checkpoint. Raises an InputError if it is damaged or belongs to another run."""
+def read(run_folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint. Raises an InputError if it is damaged."""
     folder = run_folder / "checkpoints" / str(step)
     file = folder / "tensors.safetensors"
     try:
         state = files.read_json(folder / "state.json")
-        if not isinstance(state, dict) or state.get("step") != step:
-            raise ValueError("state.json does not name its step")
         unsealed = {name: value for name, value in state.items() if name != "sha256"}
         if sealed(unsealed, file) != state:
             raise ValueError("its files are not what was written")
-        if unsealed.pop("run", run_id) != run_id:
-            raise ValueError("it belongs to another run")
         return load_file(file), unsealed
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise InputError(
             f"checkpoint {folder} cannot be read ({type(error).__name__}: {error}); "
             f"remove that folder to resume from the one before"
@@ -116,14 +102,7 @@ def restore_training_state(
     trained = trained_parameters(model)
     parameters = list(trained.values())
     shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        groups = optimizer.state_dict()["param_groups"]
-        names = (f"optimizer.{i}.{moment}" for group in groups for i in group["params"])
-        shapes |= {
-            name: parameter.shape for name, parameter in zip(names, parameters, strict=True) if name in tensors
-        }
-    steps = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
-    if len(steps) > 1 or shapes != {n: t.shape for n, t in tensors.items() if not n.endswith(".step")}:
+    if shapes != {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}:
         raise InputError("the checkpoint holds other tensors than the model that its arguments name")
     for name, parameter in trained.items():
         parameter.copy_(sliced_like(tensors[f"model.{name}"], parameter))
@@ -135,7 +114,7 @@ def restore_training_state(
             state["state"].setdefault(int(index), {})[moment] = slices
     for group in state["param_groups"]:
         if "steps" in group:  # an AdamTensorFlowStyle counts them
-            (group["steps"],) = steps
+            (group["steps"],) = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
     optimizer.load_state_dict(state)
 
 

@@ -1,19 +1,14 @@
-"""Errors, and how a script ends: one line that says what is wrong and what would do, and an exit status."""
+"""What a script tells its user: lines, and how it ends, with one line that says what is wrong and what would do."""
 
 import contextlib
-import errno
 import functools
-import io
 import os
 import re
 import signal
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -21,10 +16,6 @@ from safetensors import SafetensorError
 
 class InputError(ValueError):
     """Something that the user gave does not fit. The message is one line: what, what is wrong, what would do."""
-
-
-class SharedError(InputError):
-    """An InputError that every process raises at the same place, so that they can still do something together."""
 
 
 class NumericalError(ValueError):
@@ -69,50 +60,26 @@ def input_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 how_to_go_on = ""  # of the run that this process began last, for whoever stops it
 how_to_need_less = "a smaller local_micro_batch_size needs less"  # memory; a run names its own arguments
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # of a write, which names no file
 
 
 def run_script(main: Callable[[], Any]) -> None:
     """Run main(); turn a user error into one line and exit status 2."""
-    if sys.stdout is None:  # it was closed; a file must not take its number, which libraries may write to
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what its encoding lacks must not end a run
     import transformers  # takes a second that a command without models need not wait for
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    threading.excepthook = thread_failed
     try:
-        with handler_of(signal.SIGTERM, stop_now), handler_of(signal.SIGINT, interrupt_now):
+        with on_sigterm(stop_now):
             main()
     except (InputError, NumericalError) as error:
         exit_with(str(error))
-    except BrokenPipeError:  # whoever read what this prints, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to print
-        if how_to_go_on:
-            exit_with(with_how_to_go_on("nobody reads what this prints any more"))
-        sys.exit(0)
-    except OSError as error:
-        if error.filename is None and error.errno not in DISK_ERRORS:
-            raise
-        exit_with(f"{error.filename or 'writing failed'}: {error.strerror}")
-    except SafetensorError as error:  # of a write; what cannot be read is an InputError
-        exit_with(f"writing failed: {error}")
-    except (MemoryError, RuntimeError) as error:
-        if "gloo/transport" in str(error):  # of a collective; what went wrong, the other process says
-            exit_with(with_how_to_go_on("another process has ended"))
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
+    except (OSError, SafetensorError) as error:  # of a write; what cannot be read is an InputError
+        exit_with(f"{type(error).__name__}: {error}")
+    except (MemoryError, torch.OutOfMemoryError):
         exit_with(f"the memory does not suffice; {how_to_need_less}")
     except Stopped as stopped:
-        leave_at_the_next_signal(0)
-        if is_first_process():
-            print(visible(str(stopped)), flush=True)
+        say(str(stopped))
     except KeyboardInterrupt:
-        leave_at_the_next_signal(130)
-        if not is_first_process():
-            sys.exit(130)
         exit_with(with_how_to_go_on("interrupted"), status=130)
     finally:
         if torch.distributed.is_initialized():
@@ -120,106 +87,42 @@ def run_script(main: Callable[[], Any]) -> None:
 
 
 @contextlib.contextmanager
-def handler_of(number: signal.Signals, handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """The effect of a signal on this process within the block, unless it is ignored; only the main thread can say."""
-    previous = signal.getsignal(number) or signal.SIG_DFL
-    if threading.current_thread() is not threading.main_thread() or previous is signal.SIG_IGN:
-        yield
-        return
-    process = os.getpid()
-
-    def handle(signal_number: int, frame: Any) -> None:
-        if os.getpid() == process:
-            handler(signal_number, frame)
-        else:
-            # Forks inherit the handler, but must end when they are told to: a Pool waits until its workers have.
-            signal.signal(number, previous)
-            os.kill(os.getpid(), number)
-
-    signal.signal(number, handle)
+def on_sigterm(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """What SIGTERM does to this process within the block."""
+    previous = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        signal.signal(number, previous)
+        signal.signal(signal.SIGTERM, previous)
 
 
-def stop_now(signal_number: int, frame: Any) -> None:
-    line = with_how_to_go_on("stopped by SIGTERM")
-    leave_at_the_next_signal(0, line)
-    raise Stopped(line)
-
-
-def interrupt_now(signal_number: int, frame: Any) -> None:
-    leave_at_the_next_signal(130, with_how_to_go_on("error: interrupted"))
-    raise KeyboardInterrupt
+def stop_now(signal_number: int, frame: Any) -> NoReturn:
+    raise Stopped(with_how_to_go_on("stopped by SIGTERM"))
 
 
 def with_how_to_go_on(line: str) -> str:
     return line + (f"; {how_to_go_on}" if how_to_go_on else "")
 
 
-def leave_at_the_next_signal(status: int, line: str = "") -> None:
-    """Let a further signal end the process at once, with a line and a status: tidying up may take seconds."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: leave(status, line))
-
-
-def leave(status: int, line: str = "") -> None:
-    """End the process at once."""
-    os.write(2, f"{visible(line)}\n".encode() if line and is_first_process() else b"")
-    os._exit(status)
-
-
-def thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Say nothing of a full disk that TensorBoard's thread meets: the main thread meets it too, and tells."""
-    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in DISK_ERRORS):
-        threading.__excepthook__(failure)
-
-
-def environment_number(name: str, default: int, least: int, most: int = 999_999) -> int:
-    """A whole number among the environment's variables."""
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,6}", text) or not least <= int(text) <= most:
-        raise InputError(f"{name} is {text!r}; it must be a number from {least} to {most}")
-    return int(text)
-
-
 def is_first_process() -> bool:
     """Whether this is the process that talks, also before accelerate has found the others."""
-    return not re.fullmatch("0*[1-9][0-9]*", os.environ.get("RANK", "0"))
+    return os.environ.get("RANK", "0") == "0"
 
 
-@functools.cache
-def say_once(line: str) -> None:
-    """Print a line, on the first process, the first time that this is called with it."""
+def say(line: str) -> None:
+    """Print a line, once however many processes there are."""
     if is_first_process():
-        print(line)
+        print(visible(line), flush=True)
 
 
-PATIENCE = 5.0  # seconds in which a launcher ends all processes after the first has failed
+say_once = functools.cache(say)  # the first time that it is called with a line
 
 
-def exit_with(message: str, status: int = 2) -> None:
-    """Print one line and exit. Another process than the first speaks only if the first has not failed as well."""
-    message = visible(re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(message.split())))  # an address may hold a password
-    if is_first_process():
-        print(f"error: {message}", file=sys.stderr)
-    elif first_process_goes_on():
-        print(f"error on process {os.environ['RANK']}: {message}", file=sys.stderr)
+def exit_with(message: str, status: int = 2) -> NoReturn:
+    """Print one line and exit."""
+    message = re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(message.split()))  # an address may hold a password
+    print(f"error: {visible(message)}", file=sys.stderr)
     sys.exit(status)
-
-
-def first_process_goes_on() -> bool:
-    """Whether the first process or its launcher, who listen where the processes meet, still do so after a while."""
-    begun = time.monotonic()
-    with contextlib.suppress(OSError, KeyError, ValueError):  # KeyError, ValueError: there is no such place
-        while time.monotonic() - begun < PATIENCE:
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            socket.create_connection(place, timeout=PATIENCE).close()
-            time.sleep(0.2)
-        return True
-    return False
 
 
 def visible(text: str) -> str:

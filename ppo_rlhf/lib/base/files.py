@@ -1,6 +1,7 @@
-"""JSON files, what was read from one, and who may read a file."""
+"""Text and JSON files, and what was read from one."""
 
-import contextlib
+import csv
+import io
 import json
 import lzma
 import os
@@ -49,37 +50,14 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError or ValueError."""
-    try:
-        return json.loads(read_text(path))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def give_usual_mode(path: Path) -> None:
-    """Give a file, or the safetensors in a folder, the mode that the umask allows.
-
-    The library safetensors makes its files for the owner alone.
-    """
-    umask = os.umask(0o077)
-    os.umask(umask)
-    for file in path.rglob("*.safetensors") if path.is_dir() else [path]:
-        with contextlib.suppress(PermissionError):  # of file systems that have no modes
-            file.chmod(0o666 & ~umask)
+    return json.loads(read_text(path))
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write to a temporary name, then rename: a reader never sees half a file.
-
-    If that fails, nothing is left of the temporary file, and the OSError names the path that was wanted.
-    """
+    """Write to a temporary name, then rename: a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -92,6 +70,13 @@ def without_nan(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: None if value != value else value for name, value in numbers.items()}
 
 
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """Rows, the first often a header, as the text of a CSV file."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
 def json_lines(rows: Iterable[Any]) -> str:
     """The text of a file of JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
@@ -101,3 +86,8 @@ def check_text(text: str, what: str) -> None:
     """Refuse a text with a lone surrogate, which no tokenizer accepts."""
     with errors.input_errors(f"{what} is not valid Unicode", UnicodeEncodeError):
         text.encode("utf-8")
+
+
+def cache_folder() -> Path:
+    """The folder that holds worlds and made problems."""
+    return Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")

@@ -3,24 +3,22 @@
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import contextlib
 import ctypes
 import datetime
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, flag, typed
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
@@ -84,50 +82,34 @@ def advice(dtype: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo
     return "This processor has no instructions for bfloat16, which is several times as slow here; use float32."
 
 
-@contextlib.contextmanager
-def launcher(*, sharding: bool = True) -> Iterator[None]:
-    """For the block that makes the Accelerator: what is wrong with the launch ends in one line. Then threads are set.
+def make_accelerator(*, sharding: bool = True) -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU.
 
     sharding: whether the script can shard, should the launcher ask for it.
     """
-    errors.environment_number("RANK", default=0, least=0)
-    started = errors.environment_number("WORLD_SIZE", default=1, least=1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
-    share = max(1, cores // errors.environment_number("LOCAL_WORLD_SIZE", default=1, least=1))
-    threads = errors.environment_number("PPO_RLHF_THREADS", default=share, least=1, most=1024)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
-    if not sharding and started > 1 and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+    if not sharding and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         raise InputError(
             "chapter 1 keeps whole models on every process; launch without FSDP: benchmark/accelerate/ddp.yaml"
         )
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(f"the launcher's WORLD_SIZE does not fit its processes: {error}; use torchrun") from error
-    found = PartialState()
-    if found.num_processes != started:
+    accelerator = Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
         raise InputError(
-            f"the launcher started {started} processes, but accelerate sees {found.num_processes}; "
+            f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
             f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
         )
-    # `accelerate launch` prepares for several processes even where it starts only one.
-    alone = found.num_processes == 1 and "WORLD_SIZE" not in os.environ
-    if alone and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys():
-        errors.say_once(
-            "accelerate launch was asked for several processes and started one: on several GPUs add --multi_gpu, "
-            "on a CPU use torchrun --nproc_per_node <number>"
-        )
-    if found.device.type == "cpu":
-        torch.set_num_threads(threads)
+    if accelerator.device.type == "cpu":
+        # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        threads = os.environ.get("PPO_RLHF_THREADS", str(share))
+        if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
+            raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
+        torch.set_num_threads(int(threads))
         keep_freed_memory()
-
-
-def make_accelerator() -> Accelerator:
-    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
-    with launcher():
-        return Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
+    return accelerator
 
 
 def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
@@ -191,7 +173,7 @@ def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
 
 
 def fail_together(problem: str) -> None:
-    """Raise a SharedError on every process if one of them has a problem; an empty text is none.
+    """Raise an InputError on every process if one of them has a problem; an empty text is none.
 
     For what may go wrong on one process alone, which the others would wait for.
     """
@@ -200,7 +182,7 @@ def fail_together(problem: str) -> None:
         problems = [""] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(problems, problem)
     if problem := next(filter(None, problems), ""):
-        raise SharedError(problem)
+        raise InputError(problem)
 
 
 Made = TypeVar("Made")  # what a function returns

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import console, errors, files, hub
+from ppo_rlhf.lib.base import errors, files, hub
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import pretrained, templates
 
@@ -81,7 +81,16 @@ def tables_of(
     texts = {"query": labels.queries, "sample": labels.samples}
     if labels.kind == "best":  # raters may have a taste for length
         texts["best sample"] = labels.samples[torch.arange(len(labels.targets)), labels.targets.long()]
-    return rows, console.rows_of_lengths(pad_id, **texts)
+    return rows, rows_of_lengths(pad_id, **texts)
+
+
+def rows_of_lengths(pad_id: int, **texts: torch.Tensor) -> list[dict[str, Any]]:
+    """How many tokens texts have. texts: by name, (..., length) with padding."""
+    lengths = {name: (tokens != pad_id).sum(-1).flatten().double() for name, tokens in texts.items()}
+    return [
+        {"text": name, "texts": len(x), "fewest": int(x.min()), "mean": x.mean().item(), "most": int(x.max())}
+        for name, x in lengths.items()
+    ]
 
 
 def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int = 0) -> Labels:

@@ -22,14 +22,14 @@ from pathlib import Path, PurePosixPath
 
 import ftfy
 
-from ppo_rlhf.lib.base import hub, hub_files
+from ppo_rlhf.lib.base import hub
 from ppo_rlhf.lib.base.errors import flag
 
 HUB_FILES = {
-    "books": hub_files.HubFiles(repository="rojagtap/bookcorpus", names=("books_large_p1.txt", "books_large_p2.txt")),
-    "cnndm": hub_files.HubFiles(repository="ccdv/cnn_dailymail", names=("cnn_stories.tgz", "dailymail_stories.tgz")),
-    "cnndm splits": hub_files.HubFiles(repository="abisee/cnn_dailymail", names=("3.0.0/{split}-*.parquet",)),
-    "tldr": hub_files.HubFiles(repository=hub.OPENAI_REPOSITORY, names=("tldr/{split}-subset.json",)),
+    "books": hub.HubFiles(repository="rojagtap/bookcorpus", names=("books_large_p1.txt", "books_large_p2.txt")),
+    "cnndm": hub.HubFiles(repository="ccdv/cnn_dailymail", names=("cnn_stories.tgz", "dailymail_stories.tgz")),
+    "cnndm splits": hub.HubFiles(repository="abisee/cnn_dailymail", names=("3.0.0/{split}-*.parquet",)),
+    "tldr": hub.HubFiles(repository=hub.OPENAI_REPOSITORY, names=("tldr/{split}-subset.json",)),
 }
 BOOK_ROWS = 16
 
@@ -38,7 +38,7 @@ class HubTexts(Sequence):
     """Cleaned texts of a hub data set, each read from disk when it is needed."""
 
     def __init__(self, name: str, split: str):
-        with hub_files.hub_data_errors(
+        with hub.hub_data_errors(
             f"{flag('task.query_dataset')} {name}",
             "give a .txt, .jsonl or .json file of texts, or use --preset tales",
         ):

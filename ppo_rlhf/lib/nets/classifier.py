@@ -53,7 +53,6 @@ def save_reward_model(
     classifier.save_pretrained(folder, state_dict=None if weights else {})
     with_padding(tokenizer, pad_id).save_pretrained(folder)
     save_file(kept, folder / "reward_head.safetensors")
-    files.give_usual_mode(folder)
     files.write_json(folder / "ppo_rlhf.json", info)
 
 

@@ -30,15 +30,6 @@ from transformers.initialization import no_init_weights
 from ppo_rlhf.lib.base import files, hub
 from ppo_rlhf.lib.base.errors import InputError, flag, input_errors
 
-
-def weight_files(args: Any) -> dict[str, list[Path]]:
-    """The files with the weights of the local models that a script's arguments name, as find_paths gives them."""
-    of_rewards = getattr(args, "rewards", None)  # the policies' scripts have some
-    named = {"base_model": args.base_model}
-    named |= {f"rewards.{name}": getattr(of_rewards, name, "") for name in ("trained_model", "value_model")}
-    return {name: sorted(Path(model).absolute().glob("*.safetensors")) for name, model in named.items() if model}
-
-
 PAD_TOKEN = "<|ppo_rlhf_pad|>"  # of the tokenizers that are saved with reward models and critics
 
 

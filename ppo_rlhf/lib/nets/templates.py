@@ -48,19 +48,9 @@ def check(task: FormatArgs) -> None:
     options_of(task)
 
 
-def check_numbers(task: Any, *names: str) -> None:
-    """Refuse lengths and temperatures of a task that cannot be meant."""
-    for name in names:
-        # At a lower temperature, rounding alone moves probability ratios. Evaluations may be all but greedy.
-        least = {"temperature": 0.01, "eval_temperature": 1e-6}.get(name, 1)
-        if not getattr(task, name) >= least:
-            raise InputError(f"{flag(f'task.{name}')} is {getattr(task, name)}; it must be at least {least}")
-
-
 def check_task(task: Any) -> None:
-    """Refuse numbers of chapter 1's task that cannot be meant."""
-    check_numbers(task, "query_length", "response_length", "temperature")
-    if not 0 <= task.truncate_after <= task.response_length:
+    """Refuse chapter 1's stop token beyond the end of responses."""
+    if task.truncate_after > task.response_length:
         raise InputError(
             f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
         )
@@ -108,6 +98,7 @@ PLACE = "\ue000query\ue000"  # in place of a query: private characters, which no
 
 def affixes(task: FormatArgs, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Token ids that come before and after every query."""
+    check(task)
     if task.prompt_format == "plain":
         return start_of_plain(tokenizer), []
     around = render([*system_of(task), {"role": "user", "content": PLACE}], task, tokenizer).split(PLACE)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import console, launch
+from ppo_rlhf.lib.base import errors, launch
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import templates
 
@@ -84,7 +84,7 @@ def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str
             return score(queries, *texts)
         except InputError as error:  # training doesn't depend on it, so it goes on
             if not failed:
-                console.say(f"{error}; where it fails, {own_name} is logged as NaN")
+                errors.say(f"{error}; where it fails, {own_name} is logged as NaN")
             failed = True
             return torch.full((len(queries),), math.nan, device=queries.device)
 

@@ -54,7 +54,6 @@ def compute(node: ast.expr) -> Fraction:
 
 # ---- The user's ------------------------------------------------------------------------------------------------
 
-LONGEST_LIMIT = 86_400.0  # seconds that a call may be given; the kernel's timers take no number however large
 LONGEST_ANSWER = 4_096  # characters
 
 

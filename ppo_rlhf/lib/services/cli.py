@@ -1,6 +1,6 @@
-"""The command line: presets, --resume, and checks of what the arguments name.
+"""The command line: arguments that all training scripts have, presets, --resume with the same arguments, and bounds.
 
-User errors end in a one-line message.
+A field of a script's arguments has its bounds in its type, as in lib/base/bounds.py. `check_bounds` refuses the rest.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tyro
+from annotated_types import Ge, Gt, Le, Lt
 
 from ppo_rlhf.lib.base import errors, files
-from ppo_rlhf.lib.base.errors import InputError, flag, typed
+from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.base.launch import WITHOUT_FLOAT64, default_device
-from ppo_rlhf.lib.nets import templates
 from ppo_rlhf.lib.services import run
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
@@ -33,7 +34,7 @@ class RunArgs:
     """names a set of defaults"""
     exp_name: str = ""
     """name of this experiment"""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """seed of all random numbers"""
     base_model: str = ""
     """causal language model to start from: a folder, or a name on the hub"""
@@ -44,14 +45,12 @@ class RunArgs:
     gradient_checkpointing: bool = False
     """keep only the inputs of each layer of a trained network and compute the rest again in the backward pass; saves
     memory, costs a forward pass"""
-    max_memory: float = 0.0
+    max_memory: NonNegativeFloat = 0.0
     """GiB that a process may take, on its GPU if it has one; a memory knob; 0: as much as is free at the start"""
     resume: str = ""
     """folder of a run to resume: runs/<run>; its arguments are taken from there"""
-    save_interval: int = 50
+    save_interval: NonNegativeInt = 50
     """updates (of a reward model: steps) between checkpoints; 0: one at the end"""
-    keep_checkpoints: int | None = None
-    """how many of the newest checkpoints are kept; None: two, and one once the run has finished"""
     track: bool = False
     """log to the tracker as well"""
     tracker: Literal["wandb", "trackio"] = "wandb"
@@ -64,8 +63,6 @@ class RunArgs:
     """push the trained model to the Hugging Face hub"""
     hf_entity: str = ""
     """user or organisation on the hub; empty: whoever is logged in"""
-    hf_private: bool = False
-    """upload to a private repository; False: to one that is as the hub makes it by default, usually public"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +71,11 @@ class PolicyRunArgs(RunArgs):
 
     frozen_bfloat16: bool = False
     """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
-    log_interval: int = 10
+    log_interval: NonNegativeInt = 10
     """updates between printed samples; 0: none"""
-    trace_interval: int = 0
+    trace_interval: NonNegativeInt = 0
     """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
-    trace_episodes: int = 8
+    trace_episodes: PositiveInt = 8
     """episodes of the batch that such a trace keeps, at most those of one process; in chapter 1 at most one
     whitened group, in chapter 3 whole groups"""
 
@@ -87,12 +84,12 @@ class PolicyRunArgs(RunArgs):
 class MemoryArgs:
     """Memory knobs. They change how rows are divided, and numbers only by rounding."""
 
-    local_micro_batch_size: int = 0
+    local_micro_batch_size: NonNegativeInt = 0
     """rows, such as episodes or labels, per forward and backward pass on one process; a memory knob; 0: as many as
     are fast and fit"""
-    local_micro_batch_tokens: int = 0
+    local_micro_batch_tokens: NonNegativeInt = 0
     """tokens of such a pass, padding included; a memory knob; 0: any number"""
-    local_rollout_batch_size: int = 0
+    local_rollout_batch_size: NonNegativeInt = 0
     """rows per pass without gradients on one process; a memory knob; 0: as many as fit, at most a batch"""
 
 
@@ -100,9 +97,9 @@ class MemoryArgs:
 class AdaptiveKLArgs:
     """Of a controller of the KL coefficient."""
 
-    target: float | None = None
+    target: PositiveFloat | None = None
     """KL divergence from the reference to hold, in nats per response; None keeps `kl_coef` fixed"""
-    horizon: int = 10_000
+    horizon: PositiveInt = 10_000
     """how slowly the coefficient follows, in episodes"""
 
 
@@ -111,8 +108,8 @@ Args = TypeVar("Args")
 # Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
 MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "label", "upload_model", "hf_entity", "track", "tracker"}
 MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "max_memory", "gradient_checkpointing", "ppo.share_prefixes"}
-MAY_CHANGE |= {"log_interval", "save_interval", "keep_checkpoints", "trace_interval", "trace_episodes"}
-MAY_CHANGE |= {"hf_private", "workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
+MAY_CHANGE |= {"log_interval", "save_interval", "trace_interval", "trace_episodes"}
+MAY_CHANGE |= {"workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
 MAY_CHANGE |= {group + knob.name for knob in dataclasses.fields(MemoryArgs) for group in ("", "ppo.")}
 
 
@@ -145,12 +142,14 @@ def parse(cls: type[Args], argv: list[str] | None = None, description: str | Non
     cannot be copied.
     """
     try:
-        return tyro.cli(cls, args=argv, description=COMMAND.sub("", description or ""), **options)
+        args = tyro.cli(cls, args=argv, description=COMMAND.sub("", description or ""), **options)
     except SystemExit as end:
         if end.code == 0 and (commands := COMMAND.findall(description or "")):
             print("".join(commands).rstrip())
         sys.stdout.flush()  # run_script ends quietly if nobody reads it any more
         raise
+    check_bounds(args)
+    return args
 
 
 def run_script(main: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
@@ -171,22 +170,16 @@ def flag_value(argv: list[str], name: str) -> str | None:
 
 def saved_args(cls: type[Args], folder: Path, values: dict[str, Any], begun: str | None) -> Args:
     """The arguments that meta.json in a run's folder holds. begun: the commit there."""
-    known, saved = set(files.flatten(dataclasses.asdict(cls()))), set(files.flatten(values))
-    if saved < known and begun != run.commit():
-        new = sorted(known - saved)
-        raise InputError(
-            f"--resume {folder}: the run was begun at commit {begun or 'unknown'}, by a version or a script without "
-            f"{', '.join(new[:5])}{', ...' if len(new) > 5 else ''}; resume it with that"
-        )
-    wrong = f"--resume {folder}: meta.json is not that of this script's runs, or damaged"
+    wrong = f"--resume {folder}: meta.json, written at commit {begun or 'unknown'}, is not of this version's runs"
     with errors.input_errors(wrong, InputError):
-        args = from_dict(cls, values)
-        check_values(args)
-        return args
+        return from_dict(cls, values)
 
 
-def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
-    """The inverse of dataclasses.asdict for nested dataclasses."""
+def from_dict(cls: type[Args], values: dict[str, Any], prefix: str = "") -> Args:
+    """The inverse of dataclasses.asdict for nested dataclasses, whose values must be within their bounds.
+
+    prefix: of the fields' names.
+    """
     hints = typing.get_type_hints(cls)
     if not isinstance(values, dict) or set(values) != set(hints):
         differing = sorted(set(hints) ^ set(values if isinstance(values, dict) else ()))
@@ -194,10 +187,12 @@ def from_dict(cls: type[Args], values: dict[str, Any]) -> Args:
     arguments = {}
     for name, hint in hints.items():
         nested = dataclasses.is_dataclass(hint)
-        arguments[name] = from_dict(hint, values[name]) if nested else values[name]
+        arguments[name] = from_dict(hint, values[name], f"{prefix}{name}.") if nested else values[name]
         if not nested and not files.fits(values[name], hint):
-            raise InputError(f"its argument {name} is {values[name]!r}, which it cannot be")
-    return cls(**arguments)
+            raise InputError(f"its argument {prefix}{name} is {values[name]!r}, which it cannot be")
+    args = cls(**arguments)
+    check_bounds(args, prefix)
+    return args
 
 
 def check_same_arguments(saved: Args, args: Args) -> None:
@@ -220,58 +215,66 @@ def check_same_arguments(saved: Args, args: Args) -> None:
 # ---- Checks ----------------------------------------------------------------------------------------------------
 
 
-def above_zero(prefix: str, group: object, *fields: str) -> None:
-    """Check that these fields of a dataclass are above 0, or None. prefix: of their names on the command line."""
-    for field in fields:
-        if (value := getattr(group, field)) is not None and not value > 0:
-            raise InputError(f"{typed(prefix + field)} is {value}; it must be above 0")
+def check_bounds(args: object, prefix: str = "") -> None:
+    """Refuse values outside the bounds at their fields, such as Gt(0), and those that no run could compute with.
 
-
-def at_least(least: float, prefix: str, group: object, *fields: str) -> None:
-    """Check that these fields of a dataclass are large enough, or None. prefix: as in above_zero."""
-    for field in fields:
-        if (value := getattr(group, field)) is not None and value < least:
-            raise InputError(f"{typed(prefix + field)} is {value}; it must be at least {least}")
-
-
-def check_values(args: Args) -> None:
-    """Check what holds for every script's arguments: finite numbers, texts that are Unicode, and the like."""
-    values = files.flatten(dataclasses.asdict(args))
-    for name, value in values.items():
-        if isinstance(value, float) and not abs(value) < 3.4e38:  # the end of float32
-            raise InputError(f"{flag(name)} is {value}; it must be finite, in float32 too")
-        if isinstance(value, int) and not abs(value) < 2**63:
+    prefix: of the fields' names on the command line.
+    """
+    for name, hint in typing.get_type_hints(type(args), include_extras=True).items():
+        value, shown = getattr(args, name), flag(prefix + name)
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not abs(value) < 3.4e38:  # the end of float32
+            raise InputError(f"{shown} is {value}; it must be finite, in float32 too")
+        elif isinstance(value, int) and not abs(value) < 2**63:
             number = value if abs(value) < 10**30 else "a number of many digits"
-            raise InputError(f"{flag(name)} is {number}; it must be below 2^63")
-        if isinstance(value, str) and value.encode(errors="replace").decode() != value:
-            raise InputError(f"{flag(name)} is {value!r}, which is not valid Unicode")
+            raise InputError(f"{shown} is {number}; it must be below 2^63")
+        elif isinstance(value, str):
+            files.check_text(value, f"{shown} {value!r}")
+        # The bounds of `float | None` belong to its float.
+        kinds = [] if value is None else [hint, *typing.get_args(hint)]
+        for bound in (bound for kind in kinds for bound in getattr(kind, "__metadata__", ())):
+            match bound:
+                case Gt(limit) if not value > limit:
+                    raise InputError(f"{shown} is {value}; it must be above {limit}")
+                case Ge(limit) if not value >= limit:
+                    raise InputError(f"{shown} is {value}; it must be at least {limit}")
+                case Lt(limit) if not value < limit:
+                    raise InputError(f"{shown} is {value}; it must be below {limit}")
+                case Le(limit) if not value <= limit:
+                    raise InputError(f"{shown} is {value}; it must be at most {limit}")
+
+
+def check_run(args: RunArgs) -> None:
+    """Refuse what no training script can do, such as a run whose name is no folder's, or not one for the hub."""
+    check_bounds(args)
     if (folder := os.getcwd()).encode(errors="replace").decode() != folder:
         raise InputError(f"the name of the current folder, {folder!r}, is not valid Unicode; start in another one")
-    if "max_memory" in values:
-        at_least(0, "", args, "max_memory")
-    if values.get("dtype") == "float64" and default_device().type in WITHOUT_FLOAT64:
+    if args.dtype == "float64" and default_device().type in WITHOUT_FLOAT64:
         raise InputError(f"{flag('dtype')} float64: {default_device().type}, an Apple GPU, has none; use float32")
-    if values.get("seed", 0) < 0:
-        raise InputError(f"{flag('seed')} is {values['seed']}; it must be at least 0")
-    if "keep_checkpoints" in values:
-        at_least(1, "", args, "keep_checkpoints")
-    if "exp_name" in values and Path(args.exp_name).name != args.exp_name:
+    if Path(args.exp_name).name != args.exp_name:
         raise InputError(f"{flag('exp_name')} {args.exp_name!r}: must be the name of a folder, not a path")
-    if "exp_name" in values and len(run.run_name(args, 10**9).encode()) > 255:
+    name = run.run_name(args, 10**9)
+    if len(name.encode()) > 255:
         raise InputError(f"{flag('exp_name')} {args.exp_name[:20]}... is too long for the name of a folder")
-    if "task.prompt_format" in values:
-        templates.check(args.task)
-    if values.get("track") or values.get("upload_model"):
+    if args.track or args.upload_model:
         from ppo_rlhf.lib.services import tracking
 
-        tracking.check(args, run.run_name(args, 10**9))
+        tracking.check(args, name)
+
+
+def check_whole_update(total_episodes: int, batch_size: int) -> None:
+    if total_episodes < batch_size:
+        raise InputError(
+            f"{flag('ppo.total_episodes')} is {total_episodes}, less than an update of {flag('ppo.batch_size')} "
+            f"{batch_size}; {flag('ppo.total_episodes')} {batch_size} would do"
+        )
 
 
 def check_controller(adaptive_kl: AdaptiveKLArgs, episodes: int) -> None:
     """Refuse a target or a horizon that cannot be meant, with updates of so many episodes."""
     if adaptive_kl.target is None:
         return
-    above_zero("rewards.adaptive_kl.", adaptive_kl, "target", "horizon")
     horizon = adaptive_kl.horizon
     if episodes >= 5 * horizon:  # 1 - 0.2 * episodes / horizon, the least factor of an update, must be above 0
         raise InputError(

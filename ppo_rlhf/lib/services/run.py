@@ -20,22 +20,17 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import hashlib
 import importlib
 import importlib.metadata
-import importlib.util
-import io
 import json
 import math
 import os
 import platform
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,23 +38,13 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from accelerate.tracking import TensorBoardTracker
+from accelerate.utils import broadcast_object_list, tqdm
 
-from ppo_rlhf.lib.base import checkpoints, console, errors, files, launch, paths
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, SharedError, Stopped, flag
+from ppo_rlhf.lib.base import checkpoints, errors, files
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, flag
 from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services import traces
-
-
-def checksum(parts: list[Path]) -> str:
-    """One SHA-256 of several files."""
-    digest = hashlib.sha256()
-    for part in parts:
-        with part.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+from ppo_rlhf.lib.services import plots, traces, tracking
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -67,70 +52,27 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta = files.read_json(folder / "meta.json")
     if not isinstance(meta, dict) or not isinstance(meta.get("args"), dict):
         raise InputError(f"{folder} is not the folder of a run: its meta.json holds no arguments")
-    kinds = {"wall_time": float, "finished": bool, "wandb_id": str | None, "joint": dict | None, "results": dict}
-    kinds |= {"name": str, "script": str, "id": str, "inputs": dict}
-    values = {name: meta[name] for name in kinds if name in meta}
-    if meta.get("joint") and isinstance(meta["joint"], dict):
-        kinds |= {"joint.args": dict, "joint.timestamp": int}
-        values |= {name: meta["joint"].get(name.removeprefix("joint.")) for name in kinds if "." in name}
-    if broken := [name for name, value in values.items() if not files.fits(value, kinds[name])]:
-        raise InputError(f"{folder / 'meta.json'} was damaged: {broken[0]} is {values[broken[0]]!r}")
     return meta
 
 
 def read_records(path: Path) -> list[list[str]]:
-    """The header and the rows of a metrics.csv, without a last row that was cut off. Raises OSError or ValueError.
+    """The header and the rows of a metrics.csv. Raises OSError or ValueError.
 
-    The header may have several lines, because a metric's name may hold any text.
+    A last row that was cut off, as by kill -9, is left out. A metric's name may hold line breaks.
     """
     with path.open(newline="", encoding="utf-8") as file:
-        text = file.read()
-    try:
-        records = list(csv.reader(io.StringIO(text, newline="")))
-    except csv.Error as error:
-        raise ValueError(str(error)) from error
-    return records if text.endswith("\n") else records[:-1]
-
-
-def lock_folder(folder: Path) -> int | None:
-    """Keep other processes from writing to a folder, until this one ends; None where the file system has no locks."""
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system
-        return None
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise InputError(
-            f"{paths.shown(folder)} is in use: another process is writing to it; stop that one first"
-        ) from error
-    except OSError:
-        os.close(descriptor)
-        return None
-
-
-def seconds_since(started: float) -> float:
-    """Seconds since time.monotonic() was `started`; above 0, even if the clock stops."""
-    return max(time.monotonic() - started, 1e-9)
-
-
-ROOT = Path(__file__).parents[3]  # of a checkout; elsewhere the folder in which the package is installed
+        lines = file.readlines()
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    return list(csv.reader(lines))
 
 
 def git(*words: str) -> str:
-    """The output of git in this project's checkout; empty elsewhere, as in another repository."""
-
-    def output(*words: str) -> str:
-        result = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, encoding="utf-8")
-        return result.stdout.strip() if result.returncode == 0 else ""
-
-    file = "ppo_rlhf/lib/services/run.py"
+    """The output of git in the folder of this project; empty where it fails."""
+    command = ["git", "-C", str(Path(__file__).parent), *words]
     try:
-        return output(*words) if output("ls-files", "--full-name", file) == file else ""
-    except OSError:  # no git
+        return subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8").stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
         return ""
 
 
@@ -147,55 +89,35 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-SAME_SIGNAL = 2.0  # seconds in which a launcher passes a SIGTERM on to processes that a cluster has sent it already
-
-
 class Run:
-    """The folder of one run, and everything that is written to it. Only the main process writes.
-
-    The folder is absolute, because a reward function may change the current one.
-    """
+    """The folder of one run, and everything that is written to it. Only the main process writes."""
 
     def __init__(
-        self,
-        args: Any,
-        accelerator: Accelerator,
-        sizes: dict[str, int],
-        joint: dict[str, Any] | None = None,
-        inputs: dict[str, list[Path]] | None = None,
+        self, args: Any, accelerator: Accelerator, sizes: dict[str, int], joint: dict[str, Any] | None = None
     ):
         """args: the script's Args, with the fields of cli.RunArgs; sizes: derived sizes; joint: what train_both.py
-        gives both runs; inputs: files of the models and the data that the arguments name, which must be the same
-        when the run is resumed.
+        gives both runs.
 
         Nothing is written before start_logging.
         """
         self.args = args
         self.accelerator, self.is_main = accelerator, accelerator.is_main_process
-        self.started = time.monotonic()
         if args.resume:
-            self.folder = paths.absolute(args.resume)
+            self.folder = Path(args.resume).absolute()
         else:
             runs, timestamp = (joint["runs"], joint["timestamp"]) if joint else ("runs", shared_timestamp())
             self.folder = Path(runs).absolute() / run_name(args, timestamp)
-        self.model_folder = paths.beside(self.folder.parent) / "models" / self.folder.name
+        self.model_folder = self.folder.parents[1] / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
-        self.writers: list[Callable[[int, dict[str, float]], None]] = []
-        self.table_writers: list[Callable[[str, list[dict[str, Any]], int], None]] = []  # (name, rows, step)
-        self.result_writers: list[Callable[[dict[str, Any]], None]] = []  # of numbers at the end, and addresses
-        self.address = ""  # of the run on the web
-        self.closers: list[Callable[[], None]] = []
-        self._unlock: Callable[[], None] = lambda: None
-        self._progress: Any = None
-        self._told_to_stop = self._stopping = self._told_size = False
+        self._told_to_stop = self._stopping = False
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
+        self._started = time.monotonic() - previous.get("wall_time", 0.0)
         device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
         # The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
-            "name": previous.get("name", self.folder.name),
+            "name": self.folder.name,
             "script": script_of(args),
-            "id": previous.get("id") or secrets.token_hex(8),  # names its checkpoints; a folder may be renamed
             "args": dataclasses.asdict(args),
             "joint": {name: joint[name] for name in ("args", "timestamp")} if joint else previous.get("joint"),
             "sizes": sizes,
@@ -210,140 +132,91 @@ class Run:
                 "transformers": transformers.__version__,
                 "accelerate": importlib.metadata.version("accelerate"),
             },
-            "wall_time": previous.get("wall_time", 0.0),
+            "wandb_id": previous.get("wandb_id") or secrets.token_hex(4),  # a resumed run goes on under it
             "finished": False,
-            "wandb_id": previous.get("wandb_id"),
             "results": {},
-            "inputs": self._check_inputs(inputs or {}, previous.get("inputs", {})),
         }
-
-    def _check_inputs(self, inputs: dict[str, list[Path]], before: dict[str, str]) -> dict[str, str]:
-        """Checksums of the input files, on the main process; an InputError if the run began with others."""
-        sums = {name: checksum(parts) for name, parts in inputs.items() if parts} if self.is_main else {}
-        problem = ""
-        for name, value in sums.items():
-            if before.get(name, value) != value:
-                place = inputs[name][0].parent if len(inputs[name]) > 1 else inputs[name][0]
-                problem = (
-                    f"--resume {self.args.resume}: {paths.shown(place)} is not what {flag(name)} was when this "
-                    f"run began; bring that back"
-                )
-        launch.fail_together(problem)
-        return before | sums
 
     def seconds(self) -> float:
         """Wall time of the run so far, with the time before it was resumed."""
-        return self.meta["wall_time"] + seconds_since(self.started)
+        return time.monotonic() - self._started
 
     def save_meta(self, **changes: Any) -> None:
         if self.is_main:
             self.meta |= changes
+            self.meta["wall_time"] = round(self.seconds(), 1)
             files.write_json(self.folder / "meta.json", self.meta)
 
     def rehearse(self, save: Callable[..., None]) -> None:
         """Try to save what the run will save at its end, but for the weights, before it trains.
 
-        save: (folder, weights) writes into a folder. Every process must call this; the main process saves.
+        save: (folder, weights) writes into a folder. The main process saves.
         """
-        self._save = save
-
-        def saved() -> None:
+        if self.is_main:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     save(Path(folder), weights=False)
                 except Exception as error:  # the library and a model's own code may raise anything
-                    if isinstance(error, InputError) or (isinstance(error, OSError) and error.errno):
-                        raise
                     model = f"{flag('base_model')} {self.args.base_model}"
                     raise InputError(
                         f"what would be trained from {model} could not be saved: {type(error).__name__}: {error}"
                     ) from error
 
-        launch.on_main(saved)
-
-    def save(self, part: str) -> Path:
-        """Save models/<run>/<part>, as it was rehearsed; returns it. The main process saves."""
-        if self.is_main:
-            self._save(self.model_folder / part)
-        return self.model_folder / part
-
     def start_logging(self, first_step: int, config: dict[str, Any] | None = None, note: str = "") -> None:
         """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
 
-        config: what Weights & Biases gets in addition to the arguments. note: a line to print below the sizes.
+        config: what the tracker gets in addition to the arguments. note: a line to print below the sizes.
         """
         if not self.is_main:
             return
-        for parent in (self.folder.parent, self.model_folder.parent):
-            if (parent.is_symlink() or parent.exists()) and not parent.is_dir():
-                raise InputError(f"{paths.shown(parent)} is a file or a link to nothing, not a folder; move it away")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
-        except FileExistsError as error:
-            raise InputError(
-                f"{paths.shown(self.folder)} exists already; did another run begin in the same second?"
-            ) from error
-        if (lock := lock_folder(self.folder)) is not None:
-            self._unlock = weakref.finalize(self, os.close, lock)
-        errors.how_to_go_on = f"resume with --resume {paths.shown(self.folder)}"
+        self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
+        errors.how_to_go_on = f"resume with --resume {self.folder}"
         self._cut_logs(first_step)
         self.save_meta()
-        sizes = [{"size": name, "value": value} for name, value in self.meta["sizes"].items()]
-        print(f"run {paths.shown(self.folder)}")
-        console.print_table("", sizes, show_lines=False)
-        for line in filter(None, (note, launch.advice(self.args.dtype, self.accelerator.device))):
-            print(line)
-        self._open_csv()
-        from ppo_rlhf.lib.services import tracking
-
-        tracking.open_tensorboard(self)
+        print(f"run {self.folder}")
+        print_table("", [{"size": name, "value": value} for name, value in self.meta["sizes"].items()], lines=False)
+        if note:
+            print(note)
+        # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
+        # TensorBoard forgets what the run that was cut off had logged at the step purge_step and later.
+        self.accelerator.log_with = [TensorBoardTracker("", self.folder, purge_step=first_step)]
         if self.args.track:
             config = self.meta["args"] | (config or {}) | {"commit": self.meta["commit"]}
-            tracking.OPEN[self.args.tracker](self, config)
-
-    def close_logs(self) -> None:
-        for close in self.closers:
-            close()
+            self.accelerator.log_with.append(tracking.tracker_of(self, config))
+        try:
+            self.accelerator.init_trackers("")
+        except Exception as error:  # each tracker has errors of its own, as when nobody is logged in
+            if not self.args.track:
+                raise
+            raise InputError(f"{flag('track')}: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
 
     def _cut_logs(self, first_step: int) -> None:
-        """Keep what metrics.csv and samples.jsonl say of the steps before first_step; a cut last line is dropped."""
+        """Keep what metrics.csv and samples.jsonl say of the steps before first_step."""
         metrics_file, samples_file = self.folder / "metrics.csv", self.folder / "samples.jsonl"
         damaged = f"{self.folder}: metrics.csv or samples.jsonl is damaged"
-        with errors.input_errors(damaged, ValueError, TypeError, KeyError, RecursionError):
+        with errors.input_errors(damaged, ValueError, TypeError, KeyError):
             header, *rows = read_records(metrics_file) if first_step else [[]]
-            samples = samples_file.read_text().splitlines(keepends=True) if first_step else []
             numbers = [dict(zip(header, map(float, row), strict=True)) for row in rows]
             self.rows = [row for row in numbers if row["step"] < first_step]
-            samples = [line for line in samples if line.endswith("\n") and json.loads(line)["step"] < first_step]
-        if len(self.rows) != first_step or [row["step"] for row in self.rows] != list(range(first_step)):
+            lines = samples_file.read_text().splitlines(keepends=True) if first_step else []
+            whole = [line for line in lines if line.endswith("\n")]  # kill -9 may have cut off the last one
+            samples = [line for line in whole if json.loads(line)["step"] < first_step]
+        if [row["step"] for row in self.rows] != list(range(first_step)):
             raise InputError(f"{metrics_file} holds {len(self.rows)} of the {first_step} steps before the checkpoint")
-        kept = io.StringIO(newline="")
-        csv.writer(kept, lineterminator="\n").writerows([header, *rows[:first_step]] if first_step else [])
-        files.replace_file(metrics_file, kept.getvalue())
+        kept = files.csv_text([header, *rows[:first_step]] if first_step else [])
+        files.replace_file(metrics_file, kept)
         files.replace_file(samples_file, "".join(samples))
-        if (self.folder / "traces").exists():
-            traces.cut(self.folder, first_step)
-
-    def _open_csv(self) -> None:
-        file = (self.folder / "metrics.csv").open("a", newline="")
-        writer = csv.writer(file, lineterminator="\n")
-
-        def write(step: int, metrics: dict[str, float]) -> None:
-            if file.tell() == 0:
-                writer.writerow(["step", *metrics])
-            writer.writerow([step, *metrics.values()])
-            file.flush()
-
-        self.writers.append(write)
-        self.closers.append(file.close)
+        traces.cut(self.folder, first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row of metrics, on the main process. step: 0-based."""
         if self.is_main:
             metrics = {name: float(value) for name, value in metrics.items()}
+            header = [] if self.rows else [["step", *metrics]]
+            with (self.folder / "metrics.csv").open("a", newline="") as file:
+                file.write(files.csv_text([*header, [step, *metrics.values()]]))
             self.rows.append({"step": step, **metrics})
-            for write in self.writers:
-                write(step, metrics)
+            self.accelerator.log(metrics, step=step)
 
     def last_means(self, *names: str) -> dict[str, float | None]:
         """Means of objectives over the last ten steps, as last_<name>; None on other processes than the main one."""
@@ -354,36 +227,30 @@ class Run:
         """Append samples to samples.jsonl and print them as a table."""
         if self.is_main:
             with (self.folder / "samples.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
-            for write in self.table_writers:
-                write("samples", samples, step)
-            rows = [{name: console.one_line(value) for name, value in sample.items()} for sample in samples]
-            console.print_table(f"step {step}", rows, console=self._progress and self._progress.console)
+                file.write(files.json_lines({"step": step, **sample} for sample in samples))
+            if self.args.track:
+                self._track_table("samples", samples, step)
+            rows = [{name: one_line(value) for name, value in sample.items()} for sample in samples]
+            print()  # below the progress bar
+            print_table(f"step {step}", rows)
 
     def write_table(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Write rows with the same keys to <name>.csv, and as a table where the run is tracked."""
         if self.is_main:
-            with (self.folder / f"{name}.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-            for write in self.table_writers:
-                write(name, rows, len(self.rows))
+            (self.folder / f"{name}.csv").write_text(files.csv_text([list(rows[0]), *(row.values() for row in rows)]))
+            if self.args.track:
+                self._track_table(name, rows, len(self.rows))
+
+    def _track_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        library = importlib.import_module(self.args.tracker)
+        table = library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.accelerator.log({name: table}, step=step)
 
     def write_evaluation(self, split: str, rows: list[dict[str, Any]]) -> None:
         """Answers to held-out queries: evaluation.jsonl of the validation split, else evaluation_<split>.jsonl."""
         if self.is_main:
             name = "evaluation.jsonl" if split == "validation" else f"evaluation_{split}.jsonl"
             (self.folder / name).write_text(files.json_lines(map(files.without_nan, rows)))
-
-    def is_time_to_trace(self, step: int) -> bool:
-        """Whether episodes of a step are kept: at intervals, from the first on, and those of the last."""
-        every = self.args.trace_interval
-        return every > 0 and (step % every == 0 or step + 1 == self.meta["sizes"]["updates"])
-
-    def recorder(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, **options: Any) -> traces.Recorder:
-        """What keeps episodes of updates in traces/: a traces.Recorder with these options."""
-        return traces.Recorder(self.folder, self.accelerator, tokenizer, pad_id, **options)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -396,37 +263,24 @@ class Run:
                 yield update
 
     @contextlib.contextmanager
-    def before_update(self, update: int) -> Iterator[None]:
-        """Within the block, SIGTERM stops the run at once if there is nothing that a checkpoint doesn't hold.
-
-        And the same as saved_if_it_fails.
-        """
-        at_once = errors.handler_of(signal.SIGTERM, errors.stop_now)
-        with at_once if update == self._saved else contextlib.nullcontext(), self.saved_if_it_fails():
-            yield
-
-    @contextlib.contextmanager
     def saved_if_it_fails(self) -> Iterator[None]:
         """If a function of the user's fails within the block, a checkpoint of the updates that are finished is left.
 
-        The block must not change what a checkpoint holds: it may sample and score. Every process must call this.
+        The block must not change what a checkpoint holds: it may sample and score.
         """
         try:
             yield
         except InputError as error:
-            together = self.accelerator.num_processes == 1 or isinstance(error, SharedError)
-            if not self._made or not together:  # if one fails alone, the others are elsewhere
+            if not self._made:
                 raise
             if self._made > self._saved:
                 self.save_checkpoint(self._made, *self._checkpoint())
-            self.close_logs()
-            self._unlock()
             line = f"{error}; the run stops after update {self._made}, with a checkpoint"
             raise InputError(errors.with_how_to_go_on(line)) from error
 
     def seconds_of_update(self) -> float:
         """Wall time since the current update began."""
-        return seconds_since(self._update_started)
+        return time.monotonic() - self._update_started
 
     def end_of_update(
         self,
@@ -445,107 +299,67 @@ class Run:
         by raising Stopped after the checkpoint, if it was told to stop. checkpoint may also be called later, within
         saved_if_it_fails."""
         self._made, self._checkpoint = update + 1, checkpoint
+        updates = self.meta["sizes"]["updates"]
         self.log(update, metrics)
         if self.args.log_interval and update % self.args.log_interval == 0:
             self.log_samples(update, samples())
-        if self.is_time_to_trace(update):
+        if self.args.trace_interval and (update % self.args.trace_interval == 0 or update + 1 == updates):
             trace()
         speed = self.meta["sizes"]["batch"] / self.seconds_of_update()
         self._advance(f"{speed:.0f} episodes/s, {status}")
         # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
-        if self.is_time_to_save(update + 1, self.meta["sizes"]["updates"]):
+        if self.is_time_to_save(update + 1, updates):
             self.save_checkpoint(update + 1, *checkpoint())
 
     @contextlib.contextmanager
-    def progress(self, title: str, total: int, done: int = 0):
+    def progress(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[str], None]]:
         """For the time of a loop: a bar with the time left; and SIGTERM waits for the checkpoint after the step.
 
-        A second SIGTERM ends the process at once. Yields advance(text), to be called once per step.
+        Yields advance(text), to be called once per step.
         """
-        first_signal = math.inf
 
-        def on_sigterm(signal_number: int, frame: Any) -> None:
-            nonlocal first_signal
-            now = time.monotonic()
-            if now - first_signal > SAME_SIGNAL:
-                errors.leave(0, errors.with_how_to_go_on("stopped by SIGTERM"))
-            first_signal, self._told_to_stop = min(first_signal, now), True
+        def stop_after_the_step(signal_number: int, frame: Any) -> None:
+            self._told_to_stop = True
 
-        try:
-            with errors.handler_of(signal.SIGTERM, on_sigterm), self._bar(title, total, done) as advance:
-                yield advance
-        except BaseException:
-            self._unlock()  # the exception may keep this object alive, but the run may be resumed
-            raise
-        if self._told_to_stop:  # after the last step
-            raise Stopped(f"stopped by SIGTERM after step {total}, with a checkpoint; {errors.how_to_go_on}")
-
-    @contextlib.contextmanager
-    def _bar(self, title: str, total: int, done: int):
         # Progress and speed, on the first process.   train_policy.py#L311-L316
-        if not self.is_main:
-            yield lambda text: None
-            return
-        if not sys.stdout.isatty():
-            step, every = done, max(1, total // 20)
+        # A log file gets a line from time to time.
+        seconds = 0.1 if sys.stdout.isatty() else 30.0
+        bar = tqdm(
+            total=total,
+            initial=done,
+            desc=title,
+            file=sys.stdout,
+            mininterval=seconds,
+            maxinterval=2 * seconds,
+            main_process_only=False,
+            disable=not self.is_main,
+        )
 
-            def advance_plain(text: str) -> None:
-                nonlocal step
-                step += 1
-                if step % every == 0 or step == total:
-                    left = seconds_since(begun) / (step - done) * (total - step)
-                    print(f"{title} {step}/{total}, {left / 60:.1f} min left, {text}", flush=True)
+        def advance(text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
 
-            begun = time.monotonic()
-            yield advance_plain
-            return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        with bar, errors.on_sigterm(stop_after_the_step):
+            yield advance
 
-        title_and_bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        left = (TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
-        with Progress(*title_and_bar, *left) as self._progress:
-            task = self._progress.add_task(title, total=total, completed=done, text="")
-            yield lambda text: self._progress.update(task, advance=1, text=text)
-        self._progress = None
+    def finish(self, *parts: str, **results: Any) -> None:
+        """Draw the learning curves, record the results, and say where everything is.
 
-    def finish(self, **results: Any) -> None:
-        """Draw the learning curves, record the results, close the logs, and say where everything is.
-
-        Logs of a run that uploads its models stay open until `upload`.
+        Then push models/<run>/<part> to the hub, if the arguments say so. Every process must call this.
         """
-        if not self.is_main:
-            return
-        from ppo_rlhf.lib.nets import memory
-        from ppo_rlhf.lib.services import plots
+        if self.is_main:
+            from ppo_rlhf.lib.nets import memory
 
-        results = files.without_nan(results)
-        plots.draw_learning_curves(self.folder, self.rows, dataclasses.asdict(self.args))
-        for write in self.result_writers:
-            write({name: value for name, value in results.items() if value is not None})
-        if not self.args.upload_model:
-            self.close_logs()
-        held = round(memory.most_held() / 2**20)
-        self.save_meta(finished=True, wall_time=round(self.seconds(), 1), peak_mib=held, results=results)
-        checkpoints.remove_old(self.folder, self.args.keep_checkpoints or 1)
-        self._unlock()
-        print(f"finished {paths.shown(self.folder)}; what it trained is in {paths.shown(self.model_folder)}")
-
-    def upload(self, *parts: str) -> None:
-        """Push models/<run>/<part> to the hub, if the arguments say so. Every process must call this."""
-        if self.args.upload_model and self.is_main:
-            from ppo_rlhf.lib.services import tracking
-
-            try:
-                for part in parts:
-                    name = self.model_folder.name if len(parts) == 1 else f"{self.model_folder.name}-{part}"
-                    folder = self.model_folder / part
-                    address = tracking.upload_model(
-                        folder, self.args.hf_entity, name, self.address, private=self.args.hf_private
-                    )
-                    for write in self.result_writers:
-                        write({f"model/{part}": address})
-            finally:
-                self.close_logs()
+            results = files.without_nan(results)
+            plots.draw_learning_curves(self.folder, self.rows, dataclasses.asdict(self.args))
+            numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
+            self.accelerator.log(numbers, step=len(self.rows))
+            self.save_meta(finished=True, peak_mib=round(memory.most_held() / 2**20), results=results)
+            print(f"finished {self.folder}; what it trained is in {self.model_folder}")
+            if self.args.upload_model:
+                self.accelerator.log(tracking.upload_models(self, parts), step=len(self.rows))
+            for tracker in self.accelerator.trackers:  # end_training would also part the processes, for later stages
+                tracker.finish()
         self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -565,54 +379,35 @@ class Run:
             if not tensor.isfinite().all():
                 raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
         if self.is_main:
-            keep = self.args.keep_checkpoints
-            size = checkpoints.write(self.folder, self.meta["id"], step, tensors, state, keep or 2)
-            if not self._told_size:
-                kept = f"the newest {keep} are kept" if keep else "two are kept, and one once the run has finished"
-                print(f"a checkpoint has {size / 1e6:,.1f} MB; {kept} ({flag('keep_checkpoints')})", flush=True)
-            self._told_size = True
-            files.write_json(self.folder / "meta.json", self.meta | {"wall_time": round(self.seconds(), 1)})
+            checkpoints.write(self.folder, step, tensors, state)
+            self.save_meta()
         self._saved = step
         if self._stopping:
-            self.close_logs()
-            self._unlock()
-            raise Stopped(f"stopped by SIGTERM after step {step}, with a checkpoint; {errors.how_to_go_on}")
+            raise Stopped(errors.with_how_to_go_on(f"stopped by SIGTERM after step {step}, with a checkpoint"))
 
-    def load_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-        """Tensors and state of the newest checkpoint, on every process; None if there is none."""
-        steps = broadcast_object_list([checkpoints.checkpoint_steps(self.folder)])[0]
-        if not self.args.resume:
-            return None
+    def resume(self, restore: Callable[[dict[str, torch.Tensor]], None]) -> dict[str, Any]:
+        """Continue from the newest checkpoint: its state; {"step": 0} if there is none.
+
+        restore: takes the checkpoint's tensors. Raises an InputError if the run has made more updates than its
+        arguments ask for.
+        """
+        steps = checkpoints.checkpoint_steps(self.folder) if self.args.resume else []
         if not steps:
             if self._was_finished:
                 raise InputError(f"--resume {self.args.resume}: the run is finished, and its checkpoints are gone")
-            return None
-        return checkpoints.read(self.folder, self.meta["id"], steps[-1])
-
-    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Put model and optimiser where the newest checkpoint left them. Its state; {"step": 0} if there is none."""
-        return self.resume_with(lambda tensors: checkpoints.restore_training_state(model, optimizer, tensors))
-
-    def resume_with(self, restore: Callable[[dict[str, torch.Tensor]], None]) -> dict[str, Any]:
-        """As resume, with what takes a checkpoint's tensors.
-
-        Raises an InputError if the run has made more updates than its arguments ask for.
-        """
-        checkpoint = self.load_checkpoint()
-        if not checkpoint:
             return {"step": 0}
-        tensors, state = checkpoint
-        made, updates = state["step"], self.meta["sizes"].get("updates", math.inf)
+        made, updates = steps[-1], self.meta["sizes"].get("updates", math.inf)
         if made > updates:
             raise InputError(
                 f"{flag('ppo.total_episodes')} makes {updates} updates, but this run has made {made}; "
                 f"{flag('ppo.total_episodes')} {made * self.meta['sizes']['batch']} is enough"
             )
+        tensors, state = checkpoints.read(self.folder, made)
         restore(tensors)
         return state
 
 
-# ---- Names, tables, learning rates -----------------------------------------------------------------------------
+# ---- Names and tables ------------------------------------------------------------------------------------------
 
 
 def script_of(args: Any) -> str:
@@ -641,15 +436,27 @@ def newest_model(preset: str, part: str, task_field: str) -> Path | None:
 
     task_field: a field of the task that no other chapter's preset of this name has.
     """
-    found = {}  # by time stamp
-    for info in Path("models").glob(f"*/{part}/ppo_rlhf.json"):
-        *_, own_preset, _, timestamp = ["", "", *info.parents[1].name.split("__")]  # see run_name
-        if own_preset == preset and timestamp.isdigit() and task_field in pretrained.read_info(info.parent)["task"]:
-            found[int(timestamp)] = info.parent
-    return found[max(found)] if found else None
+    folders = [info.parent for info in Path("models").glob(f"*__{preset}__*__[0-9]*/{part}/ppo_rlhf.json")]
+    folders = [folder for folder in folders if task_field in pretrained.read_info(folder)["task"]]
+    return max(folders, key=lambda folder: folder.parent.name.rsplit("__")[-1], default=None)
 
 
-def describe_model(folder: Path, info: dict[str, Any]) -> None:
-    """Write ppo_rlhf.json next to the weights of a model that was saved, and give them the usual mode."""
-    files.give_usual_mode(folder)
-    files.write_json(folder / "ppo_rlhf.json", info)
+def one_line(value: Any) -> Any:
+    """A text with its line breaks shown as marks, for a table; anything else as it is."""
+    return value.replace("\n", "⏎") if isinstance(value, str) else value
+
+
+def print_table(title: str, rows: list[dict[str, Any]], *, lines: bool = True) -> None:
+    """lines: between the rows."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(errors.visible(title)) if title else None, show_lines=lines)
+    for name in rows[0]:
+        numeric = all(isinstance(row[name], float | int) for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", min_width=6 if numeric else None)
+    for row in rows:
+        cells = (f"{value:+.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        table.add_row(*(Text(errors.visible(cell)) for cell in cells))
+    Console().print(table)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from accelerate.utils import broadcast_object_list
 
-from ppo_rlhf.lib.base import files, launch, paths
+from ppo_rlhf.lib.base import files, launch
 from ppo_rlhf.lib.base.errors import InputError, typed_as
 from ppo_rlhf.lib.services import cli, run
 
@@ -44,14 +44,9 @@ class Stages:
         self.resume, self.shared, self.accelerator = args.resume, shared, launch.make_accelerator()
         self.runs, self.timestamp = Path("runs").absolute(), run.shared_timestamp()
         if args.resume:
-            folder, meta = paths.absolute(args.resume), run.read_meta(Path(args.resume))
-            if folder.name != meta.get("name", folder.name):
-                raise InputError(
-                    f"--resume {args.resume}: this run began as {meta['name']}, and the stages find each other by "
-                    f"their names; give its folder that name again"
-                )
+            folder, meta = Path(args.resume).absolute(), run.read_meta(Path(args.resume))
             self.runs, self.timestamp = folder.parent, meta["joint"]["timestamp"]
-        self.root = paths.beside(self.runs)
+        self.root = self.runs.parent
         self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
 
     def run_folder(self, args: cli.RunArgs) -> Path:
@@ -68,11 +63,9 @@ class Stages:
             return model
         if self.resume and not begun and self.accelerator.is_main_process:
             if list(folder.glob("checkpoints/*")):
-                raise InputError(f"{paths.shown(folder)} has checkpoints but no meta.json; it cannot be resumed")
+                raise InputError(f"{folder} has checkpoints but no meta.json; it cannot be resumed")
             if model.exists():
-                raise InputError(
-                    f"{paths.shown(model)} is there, but its run {paths.shown(folder)} is not; bring that back"
-                )
+                raise InputError(f"{model} is there, but its run {folder} is not; bring that back")
             shutil.rmtree(folder, ignore_errors=True)  # interrupted before it had written anything to resume from
         with flags_of(part, args, self.shared):
             return train(dataclasses.replace(args, resume=str(folder) if begun else ""), self.joint)
@@ -113,7 +106,7 @@ def newest_args(saved: Args, folder: Path, timestamp: int) -> Args:
     for part in ("policy", "reward", "sft"):  # the last comes first
         if stage := getattr(saved, part, None):
             stage = dataclasses.replace(stage, preset=saved.preset, seed=saved.seed)
-            newest = paths.absolute(str(folder)).parent / run.run_name(stage, timestamp)
+            newest = folder.absolute().parent / run.run_name(stage, timestamp)
             if (newest / "meta.json").exists():
                 meta = run.read_meta(newest)
                 joint, begun = meta.get("joint") or {}, meta.get("commit")

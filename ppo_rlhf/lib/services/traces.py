@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import files, launch
+from ppo_rlhf.lib.base import launch
 from ppo_rlhf.lib.base.errors import InputError
 
 TRACED = 8  # queries that are answered again each time
@@ -70,7 +70,6 @@ def write(run_folder: Path, trace: Trace) -> None:
         path.parent.mkdir(exist_ok=True)
         copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(copies, temporary, metadata={"texts": json.dumps(texts | {"sha256": checksum(copies, texts)})})
-        files.give_usual_mode(temporary)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"the trace of update {trace.update} cannot be written ({error})") from error

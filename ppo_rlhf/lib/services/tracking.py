@@ -1,126 +1,42 @@
-"""Where a run is shown: TensorBoard; Weights & Biases or Trackio, and the Hugging Face hub, if it asks for them.
+"""Where a run is shown beyond its folder: Weights & Biases or Trackio, and the Hugging Face hub, if it asks for them.
 
-`run` is a Run of run.py. Results at the end come to the step after the last. Files and lines next to marks are those
-of openai/lm-human-preferences at commit cbfd210.
+`run` is a Run of run.py.
 """
 
 import importlib.util
-import json
-import os
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from accelerate.tracking import GeneralTracker, TrackioTracker, WandBTracker
 
 from ppo_rlhf.lib.base.errors import InputError, flag
 
 
-def open_tensorboard(run: Any) -> None:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from torch.utils.tensorboard import SummaryWriter
-
-    for event_file in run.folder.glob("events.out.tfevents.*"):
-        event_file.unlink()
-    # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
-    board = SummaryWriter(str(run.folder))
-    board.add_text("arguments", "```json\n" + json.dumps(run.meta["args"], indent=2) + "\n```")
-
-    def write(step: int, metrics: dict[str, float]) -> None:
-        # One event for a step is ten times as fast as one for each metric, which a long run's resume shows.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        board.file_writer.add_summary(Summary(value=values), step)
-
-    def write_results(results: dict[str, Any]) -> None:
-        if found := numbers(results):
-            write(len(run.rows), found)
-
-    for row in run.rows:
-        write(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
-    run.writers.append(write)
-    run.result_writers.append(write_results)
-    run.closers.append(board.close)
-
-
-def numbers(results: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in results.items() if isinstance(value, int | float)}
-
-
-def open_wandb(run: Any, config: dict[str, Any]) -> None:
-    """Log a run to Weights & Biases as well. config: what is known of it."""
+def tracker_of(run: Any, config: dict[str, Any]) -> GeneralTracker:
+    """The tracker that a run's arguments ask for. config: what is known of the run."""
+    name, project = run.meta["name"], run.args.wandb_project_name
+    if run.args.tracker == "trackio":  # needs no account: files on this machine, unless its own variables differ
+        return TrackioTracker(project, name=name, config=config, resume="allow")
     import wandb
 
-    try:
-        tracked = wandb.init(
-            project=run.args.wandb_project_name,
-            entity=run.args.wandb_entity,
-            name=run.meta["name"],
-            id=run.meta["wandb_id"],
-            resume="allow",
-            config=config,
-            dir=str(run.folder),
-            settings=wandb.Settings(disable_code=True, disable_git=True),  # a remote's address may hold a token
-        )
-    except wandb.errors.Error as error:
-        if not run.args.resume:
-            run.close_logs()  # TensorBoard's thread still writes into the folder
-            shutil.rmtree(run.folder)
-        raise InputError(f"{flag('track')}: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
-    run.save_meta(wandb_id=tracked.id)
-    run.address = tracked.url or ""  # none if it is offline
-
-    def write_table(name: str, rows: list[dict[str, Any]], step: int) -> None:
-        data = [list(row.values()) for row in rows[: wandb.Table.MAX_ROWS]]
-        tracked.log({name: wandb.Table(columns=list(rows[0]), data=data)}, step=step)
-
-    def close() -> None:
-        if (picture := run.folder / "learning_curves.png").exists():
-            tracked.summary["learning_curves"] = wandb.Image(str(picture))
-        tracked.finish()
-
-    run.writers.append(lambda step, metrics: tracked.log(metrics, step=step))
-    run.table_writers.append(write_table)
-    run.result_writers.append(tracked.summary.update)
-    run.closers.append(close)
-
-
-def open_trackio(run: Any, config: dict[str, Any]) -> None:
-    """Log a run to Trackio, which needs no account: files on this machine, unless its own variables say otherwise."""
-    import trackio
-
-    tracked = trackio.init(run.args.wandb_project_name, name=run.meta["name"], config=config, resume="allow")
-
-    def write(step: int, metrics: dict[str, Any]) -> None:
-        # Trackio keeps `time` for itself.
-        tracked.log({"seconds" if name == "time" else name: value for name, value in metrics.items()}, step=step)
-
-    def write_table(name: str, rows: list[dict[str, Any]], step: int) -> None:
-        data = [list(row.values()) for row in rows]
-        write(step, {name: trackio.Table(columns=list(rows[0]), data=data)})
-
-    def write_results(results: dict[str, Any]) -> None:
-        texts = {name: trackio.Markdown(value) for name, value in results.items() if isinstance(value, str)}
-        write(len(run.rows), numbers(results) | texts)
-
-    run.writers.append(write)
-    run.table_writers.append(write_table)
-    run.result_writers.append(write_results)
-    run.closers.append(tracked.finish)
-
-
-OPEN: dict[str, Callable[[Any, dict[str, Any]], None]] = {"wandb": open_wandb, "trackio": open_trackio}
-
-
-WANDB_MODES = ("online", "offline", "shared", "disabled")
+    return WandBTracker(
+        project,
+        entity=run.args.wandb_entity,
+        name=name,
+        id=run.meta["wandb_id"],
+        resume="allow",
+        config=config,
+        dir=str(run.folder),
+        settings=wandb.Settings(disable_code=True, disable_git=True),  # a remote's address may hold a token
+    )
 
 
 def check(args: Any, name: str) -> None:
     """Refuse, before the training, what a tracker or the hub would refuse. name: of the run."""
     if args.track and args.tracker == "trackio" and importlib.util.find_spec("trackio") is None:
         raise InputError(f"{flag('tracker')} trackio is not installed: pip install 'trackio>=0.43,<0.44'")
-    mode = os.environ.get("WANDB_MODE", "online")
-    if args.track and args.tracker == "wandb" and mode not in WANDB_MODES:
-        raise InputError(f"{flag('track')}: WANDB_MODE is {mode!r}; it must be one of {', '.join(WANDB_MODES)}")
     if args.upload_model:
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
@@ -133,10 +49,22 @@ def check(args: Any, name: str) -> None:
             ) from error
 
 
-def upload_model(folder: Path, entity: str, name: str, run_address: str = "", *, private: bool = False) -> str:
+def upload_models(run: Any, parts: Collection[str]) -> dict[str, str]:
+    """Push models/<run>/<part> to the hub, as <run> or <run>-<part> if there are several. Their addresses."""
+    address = ""
+    if run.args.track and run.args.tracker == "wandb":
+        address = run.accelerator.get_tracker("wandb", unwrap=True).url or ""  # none if it is offline
+    addresses = {}
+    for part in parts:
+        name = run.meta["name"] if len(parts) == 1 else f"{run.meta['name']}-{part}"
+        addresses[f"model/{part}"] = upload_model(run.model_folder / part, run.args.hf_entity, name, address)
+    return addresses
+
+
+def upload_model(folder: Path, entity: str, name: str, run_address: str = "") -> str:
     """Push a model's folder to the Hugging Face hub, with a model card. Returns its address.
 
-    run_address: of the run that trained it, for the card. private: if not, the hub's setting for new models decides.
+    run_address: of the run that trained it, for the card. A repository that is there stays private if it is.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -147,7 +75,7 @@ def upload_model(folder: Path, entity: str, name: str, run_address: str = "", *,
     (folder / "README.md").write_text(f"---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n{card}")
     try:
         api = HfApi()
-        address = api.create_repo(repository, private=private or None, exist_ok=True)
+        address = api.create_repo(repository, exist_ok=True)
         repository = address.repo_id
         api.upload_folder(repo_id=repository, folder_path=str(folder))
         return re.sub(r"(?<=://)[^/@]*@", "", str(address))  # a mirror's may hold a password
