@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.worlds import building
 
 
@@ -61,13 +60,3 @@ def test_two_runs_may_build_the_same_world(cache):
 
     assert [path.name for path in building.find("x", [], build_while_another_does).iterdir()] == ["first"]
     assert len(list(cache.iterdir())) == 1
-
-
-def test_no_home_is_said(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.delenv("PPO_RLHF_CACHE")
-    with pytest.raises(InputError, match="PPO_RLHF_CACHE"):
-        building.find("x", [], Path.mkdir)

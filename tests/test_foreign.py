@@ -253,7 +253,7 @@ def test_a_reward_model_reads_the_messages_of_a_row(tmp_path, theirs, question, 
     if theirs is None and task.prompt_format == "plain":  # the response continues the text
         row = policy.encode(found.texts[1] + " It is<|im_start|>4", split_special_tokens=True)
     assert parts[:, 1].tolist() == pytest.approx(said_alone(folder, [row]), abs=1e-5)
-    solutions = sample.Solutions(dataclasses.asdict(task), policy, "", tmp_path, None)
+    solutions = sample.Solutions(dataclasses.asdict(task), policy, "", None)
     assert solutions.dialogues(solutions.held_out(2)[0]) == found.messages
 
 

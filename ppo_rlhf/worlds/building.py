@@ -26,7 +26,6 @@ def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:
         place = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:
             build(place)
-            files.give_usual_mode(place)
             place.rename(folder)
         except OSError:
             if not folder.exists():  # else another run has built the same world in the meantime
