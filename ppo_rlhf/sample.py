@@ -42,7 +42,7 @@ from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import problems
-from ppo_rlhf.tldr import models, passes, posts
+from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.posts import to_texts
 from ppo_rlhf.tldr.responses import generate_until, response_statistics
 from ppo_rlhf.train_policy import QueryStream, TaskArgs, add_affixes, generate, keyed_generator, task_ids, truncate_at
@@ -163,10 +163,10 @@ class Summaries(Continuations):
 
     def query(self, prompt: str) -> list[int]:
         if self.task.query_format == "plain":
-            return posts.encoder_of(self.tokenizer, self.ids).query({"post": prompt}, self.task)
+            return posts.Encoder(self.tokenizer, self.ids).query({"post": prompt}, self.task)
         whole = re.fullmatch(posts.format_post("(.*?)", "(.*?)", "(.*)"), prompt, re.DOTALL)
         row = dict(zip(("subreddit", "title", "post"), whole.groups() if whole else ("", "", prompt), strict=True))
-        return posts.encoder_of(self.tokenizer, self.ids).query(row, self.task)
+        return posts.Encoder(self.tokenizer, self.ids).query(row, self.task)
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
         return queries
@@ -203,9 +203,7 @@ class Solutions(Continuations):
         self.task, self.tokenizer = cli.from_dict(problems.TaskArgs, task), tokenizer
         of_train = worlds.find_value("task.problems", self.task.problems)
         of_test = worlds.find_value("task.test_problems", source or self.task.test_problems)
-        shown = worlds.find_value("task.examples", self.task.examples)
-        self.task = dataclasses.replace(self.task, problems=of_train, test_problems=of_test, examples=shown)
-        self.examples = problems.read_examples(self.task)
+        self.task = dataclasses.replace(self.task, problems=of_train, test_problems=of_test)
         self.source = "test_problems" if of_test else "problems"
         self.ids = problems.task_ids(self.task, tokenizer, generation_config)
         self.context_length, self.eval_temperature = self.task.prompt_length, self.task.temperature
@@ -217,7 +215,7 @@ class Solutions(Continuations):
         return found.batch(range(min(n, len(found))), self.ids.pad), found.answers[:n]
 
     def query(self, prompt: str) -> list[int]:
-        rendered = problems.render_prompt(prompt, self.task, self.tokenizer, self.examples)
+        rendered = problems.render_prompt(prompt, self.task, self.tokenizer)
         tokens = problems.encode_prompt(rendered, self.task, self.tokenizer)
         if len(tokens) > self.task.prompt_length:  # the run left out such problems, and cut none
             raise InputError(
@@ -230,7 +228,7 @@ class Solutions(Continuations):
         return [self.asked[tuple(row[row != self.ids.pad].tolist())] for row in queries]
 
     def contexts(self, queries: torch.Tensor) -> torch.Tensor:
-        return passes.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
+        return packing.pack(queries, self.ids.pad, int((queries != self.ids.pad).sum(1).max()))
 
     def respond(
         self, model: PreTrainedModel, contexts: torch.Tensor, noise: torch.Tensor, temperature: float

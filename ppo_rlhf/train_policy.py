@@ -15,7 +15,7 @@ started from (the reference) keeps the text fluent. Each update has eight steps:
 
 `train()` is the loop and shows steps 1 to 5 and 8. `ppo_update()` has steps 6 and 7, because each minibatch whitens
 its own rewards and advantages. What is imported of ours is machinery, which you can skip: a run's folder and logs,
-the command line, files of models and texts, and memory.
+the command line, files of models and texts.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
 and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose: docs/reference.
@@ -52,7 +52,7 @@ from ppo_rlhf.lib.base import checkpoints, errors, files, launch
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import layers, memory, pretrained, templates
+from ppo_rlhf.lib.nets import layers, pretrained, templates
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli, run, traces
@@ -195,13 +195,16 @@ class Args(cli.PolicyRunArgs):
     """the optimisation"""
 
 
+SENTIMENT = Args(ppo=PpoArgs(local_micro_batch_size=24))
 # Summaries do without reward whitening.   launch.py#L166
-SUMMARIES_PPO = PpoArgs(batch_size=32, lr=2e-6, whiten_rewards=False)
+SUMMARIES_PPO = PpoArgs(
+    batch_size=32, lr=2e-6, whiten_rewards=False, local_micro_batch_size=4, local_rollout_batch_size=16
+)
 TALES = Args(
     base_model="tales",
     trace_interval=20,
     rewards=RewardsArgs(adaptive_kl=QUICK, monitor="ppo_rlhf.worlds.tales:sentiment.gold_scores"),
-    ppo=PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4),
+    ppo=PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4, local_micro_batch_size=64),
 )
 DESCRIPTIVENESS = dataclasses.replace(TALES.rewards, monitor="ppo_rlhf.worlds.tales:descriptiveness.gold_scores")
 # A real language model sees few episodes: it learns from each once, in two steps an update; the controller acts soon.
@@ -227,8 +230,8 @@ REVIEWS = Args(
     ),
 )
 PRESETS = {
-    "sentiment": Args(),
-    "descriptiveness": Args(),  # with another reward model
+    "sentiment": SENTIMENT,
+    "descriptiveness": SENTIMENT,  # with another reward model
     "cnndm": Args(rewards=RewardsArgs(kl_coef=0.01, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
     "tldr": Args(rewards=RewardsArgs(kl_coef=0.03, adaptive_kl=FIXED), ppo=SUMMARIES_PPO),
     "tales": TALES,
@@ -253,7 +256,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    accelerator = launch.make_accelerator(sharding=False)
+    accelerator = launch.make_accelerator()
     device = accelerator.device
     noise_device = launch.device_of_noise(device)
     check_ppo_arguments(args)
@@ -261,7 +264,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args = args
     args = worlds.find_paths(args)  # names such as `tales` become paths
-    task = args.task
+    task, ppo = args.task, args.ppo
+    pass_rows = ppo.local_rollout_batch_size  # rows of a pass without gradients
 
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(task, tokenizer)
@@ -276,18 +280,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = AdamTensorFlowStyle(groups_of_weights, lr=args.ppo.lr)
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-    fitting = memory.rows_that_fit(
-        args,
-        accelerator,
-        policy,
-        frozen=(reference, reward),
-        length=ids.context_length + task.response_length,
-        local_batch=sizes.local_batch,
-    )
-    pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
-    ppo = dataclasses.replace(args.ppo, local_micro_batch_size=fitting["local_micro_batch"])
-
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint)
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint)
     save = partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args)
     this_run.rehearse(save)
     # From the newest checkpoint; {"step": 0} if there is none.
@@ -320,7 +313,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
         queries = stream.next_batch(sizes.batch, ids.pad)[rows].to(device)  # (local_batch, query_length)
         uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows].to(noise_device)
 
-        launch.return_freed_memory()  # from training
         with this_run.saved_if_it_fails(), torch.no_grad():
             with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
                 # 2. Generate responses. Keep their log-probs and values, all (local_batch, response_length).
@@ -866,11 +858,9 @@ def ppo_update(
     """
     epochs, groups, group_batch = permutations.shape
     group_minibatch = group_batch // ppo.nminibatches
-    micro_batch = ppo.local_micro_batch_size or groups * group_minibatch
     context_length = rollout.context_responses.shape[1] - rollout.rewards.shape[1]
     device = rollout.rewards.device
     b_inds = permutations + torch.arange(groups).unsqueeze(1) * group_batch  # (epochs, groups, group_batch)
-    launch.return_freed_memory()  # from sampling
     steps = []  # what is logged of each optimiser step
     for epoch in range(epochs):
         for minibatch in range(ppo.nminibatches):
@@ -886,8 +876,8 @@ def ppo_update(
             # 7. Make one optimiser step. Micro-batches add up to the gradient of the whole minibatch. [D67] [D88]
             shares = []  # what is logged of each micro-batch, times its share of the minibatch
             optimizer.zero_grad()
-            for start in range(0, mb_inds.numel(), micro_batch):
-                part = slice(start, start + micro_batch)
+            for start in range(0, mb_inds.numel(), ppo.local_micro_batch_size):
+                part = slice(start, start + ppo.local_micro_batch_size)
                 inds = mb_inds.flatten()[part]  # (micro_batch,); what follows is (micro_batch, response_length)
                 new_logprobs, entropies, new_values = policy(
                     rollout.context_responses[inds], pad_id, context_length, temperature
@@ -1325,8 +1315,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
             f"{typed('ppo.batch_size')} {ppo.batch_size} gives {group_minibatch}; "
             f"{flag('ppo.batch_size')} {8 * slices} is enough; fewer {flag('ppo.whiten_groups')} need less"
         )
-    launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", ppo.batch_size // num_processes)
-    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_groups * group_minibatch)
     return PpoSizes(
         # [D63] Rounded up: the last update has a whole batch too.   train_policy.py#L78-L84
         updates=math.ceil(ppo.total_episodes / ppo.batch_size),

@@ -7,7 +7,7 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     2. one pass over the comparisons in random order, with a learning rate that falls linearly
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
-You can skip what is imported of ours: a run's folder and logs, the command line, files of models and texts, memory.
+You can skip what is imported of ours: a run's folder and logs, the command line, files of models and texts.
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/reference.
@@ -43,7 +43,7 @@ from ppo_rlhf.lib.base import checkpoints, launch
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 from ppo_rlhf.lib.data import label_files, sources
-from ppo_rlhf.lib.nets import classifier, layers, memory, pretrained, templates
+from ppo_rlhf.lib.nets import classifier, layers, pretrained, templates
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.services import cli, run
 
@@ -141,16 +141,21 @@ class Args(cli.MemoryArgs, cli.RunArgs):
 
 
 TLDR_REWARD = Args(
-    label_dataset="tldr/online_45k.json", num_train=46_000, batch_size=16, lr=2.5e-5, rollout_batch_size=128
+    label_dataset="tldr/online_45k.json",
+    num_train=46_000,
+    batch_size=16,
+    lr=2.5e-5,
+    rollout_batch_size=128,
+    local_micro_batch_size=1,
+    local_rollout_batch_size=16,
 )
-TALES_REWARD = Args(base_model="tales", lr=1e-3)
+TALES_REWARD = Args(base_model="tales", lr=1e-3, local_micro_batch_size=32, local_rollout_batch_size=512)
 # 4,800 sentences, rated from -4 to 4. The judge, `--label_dataset people/judge.json`, learns from 4,800 others.
 REVIEWS_REWARD = Args(
     base_model="smollm2-135m",
     label_dataset="people/mean.json",
     num_train=4_800,
     rollout_batch_size=64,
-    local_micro_batch_size=8,
 )
 PRESETS = {
     "sentiment": Args(),
@@ -172,7 +177,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
-    accelerator = launch.make_accelerator(sharding=False)
+    accelerator = launch.make_accelerator()
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
@@ -192,17 +197,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     stream = QueryStream(args.task, tokenizer)
     reward_model, language_model = load_models(args, ids, labels, device)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
-    fitting = memory.rows_that_fit(
-        args,
-        accelerator,
-        reward_model,
-        length=labels.samples.shape[1] * int(labels.lengths(ids.pad).max()),  # tokens of a label
-        local_batch=sizes.local_batch,
-        local_rollout_batch=sizes.local_rollout_batch,
-    )
-    micro_batch = fitting["local_micro_batch"]
-    pass_rows = fitting["local_rollout_batch"]  # rows of a pass without gradients
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes) | fitting, joint)
+    pass_rows = args.local_rollout_batch_size  # rows of a pass without gradients
+    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint)
     save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args)
     this_run.rehearse(save)
     # Of the newest checkpoint; {"step": 0} if there is none.
@@ -246,7 +242,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 mb_inds=mb_inds,
                 pad_id=ids.pad,
                 accelerator=accelerator,
-                micro_batch=micro_batch,
+                micro_batch=args.local_micro_batch_size,
             )
             means = launch.mean_over_processes(stats, accelerator)
             launch.check_finite(means, step, launch.anew_with_lower("lr"))
@@ -857,7 +853,6 @@ class RewardSizes:
     local_batch: int
     normalize_samples: int
     local_normalize_samples: int
-    local_rollout_batch: int
 
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
@@ -865,9 +860,7 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     cli.check_run(args)
     # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
     local_batch = launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    local_rollout_batch = launch.split_evenly(
-        "rollout_batch_size", args.rollout_batch_size, num_processes, "processes"
-    )
+    launch.split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
     if args.num_train % args.batch_size:
         fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
         raise InputError(
@@ -883,7 +876,6 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
         local_batch=local_batch,
         normalize_samples=normalize_samples,
         local_normalize_samples=normalize_samples // num_processes,
-        local_rollout_batch=args.local_rollout_batch_size or local_rollout_batch,
     )
 
 

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import stand_in
 
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.tldr import packing, passes
+from ppo_rlhf.tldr import packing
 
 
 class Method:
@@ -54,9 +53,8 @@ RAY.exceptions = SimpleNamespace(**dict.fromkeys(ERRORS.split(), Never))
 if __name__ == "__main__":
     if os.environ.get("STAND_IN") != "no":
         stand_in.install(autocast=os.environ.get("AUTOCAST", "cuda"), float64=os.environ.get("FLOAT64") != "no")
-    for costs in (passes.COST_OF_WEIGHTS, passes.COST_OF_LAUNCHES, packing.COST_OF_GROUP):
+    for costs in (packing.COST_OF_PASS, packing.COST_OF_GROUP):
         costs["cuda"] = costs["cpu"]
-    pretrained.hasten_few_rows = lambda model: None  # for a CPU alone, where it rounds in another way
     sys.modules["ray"] = RAY
     sys.argv = sys.argv[1:]
     with stand_in.count_updates() as updates:

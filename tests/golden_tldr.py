@@ -27,7 +27,7 @@ from ppo_rlhf.lib.services import plots
 from ppo_rlhf.tldr import (
     models,
     networks,
-    passes,
+    packing,
     policy as tldr_policy,
     posts,
     responses as tldr_responses,
@@ -365,10 +365,10 @@ def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> lis
     return everywhere("generate_until", wrapper)
 
 
-def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[passes.Pass]:
+def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[packing.Pass]:
     """Passes as the original has them."""
     parts = torch.arange(len(lengths)).split(rows or len(lengths))
-    return [passes.Pass(rows=part, longest=int(lengths.max())) for part in parts]
+    return [packing.Pass(rows=part, longest=int(lengths.max())) for part in parts]
 
 
 def read_as_stored(lm_backbone, tokens, responses, pad_id):
@@ -377,8 +377,8 @@ def read_as_stored(lm_backbone, tokens, responses, pad_id):
 
 # Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
 AS_STORED: list[Replaced] = [
-    (passes, "plan_passes", in_order),
-    (passes, "pack", lambda tokens, pad_id, longest: tokens),
+    (packing, "plan_passes", in_order),
+    (packing, "pack", lambda tokens, pad_id, longest: tokens),
     *everywhere("read_before_responses", read_as_stored),
 ]
 
@@ -559,6 +559,7 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
             lr=settings["learning_rate"],
             adam_eps=case["optimizer"]["eps"],
             weight_decay=case["optimizer"]["weight_decay"],
+            local_micro_batch_size=16,  # each minibatch in one pass
         ),
     )
     whiten, load_critic = tldr_policy.whiten, networks.load_critic

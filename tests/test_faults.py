@@ -207,7 +207,7 @@ def test_a_new_run_that_cannot_write(arguments, tmp_path):
 def test_what_may_change_is_named(cut_off, policy_run):
     result = resume(cut_off, "--ppo.local_micro_batch_size", "4", "--log_interval", "2", "--save_interval", "3")
     assert result.status == 0, result.stderr
-    for change in ("log_interval 1 -> 2", "save_interval 2 -> 3", "ppo.local_micro_batch_size 0 -> 4"):
+    for change in ("log_interval 1 -> 2", "save_interval 2 -> 3", "ppo.local_micro_batch_size 64 -> 4"):
         assert change in result.stdout
     for row, expected in zip(metrics_of(cut_off), metrics_of(policy_run), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)

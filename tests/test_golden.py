@@ -331,7 +331,8 @@ def check_ppo_loss(name: str) -> None:
     case, arrays = load_json("case2_loss_meta")[name], load_arrays(f"case2_loss_{name}")
     policy = golden_policy(case["model"])
     hyperparameters = ("vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")
-    ppo = train_policy.PpoArgs(**{key: case[key] for key in hyperparameters})
+    settings = {key: case[key] for key in hyperparameters}
+    ppo = train_policy.PpoArgs(**settings, local_micro_batch_size=case["batch"])
     query_responses = torch.cat([contexts_of(arrays), arrays["responses"]], dim=1)
     rollout = rollout_of(query_responses, arrays)
     permutations = torch.arange(case["batch"]).view(1, 1, -1)

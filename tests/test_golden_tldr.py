@@ -169,7 +169,8 @@ def check_losses(name: str) -> None:
         mask=mask,
         value_mask=value_mask,
     )
-    ppo = tldr_policy.PpoArgs(**{key: value for key, value in case["ppo"].items() if key != "kl_coef"})
+    of_case = {key: value for key, value in case["ppo"].items() if key != "kl_coef"}
+    ppo = tldr_policy.PpoArgs(**of_case, local_micro_batch_size=len(mask))  # all rows in one pass
     optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)  # the gradients stay where they are
     with pytest.MonkeyPatch.context() as patched, recorded(tldr_policy, "response_statistics") as forwards:
         patched.setattr(tldr_policy, "compute_advantages", lambda *_, **__: (given["advantages"], given["returns"]))
@@ -263,7 +264,7 @@ def without_padding(row: torch.Tensor) -> list[int]:
 
 def check_queries() -> None:
     """Queries of 18 posts and 2 articles, cut to several lengths."""
-    case, encoder = CASES["texts_queries"], posts.Encoder(GPT2, GPT2.eos_token_id)
+    case, encoder = CASES["texts_queries"], posts.Encoder(GPT2, posts.task_ids(TaskArgs(), GPT2))
     for row in case["rows"]:
         limits = TaskArgs(query_length=row["limit"], article_query_length=row["limit"])
         query, expected = encoder.query(row["info"], limits), row["query_token"]
@@ -290,7 +291,7 @@ def folder_with(kind: str, rows: dict[str, list[dict]], folder: str) -> TaskArgs
 
 def check_joint_text(query: list[int], summary: list[int], expected: dict, joint: list[int]) -> bool:
     """Whether query and summary are the original's joint tokens, which are those of its text, cleaned up [X30]."""
-    encoder = posts.Encoder(GPT2, GPT2.eos_token_id)
+    encoder = posts.Encoder(GPT2, posts.task_ids(TaskArgs(), GPT2))
     cleaned = encoder.encode(expected["query"].strip())
     assert joint == [*cleaned, *summary]
     return cleaned == query
@@ -405,7 +406,6 @@ def check_sft_run(name: str) -> None:
     texts = case["rouge"]
     assert run.responses == texts["responses"]
     means = {key: sum(scores) / len(scores) for key, scores in texts["scores"].items()}
-    assert posts.rouge(run.responses, texts["references"]) == pytest.approx(means)
     assert {key: run.results[f"test/sft/rouge/{key}"] for key in means} == pytest.approx(means)
 
 
@@ -609,7 +609,8 @@ FORWARD, POLICY = partial(check_forward, "forward_neox_leftpad"), partial(check_
 SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_run, "reward_neox")
 
 FILES = tuple(f"tldr/{name}.py" for name in ("sft", "reward", "policy"))
-FILES += ("tldr/responses.py", "tldr/models.py", "tldr/posts.py", "lib/services/run.py", "train_policy.py")
+FILES += ("tldr/responses.py", "tldr/models.py", "tldr/posts.py", "lib/data/rows.py")
+FILES += ("lib/services/run.py", "train_policy.py")
 # mistake of the book: the checks that must fail if it is in the functions of these files
 MISTAKES: dict[str, list[Callable]] = {
     "response_logprobs: not shifted": [FORWARD, POLICY],

@@ -9,14 +9,13 @@ from oracles import gradients, numbers
 from test_passes import RESPONSE, ROWS, TEMPERATURE, UPDATES, Read, networks_in, numbers_of, ragged, same_numbers
 from test_policy_math import PAD, VOCAB
 from torch.testing import assert_close
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import precision
-from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.nets.layers import checkpoint_layers
-from ppo_rlhf.tldr import models, packing, passes, responses as tldr_responses
+from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all
 
@@ -64,8 +63,8 @@ def test_groups_by_hand(monkeypatch):
 def test_what_is_packed(tiny_models, any_width, monkeypatch):
     model = tiny_models("gpt2")
     packing.enable(model)
-    assert passes.is_packed(model) and passes.is_packed(model.base_model)
-    assert passes.is_packed(train_reward.RewardModel(model.base_model))
+    assert packing.is_packed(model) and packing.is_packed(model.base_model)
+    assert packing.is_packed(train_reward.RewardModel(model.base_model))
     assert "unpadded" not in json.dumps(model.config.to_dict())
     eager, other = tiny_models("gpt2"), tiny_models("gpt2")
     eager.set_attn_implementation("eager")
@@ -74,11 +73,11 @@ def test_what_is_packed(tiny_models, any_width, monkeypatch):
     code_of_its_own.__class__ = type("Own", (type(code_of_its_own),), {"__module__": "modeling_own"})
     for refused in (eager, other, code_of_its_own):
         packing.enable(refused)
-        assert not passes.is_packed(refused)
+        assert not packing.is_packed(refused)
     narrow = tiny_models("gpt2")
     monkeypatch.setattr(packing, "LEAST_WIDTH", narrow.config.hidden_size + 1)
     packing.enable(narrow)
-    assert not passes.is_packed(narrow)
+    assert not packing.is_packed(narrow)
 
 
 @pytest.mark.parametrize("architecture", packing.TRIED)
@@ -86,11 +85,11 @@ def test_loaded_models_are_packed_where_a_script_asks_for_it(tiny_models, tmp_pa
     """Also their layers, which have another configuration than the model; the one that is saved does not change."""
     tiny_models(architecture).save_pretrained(tmp_path / "model")
     loaded, tokens = models.load_pretrained(str(tmp_path / "model"), torch.float32), hard_rows()
-    assert not passes.is_packed(loaded) and "forward" not in vars(loaded.base_model)
+    assert not packing.is_packed(loaded) and "forward" not in vars(loaded.base_model)
     expected = train_policy.read_tokens(loaded, tokens, PAD, slice(None))
     packing.enable(loaded)
     counted = Read(loaded)
-    assert passes.is_packed(loaded)
+    assert packing.is_packed(loaded)
     assert_close(train_policy.read_tokens(loaded, tokens, PAD, slice(None)), expected, atol=1e-4, rtol=1e-4)
     assert counted.tokens == read_tokens_of(tokens)
     loaded.save_pretrained(tmp_path / "again")
@@ -100,13 +99,11 @@ def test_loaded_models_are_packed_where_a_script_asks_for_it(tiny_models, tmp_pa
 
 def test_one_pass_unless_its_size_is_limited(tiny_models, any_width, monkeypatch):
     model, lengths = tiny_models("gpt2"), torch.tensor([50, 4, 2, 9])
-    monkeypatch.setattr(passes, "cost_of_pass", lambda model: 1)
-    assert len(passes.plan_passes(lengths, model)) == 4
+    monkeypatch.setitem(packing.COST_OF_PASS, "cpu", 0)
+    assert len(packing.plan_passes(lengths, model)) == 4
     packing.enable(model)
-    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model)] == [[0, 3, 1, 2]]
-    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, rows=2)] == [[0, 3], [1, 2]]
-    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, tokens=27)] == [[0], [3, 1, 2]]
-    assert [one.rows.tolist() for one in passes.plan_passes(lengths, model, tokens=26)] == [[0], [3, 1], [2]]
+    assert [one.rows.tolist() for one in packing.plan_passes(lengths, model)] == [[0, 3, 1, 2]]
+    assert [one.rows.tolist() for one in packing.plan_passes(lengths, model, rows=2)] == [[0, 3], [1, 2]]
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------
@@ -224,7 +221,7 @@ def test_updates_are_the_same(tiny_models, any_width, monkeypatch, case, cost, c
     expected = numbers_of(update, model)
     for network in networks_in(model):
         packing.enable(network)
-        assert passes.is_packed(network)
+        assert packing.is_packed(network)
     counted = Read(*networks_in(model))
     same_numbers(numbers_of(update, model), expected)
     assert real < counted.tokens <= real + 8  # a token for the padding of each pass
@@ -268,27 +265,6 @@ def with_window(model: PreTrainedModel, window: int) -> PreTrainedModel:
     windowed = type(model)(config).double()
     windowed.load_state_dict(model.state_dict())
     return windowed
-
-
-@pytest.mark.parametrize("shape", [(7,), (8, 1), (2, 4, 6), (49, 1)])
-def test_few_rows_of_wide_layers(monkeypatch, shape):
-    """They give the same numbers, without gradients by another product."""
-    sizes = {"vocab_size": 9, "hidden_size": 512, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=8, attention_bias=True)
-    model = pretrained.checked_model(LlamaForCausalLM(config), None, {})
-    layers = [type(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    few, usual = pretrained.FewRowsLinear, torch.nn.Linear
-    assert layers == [usual] * 4 + [few, few, usual, few]  # attention has biases, and the third of the MLP is narrow
-    x, layer = torch.randn(*shape, 512, requires_grad=True), model.lm_head
-    expected = (x.double() @ layer.weight.double().T).float()
-    linear, called = torch.nn.functional.linear, []
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: called.append(given) or linear(*given))
-    with torch.no_grad():
-        assert_close(layer(x), expected)
-    assert len(called) == (shape in [(7,), (49, 1)])
-    (gradient,) = torch.autograd.grad(layer(x).sum(), x)
-    assert_close(gradient, layer.weight.sum(0).expand_as(x))
-    assert len(called) == 1 + (shape in [(7,), (49, 1)])
 
 
 @pytest.mark.parametrize("window", ["a row", "shorter", "as long as all tokens", "longer"])

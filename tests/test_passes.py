@@ -17,10 +17,9 @@ from test_tldr_update import make_actor_critic, scalar_model
 from torch.testing import assert_close
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.nets import memory
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import (
-    passes,
+    packing,
     policy as tldr_policy,
     posts,
     responses as tldr_responses,
@@ -38,62 +37,36 @@ LENGTHS = torch.tensor([7, 3, 9, 9, 1, 4, 12, 2, 7, 5])
 MODEL = torch.nn.Linear(1_000, 999)  # 999,000 parameters and a bias of 999
 
 
-def rows_of(plan: list[passes.Pass]) -> list[list[int]]:
+def rows_of(plan: list[packing.Pass]) -> list[list[int]]:
     return [one.rows.tolist() for one in plan]
 
 
 def test_passes_of_so_many_rows():
-    plan = passes.plan_passes(LENGTHS, MODEL, rows=4)
+    plan = packing.plan_passes(LENGTHS, MODEL, rows=4)
     assert rows_of(plan) == [[6, 2, 3, 0], [8, 9, 5, 1], [7, 4]]
     assert [one.longest for one in plan] == [12, 7, 2]
 
 
-def test_passes_of_so_many_tokens():
-    """12 + 9 = 21 tokens would fit, 12 * 2 do not; a row that is too long is alone."""
-    plan = passes.plan_passes(LENGTHS, MODEL, tokens=20)
-    assert rows_of(plan) == [[6], [2, 3], [0, 8], [9, 5, 1, 7], [4]]
-    assert [one.longest for one in plan] == [12, 9, 7, 5, 1]
-    assert len(passes.plan_passes(LENGTHS, MODEL, tokens=1)) == 10
-    both = passes.plan_passes(LENGTHS, MODEL, rows=3, tokens=20)
-    assert rows_of(both) == [[6], [2, 3], [0, 8], [9, 5, 1], [7, 4]]
-
-
-def test_the_cost_of_a_pass_by_hand():
-    assert passes.cost_of_pass(MODEL) == 96 + 100  # 10**8 / 999,999 parameters
-    assert passes.cost_of_pass(torch.nn.Linear(10_000, 10_000, bias=False)) == 96 + 1
-    with torch.device("meta"):  # as on a GPU: no CPU
-        assert passes.cost_of_pass(torch.nn.Linear(100_000, 10_000, bias=False)) == 512 + 200
-
-
-@pytest.mark.parametrize("cost", [16, 116, 2048])
-@pytest.mark.parametrize("longest", [1, 30, 300, 3000])
-def test_as_many_passes_as_pay(cost, longest, monkeypatch):
-    """Against all ways to divide ten rows in their order."""
-    monkeypatch.setattr(passes, "cost_of_pass", lambda model: cost)
-    lengths = torch.randint(1, longest + 1, (10,), generator=torch.Generator().manual_seed(longest))
-    ordered = sorted(lengths.tolist(), reverse=True)
-
-    def price(cuts: tuple[int, ...]) -> int:
-        parts = [ordered[start:end] for start, end in itertools.pairwise((0, *cuts, 10))]
-        return sum(part[0] * len(part) + cost for part in parts)
-
-    ways = itertools.chain(*(itertools.combinations(range(1, 10), count) for count in range(10)))
-    plan = passes.plan_passes(lengths, MODEL)
+@pytest.mark.parametrize(("cost", "sizes"), [(0, [1, 2, 2, 1, 1, 1, 1, 1]), (4, [2, 3, 3, 2]), (math.inf, [10])])
+def test_a_pass_ends_where_padding_costs_more_than_another(cost, sizes, monkeypatch):
+    """Of 12, 9, 9, 7, 7, 5, 4, 3, 2 and 1 tokens. With 4, a third row would make the padding 3 + 3."""
+    monkeypatch.setitem(packing.COST_OF_PASS, "cpu", cost)
+    plan = packing.plan_passes(LENGTHS, MODEL)
+    assert [len(one.rows) for one in plan] == sizes
     assert sorted(itertools.chain(*rows_of(plan))) == list(range(10))
-    assert sum(one.longest * len(one.rows) + cost for one in plan) == min(map(price, ways))
-    assert len(passes.plan_passes(torch.full((50,), longest), MODEL)) == 1
+    assert max(len(one.rows) for one in packing.plan_passes(LENGTHS, MODEL, rows=2)) == min(2, max(sizes))
 
 
 def test_rows_come_back_in_their_order():
-    table, plan = numbers(1, 10, 3), passes.plan_passes(LENGTHS, MODEL, rows=3)
+    table, plan = numbers(1, 10, 3), packing.plan_passes(LENGTHS, MODEL, rows=3)
 
     def twice(rows: torch.Tensor, lengths: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert longest == lengths.max()
         return 2 * rows, lengths
 
-    doubled, lengths = passes.in_passes(twice, plan, table, LENGTHS)
+    doubled, lengths = packing.in_passes(twice, plan, table, LENGTHS)
     assert doubled.equal(2 * table) and lengths.equal(LENGTHS)
-    assert passes.in_passes(lambda rows, _: rows[:, 0], plan, table).equal(table[:, 0])
+    assert packing.in_passes(lambda rows, _: rows[:, 0], plan, table).equal(table[:, 0])
 
 
 # ---- What is read ----------------------------------------------------------------------------------------------
@@ -117,7 +90,7 @@ def ragged(seed: int = 0, *, padding_inside: bool) -> torch.Tensor:
 def test_packed_tokens_read_the_same(tiny_models, architecture, padding_inside):
     model, tokens = tiny_models(architecture).double(), ragged(padding_inside=padding_inside)[:, 10:]
     longest = int((tokens != PAD).sum(1).max())
-    packed, responses = passes.pack(tokens, PAD, longest), tokens[:, CONTEXT - 10 :]
+    packed, responses = packing.pack(tokens, PAD, longest), tokens[:, CONTEXT - 10 :]
     assert packed.shape[1] == longest
     expected = train_policy.read_tokens(model, tokens, PAD, slice(CONTEXT - 11, -1))
     for rows in (packed, tokens):
@@ -126,7 +99,7 @@ def test_packed_tokens_read_the_same(tiny_models, architecture, padding_inside):
     last = slice(-1, None)
     read, expected = (train_policy.read_tokens(model, rows, PAD, last) for rows in (packed, tokens))
     assert_close(read, expected, atol=1e-12, rtol=0)
-    assert passes.pack(tokens, PAD, tokens.shape[1]) is tokens
+    assert packing.pack(tokens, PAD, tokens.shape[1]) is tokens
 
 
 class Read:
@@ -141,8 +114,8 @@ class Read:
         self.tokens += inputs[0].numel()
 
 
-def everything_at_once(lengths, *_, **__) -> list[passes.Pass]:
-    return [passes.Pass(rows=torch.arange(len(lengths)), longest=10**6)]
+def everything_at_once(lengths, *_, **__) -> list[packing.Pass]:
+    return [packing.Pass(rows=torch.arange(len(lengths)), longest=10**6)]
 
 
 def as_it_is(lm_backbone, tokens, responses, pad_id):
@@ -157,7 +130,7 @@ def policy_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
     drawn = {name: numbers(seed, ROWS, RESPONSE) - 3 for seed, name in enumerate(names, 1)}
     rollout = tldr_policy.Rollout(query_responses=tokens, **drawn, mask=mask, value_mask=value_mask)
     minibatches = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).view(1, 1, -1)
-    ppo = tldr_policy.PpoArgs()
+    ppo = tldr_policy.PpoArgs(local_micro_batch_size=ROWS)
 
     def update() -> dict[str, torch.Tensor]:
         optimizer = torch.optim.SGD(actor_critic.parameters(), lr=0.0)
@@ -185,7 +158,7 @@ def reward_model_of_chapter_2(tiny_models) -> tuple[Callable, torch.nn.Module, i
     def update() -> dict[str, float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         step = partial(tldr_reward.pairs_update, model, optimizer, comparisons, inds, counts, PAD)
-        return on_processes(1, partial(step, rows=0, most_tokens=0))[0]
+        return on_processes(1, partial(step, rows=ROWS))[0]
 
     return update, model, 2 * int(comparisons.lengths(PAD).sum())
 
@@ -197,7 +170,7 @@ def model_of_sft(tiny_models) -> tuple[Callable, torch.nn.Module, int]:
 
     def update() -> dict[str, float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = partial(tldr_sft.sft_update, model, optimizer, tokens, PAD, rows=0, most_tokens=0)
+        step = partial(tldr_sft.sft_update, model, optimizer, tokens, PAD, rows=ROWS)
         return on_processes(1, step)[0]
 
     return update, model, int((tokens != PAD).sum())
@@ -223,27 +196,13 @@ def networks_in(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found + [module.lm_backbone for module in model.children() if hasattr(module, "lm_backbone")]
 
 
-# For each token, a layer of these networks keeps 8 * (11 * 16 + 4 * 64) bytes: times 1.2 and two layers and one more,
-# 12.4 kB. With the logits, 128 tokens fit, or 64 of policy and critic: at least one row, and four at most.
-@pytest.mark.parametrize("budget", [math.inf, 2e6])
 @pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.__name__)
-def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, case, budget):
+def test_passes_change_what_is_read_and_nothing_else(tiny_models, monkeypatch, case):
     update, model, real = case(tiny_models)
-    # Of models so small, one pass would pay. So it does where the budget divides it.
-    monkeypatch.setattr(passes, "cost_of_pass", lambda model: 32 if budget == math.inf else 10**6)
-    monkeypatch.setattr(memory, "budget", budget)
-    plans, plan_passes = [], passes.plan_passes
-
-    def kept_plan(*arguments, **settings) -> list[passes.Pass]:
-        plans.append(plan_passes(*arguments, **settings))
-        return plans[-1]
-
-    monkeypatch.setattr(passes, "plan_passes", kept_plan)
+    monkeypatch.setitem(packing.COST_OF_PASS, "cpu", 16)  # of models so small, one pass would pay
     read = Read(*networks_in(model))
     found, in_passes = numbers_of(update, model), read.tokens
-    sizes = [len(one.rows) * one.longest for plan in plans for one in plan if len(one.rows) > 1]
-    assert budget == math.inf or (max(sizes, default=0) <= 128 and all(len(plan) > 10 for plan in plans))
-    monkeypatch.setattr(passes, "plan_passes", everything_at_once)
+    monkeypatch.setattr(packing, "plan_passes", everything_at_once)
     for module in (tldr_responses, tldr_policy, rlvr_policy):
         monkeypatch.setattr(module, "read_before_responses", as_it_is)
     same_numbers(found, numbers_of(update, model))

@@ -16,7 +16,7 @@ from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.nets import layers
 from ppo_rlhf.rlvr.algebra import ESTIMATORS
 from ppo_rlhf.rlvr.policy import RewardsArgs
-from ppo_rlhf.tldr import models, packing, passes
+from ppo_rlhf.tldr import models, packing
 
 LENGTHS = [7, 3, 0, 5, 2, 7, 4, 6]  # of two groups of four; the third response is empty
 
@@ -67,7 +67,7 @@ def with_positions_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tree_by_hand():
     ids = torch.tensor([[5, 6, 7, -1], [5, 8, 7, 9], [5, 6, 7, 9], [6, 6, -1, -1], [5, 6, 7, -1]])
-    tree, order = passes.prefix_tree(ids)
+    tree, order = packing.prefix_tree(ids)
     assert order.tolist() == [0, 4, 2, 1, 3]
     assert tree[0].tolist() == tree[4].tolist() == [*tree[2, :3].tolist(), -1]  # 5 6 7
     assert tree[0, 0] == tree[1, 0] and len({int(tree[i, 1]) for i in (0, 1, 3)}) == 3
@@ -80,7 +80,7 @@ def test_a_tree_against_a_count_of_beginnings(seed):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 2, (40, 9), generator=generator)
     ids[torch.arange(9) >= torch.randint(0, 10, (40, 1), generator=generator)] = -1
-    tree, order = passes.prefix_tree(ids)
+    tree, order = packing.prefix_tree(ids)
     beginnings: dict[int, set] = {}
     for row, of_row in zip(ids.tolist(), tree.tolist(), strict=True):
         for end, number in enumerate(of_row):
@@ -96,21 +96,17 @@ def test_a_tree_against_a_count_of_beginnings(seed):
 
 
 def test_groups_stay_together_in_small_passes(tiny_models):
-    """Of 11, 9, 8, 6 tokens and less: a pass ends when its rows, each as wide as the longest, have too many."""
     model, (tokens, _) = tiny_models("gpt2"), grouped()
     packing.enable(model, share_prefixes=True)
-    lengths, shared = passes.count_tokens(tokens, PAD), passes.find_shared(model, tokens, tokens != PAD)
-    (whole,) = passes.plan_passes(lengths, model, shared=shared)
+    lengths, shared = packing.count_tokens(tokens, PAD), packing.find_shared(model, tokens, tokens != PAD)
+    (whole,) = packing.plan_passes(lengths, model, shared=shared)
     assert {frozenset(half.tolist()) for half in whole.rows.split(4)} == {frozenset(range(4)), frozenset(range(4, 8))}
-    for limits in ({"rows": 3}, {"tokens": 26}, {"rows": 3, "tokens": 26}):
-        plan = passes.plan_passes(lengths, model, **limits, shared=shared)
-        assert torch.cat([one.rows for one in plan]).equal(whole.rows)
-        assert all(len(one.rows) <= limits.get("rows", 8) for one in plan)
-        if "tokens" in limits:
-            assert all(len(one.rows) * one.longest <= 26 for one in plan) and len(plan) <= 5
-    assert passes.find_shared(tiny_models("gpt2"), tokens, tokens != PAD) is None
+    plan = packing.plan_passes(lengths, model, 3, shared=shared)
+    assert torch.cat([one.rows for one in plan]).equal(whole.rows)
+    assert [len(one.rows) for one in plan] == [3, 3, 2]
+    assert packing.find_shared(tiny_models("gpt2"), tokens, tokens != PAD) is None
     different = tokens[[0, 4]]
-    assert passes.find_shared(model, different, different != PAD) is None  # there is nothing to share
+    assert packing.find_shared(model, different, different != PAD) is None  # there is nothing to share
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------
@@ -132,7 +128,7 @@ def test_it_reads_the_same(tiny_models, monkeypatch, architecture, cost, width):
     wanted = gradients(model)
     model.zero_grad()
     packing.enable(model, share_prefixes=True)
-    assert passes.is_packed(model) == (width == "wide")
+    assert packing.is_packed(model) == (width == "wide")
     counted, real = Read(model), (tokens != PAD).unsqueeze(2)
     found = train_policy.read_tokens(model, tokens, PAD, slice(None)) * real
     (found * weights).sum().backward()
@@ -177,7 +173,7 @@ VARIANTS = {name: {"advantage": name} for name in ESTIMATORS} | {
     "exact kl": {"advantage": "grpo", "rewards": RewardsArgs(kl_loss_coef=0.5, kl_loss_estimator="full")},
     "k3": {"entropy_coef": 0.1, "rewards": RewardsArgs(kl_loss_coef=0.5)},
     "cut groups": {"local_micro_batch_size": 2},
-    "few tokens": {"local_micro_batch_tokens": 26, "advantage": "grpo", "nminibatches": 1},
+    "few rows": {"local_micro_batch_size": 3, "advantage": "grpo", "nminibatches": 1},
     "two processes": {"processes": 2},
     "two processes, cut": {"processes": 2, "local_micro_batch_size": 1, "advantage": "grpo"},
 }
@@ -245,7 +241,7 @@ def test_mistakes_would_be_noticed(update_of, monkeypatch):
     for mistake in ("neighbour", "positions"):
         with monkeypatch.context() as patched:
             if mistake == "neighbour":
-                patched.setattr(passes, "prefix_tree", without_history)
+                patched.setattr(packing, "prefix_tree", without_history)
             else:
                 with_positions_that_go_on(patched)
             ((parameters, _),), _ = update_of(shares=True, architecture="gpt_neox")
@@ -260,13 +256,13 @@ def test_models_that_cannot_share_read_each_row(tiny_models, monkeypatch):
     monkeypatch.setattr(packing, "TRIED", ("llama",))
     model, other = tiny_models("gpt2"), tiny_models("gpt2")
     packing.enable(model, other, share_prefixes=True)
-    assert not passes.is_packed(model, "shares_prefixes") and "forward" not in vars(model.base_model)
+    assert not packing.is_packed(model, "shares_prefixes") and "forward" not in vars(model.base_model)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_that_shares_otherwise_is_noticed_before_the_run(tiny_models, monkeypatch, capsys, wrong):
     errors.say_once.cache_clear()
-    monkeypatch.setattr(passes, "UNFIT", set())
+    monkeypatch.setattr(packing, "UNFIT", set())
     model, critic, (tokens, _) = tiny_models("gpt2"), tiny_models("gpt2", seed=1), grouped()
     packing.enable(model, critic, share_prefixes=True)
     if wrong:
@@ -276,4 +272,4 @@ def test_a_model_that_shares_otherwise_is_noticed_before_the_run(tiny_models, mo
     said = "--base_model tiny does not read shared prefixes as it should: each row is read by itself\n"
     assert capsys.readouterr().out == said * wrong
     for network in (model, critic, SimpleNamespace(modules=critic.modules)):
-        assert (passes.find_shared(network, tokens, tokens != PAD) is None) == wrong
+        assert (packing.find_shared(network, tokens, tokens != PAD) is None) == wrong

@@ -181,7 +181,6 @@ def test_every_preset_divides(name, processes):
     assert sizes.local_groups * sizes.group_batch == sizes.local_batch
     sizes = reward_sizes(reward, processes)
     assert sizes.local_batch * processes == sizes.batch == reward.batch_size
-    assert sizes.local_rollout_batch * processes == reward.rollout_batch_size
     assert sizes.steps * sizes.batch == reward.num_train
 
 
@@ -253,12 +252,6 @@ def test_ppo_sizes_offer_what_divides(changes, processes, offered):
 def test_reward_sizes_offer_what_divides(changes, processes, offered):
     args = replace(train_reward.PRESETS["sentiment"], **changes)
     assert follow_offers(reward_sizes, args, processes) == offered
-
-
-@pytest.mark.parametrize("value", [5, 1000])
-@pytest.mark.parametrize("knob", ["local_micro_batch_size", "local_rollout_batch_size"])
-def test_ppo_memory_knobs_offer_what_divides(knob, value):
-    assert set(follow_offers(ppo_sizes, PpoArgs(**{knob: value}), 2, group="ppo.")) == {knob}
 
 
 # ---- Command lines ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import json
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -36,7 +35,9 @@ def read(path: Path | str, split: str = "train", verifier: str = "gsm8k_strict",
 def written(path: Path, rows: list[dict]) -> Path:
     """The rows in the form that the name asks for."""
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row, default=float) + "\n" for row in rows))  # default: of a Decimal
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
     elif path.suffix == ".csv":
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0]])
@@ -52,29 +53,17 @@ def written(path: Path, rows: list[dict]) -> Path:
     [
         {"question": "2+2?", "answer": "so #### 4"},
         {"question": "2+2?", "answer": 4},
-        {"question": "2+2?", "answer": 4.0},
         {"problem": "2+2?", "solution": "#### 4"},
         {"prompt": "2+2?", "completion": " 2 and 2\n#### 4"},
         {"prompt": [{"role": "user", "content": "2+2?"}], "completion": [{"role": "assistant", "content": "#### 4"}]},
         VERL,
-        {"question": "2+2?", "reward_model": json.dumps({"ground_truth": ["4"]})},
-        {"question": "2+2?", "answer": Decimal("4.00")},
-        {
-            "prompt": [{"role": "user", "content": [{"type": "text", "text": text} for text in ("2+", "2?")]}],
-            "answer": 4,
-        },
     ],
-    ids=["GSM8K", "integer", "float", "MATH", "TRL", "TRL, messages", "verl", "verl, as JSON", "decimal", "parts"],
+    ids=["GSM8K", "integer", "MATH", "TRL", "TRL, messages", "verl"],
 )
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_the_forms_of_a_row(tmp_path, row, suffix):
     found = read(written(tmp_path / f"rows{suffix}", [row]), test_problems="other.jsonl")
     assert (found.texts, found.answers, found.unscorable) == (["2+2?"], ["4"], 0)
-
-
-@pytest.mark.parametrize(("number", "text"), [("1.50", "1.5"), ("1E+2", "100"), ("-0.25", "-0.25"), ("1000", "1000")])
-def test_a_decimal_is_written_as_a_number_is(number, text):
-    assert problem_rows.as_text(Decimal(number), "x") == text
 
 
 def test_csv_holds_texts_and_a_file_holds_rows_out(tmp_path):
@@ -116,14 +105,10 @@ def test_a_conversation_is_rendered_with_its_system_message(tmp_path):
         ({"question": "a"}, r"rows\.jsonl, line 1 has nothing under 'answer'; it has 'question'"),
         ({"prompt": [SYSTEM], "answer": "4"}, "the last message is the system's; it must be the user's"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2?"}]}]},
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "line 1, 'prompt', a message's content, must be a text or a number; it is .*image",
         ),
-        (
-            {"prompt": "a", "reward_model": "{'ground_truth': 5}"},
-            r"rows\.jsonl, line 1, 'reward_model\.ground_truth': \"\{'ground_truth': 5\}\" is not JSON: Expecting",
-        ),
-        ({"prompt": "a", "reward_model": '{"a": ' + "[" * 100_000}, "is not JSON: maximum recursion depth"),
+        ({"prompt": ["2?"]}, "line 1, 'prompt', must be a text, a number, or messages"),
     ],
 )
 def test_what_is_no_problem_ends_in_one_line(tmp_path, row, message):
@@ -136,50 +121,18 @@ def test_a_file_that_is_another(tmp_path):
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(InputError, match=r"rows\.parquet: cannot be read"):
         read(tmp_path / "rows.parquet")
-    with pytest.raises(InputError, match=r"rows\.txt: unknown; .* files: \.jsonl, \.parquet, \.csv"):
+    with pytest.raises(InputError, match=r"rows\.txt: unknown; .* files: \.jsonl, \.parquet, \.csv, \.json"):
         read(tmp_path / "rows.txt")
 
 
 CUT = ["3/4", "12:30", "2024-05-01", "50%", "2 1/2", "10-15", "1e6", "7 and 8", "1,2", "5 or 6", "1.234.567"]
 
 
-def test_golds_that_are_no_number_are_left_out_and_named(tmp_path):
+def test_golds_that_are_no_number_are_left_out_and_counted(tmp_path):
     """What was cut to its first number before: `#### 3/4` trained on 3."""
     rows = [{"question": "a", "answer": f"####{gold}"} for gold in [*CUT, "72", " 1,000", " -3"]]
     found = read(written(tmp_path / "rows.jsonl", rows), test_problems="other.jsonl")
-    assert found.answers == ["72", "1000", "-3"] and found.unscorable == len(CUT) and found.refused == CUT
-    said, _ = problems.doubts(found, "train", "gsm8k_strict")
-    assert said == (
-        "11 of 14 problems to train on are left out, because --rewards.verifier gsm8k_strict accepts no response to "
-        "them (such as '3/4', '12:30', '2024-05-01')"
-    )
-    with pytest.raises(InputError, match=r"hashes .*\(such as '3/4', '12:30', '2024-05-01'\)"):
-        read(written(tmp_path / "none.jsonl", rows[:11]), test_problems="other.jsonl")
-
-
-# ---- The audit -------------------------------------------------------------------------------------------------
-
-
-def test_the_audit_names_what_a_verifier_takes_for_another(monkeypatch):
-    monkeypatch.setitem(rewards.VERIFIERS, "exact", lambda response, answer: float(response[:1] == answer[:1]))
-    assert rewards.audit("exact", ["01", "12", "13", "2"]) == {
-        "0": ["01"],
-        "an empty answer": [],
-        "another problem's answer": ["12 takes 13", "13 takes 12"],
-    }
-    assert problems.audit_line("exact", ["01", "12", "13", "2"]) == (
-        "--rewards.verifier exact, of 4 answers: 1 accept 0 (such as 01), 0 accept an empty answer, "
-        "2 accept another problem's answer (such as 12 takes 13)"
-    )
-
-
-@pytest.mark.parametrize("verifier", ["gsm8k_strict", "exact", "answer_line", "boxed"])
-def test_the_audit_of_our_verifiers_finds_nothing_in_numbers(verifier):
-    assert not any(rewards.audit(verifier, ["72", "1000", "-3", "0", "0.5"]).values())
-
-
-def test_functions_and_formats_have_no_audit():
-    assert problems.audit_line("mine:function", ["1"]) == problems.audit_line("think_answer", ["1"]) == ""
+    assert found.answers == ["72", "1000", "-3"] and found.unscorable == len(CUT)
 
 
 # ---- reasoning-gym ---------------------------------------------------------------------------------------------
@@ -192,6 +145,8 @@ class Sums:
     def __init__(self, size, seed, most=99, broken_from=10**6):
         self.seed, self.most, self.broken_from = seed, most, broken_from
         assert most > 9, "most must be above 9"
+        self.size = size
+    def __len__(self): return self.size
     def __getitem__(self, number):
         assert number < self.broken_from, "no more"
         draw = random.Random(self.seed + number)
@@ -199,11 +154,8 @@ class Sums:
         return {"question": f"{a}+{b}?", "answer": f"{a}+{b}", "metadata": {("sum", 0): a + b}}
     def score_answer(self, answer, entry):
         return 1.0 if eval(answer) == entry["metadata"]["sum", 0] else 0.05
-class Unreadable(Sums):
-    def score_answer(self, answer, entry):
-        return {}[answer]
 def create_dataset(name, **config):
-    return {"countdown": Sums, "sums": Sums, "unreadable": Unreadable}[name](**config)
+    return Sums(**config)
 """
 
 
@@ -222,8 +174,7 @@ class Counting(Worker):
 @pytest.fixture
 def workers(tmp_path, monkeypatch) -> Iterator[dict[str, Counting]]:
     """Fresh processes that make and score, and an empty cache."""
-    problem_rows.find_generator.cache_clear()
-    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     found = {name: Counting(computing) for name, computing in (("MAKER", 60), ("SCORER", 2))}
     for name, worker in found.items():
         monkeypatch.setattr(problem_rows, name, worker)
@@ -242,7 +193,7 @@ def library(workers, tmp_path, monkeypatch) -> dict[str, Counting]:
     """A stand-in for reasoning-gym."""
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym/__init__.py").write_text(LIBRARY)
-    (tmp_path / "reasoning_gym/factory.py").write_text("DATASETS = ['countdown', 'sums', 'unreadable']")
+    (tmp_path / "reasoning_gym/factory.py").write_text("DATASETS = ['countdown', 'sums']")
     (tmp_path / "reasoning_gym-0.1.dist-info").mkdir()
     (tmp_path / "reasoning_gym-0.1.dist-info/METADATA").write_text("Name: reasoning-gym\nVersion: 0.1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -255,45 +206,27 @@ SUMS = "reasoning_gym:sums,size=30,most=20"
 def test_a_name_is_checked_with_one_problem(library):
     for name in ("reasoning_gym:sums", "reasoning_gym:sums,size=10_000_000"):
         problem_rows.check_name(name, "problems")
-    assert library["MAKER"].asked == ["tasks", "make"] * 2
+    assert library["MAKER"].asked == ["describe"] * 2
 
 
-def test_problems_are_made_once_and_those_held_out_are_not_trained_on(library, tmp_path, capsys):
+def test_problems_are_made_once_and_those_held_out_are_not_trained_on(library, tmp_path):
+    """Once for a version of the library."""
     train, test = (read(SUMS, split, verifier="reasoning_gym") for split in ("train", "test"))
-    assert capsys.readouterr().out.startswith(f"{SUMS}: making 530 problems, which are kept in {tmp_path}/cache/")
-    assert library["MAKER"].asked == ["tasks", "make"] + ["make"] * 530
+    assert library["MAKER"].asked == ["describe"] + ["make"] * 530 + ["describe"]
     assert 0 < len(train) < 30 and len(test) == len({*test.texts}) and not {*train.texts} & {*test.texts}
     assert len(train) + len(test) > 300  # of 441 sums
-    problem_rows.find_generator.cache_clear()
-    assert read(SUMS, verifier="reasoning_gym").texts == train.texts
-    assert library["MAKER"].asked[532:] == ["tasks", "make"] and not library["SCORER"].asked
-    assert capsys.readouterr().out == ""
+    assert read(SUMS, verifier="reasoning_gym").texts == train.texts and not library["SCORER"].asked
     (tmp_path / "reasoning_gym-0.1.dist-info/METADATA").write_text("Name: reasoning-gym\nVersion: 0.2\n")
     library["MAKER"].close()
-    problem_rows.find_generator.cache_clear()
+    library["MAKER"].asked.clear()
     for name in (f"{SUMS},seed=1", SUMS):
         read(name, verifier="exact")
-    assert capsys.readouterr().out.count("making 530") == 2
+    assert library["MAKER"].asked == (["describe"] + ["make"] * 530) * 2
 
 
-def test_another_process_waits_for_the_first(library, monkeypatch):
-    waits = []
-
-    def wait(seconds):
-        waits.append(seconds)
-        with monkeypatch.context() as first:
-            first.setenv("RANK", "0")
-            assert len(read(SUMS, verifier="exact"))
-
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(problem_rows.time, "sleep", wait)
-    assert len(read(SUMS, verifier="exact")) and waits == [1]
-
-
-def test_what_fails_while_it_is_made_leaves_nothing(library, tmp_path):
-    with pytest.raises(InputError, match="refuses these settings: AssertionError: no more; write"):
+def test_what_fails_while_it_is_made_ends_in_one_line(library):
+    with pytest.raises(InputError, match=r"^--task\.problems reasoning_gym:.*says: AssertionError: no more; write"):
         read("reasoning_gym:sums,broken_from=20")
-    assert not [*(tmp_path / "cache").iterdir()]
 
 
 def test_a_response_that_attacks_its_scorer_gets_nothing(library, tmp_path):
@@ -363,12 +296,6 @@ def test_a_task_that_evaluates_text_needs_a_flag(name, judge):
         check(verifier="exact", evaluate_text=True)
 
 
-def test_a_generator_that_cannot_read_its_own_answers_has_no_problem(library):
-    with pytest.raises(InputError, match=r"5 give no answer .* --rewards\.verifier reasoning_gym can accept"):
-        read("reasoning_gym:unreadable,size=5", verifier="reasoning_gym")
-    assert len(read("reasoning_gym:unreadable,size=5", verifier="exact")) == 5
-
-
 def test_the_generator_s_own_scores(gym):
     found = read("reasoning_gym:spell_backward,size=5,seed=3", verifier="reasoning_gym")
     score = rewards.load_verifier("reasoning_gym", "rewards.verifier")
@@ -392,13 +319,10 @@ def test_answers_that_only_the_generator_can_judge(gym):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("reasoning_gym:sum", "reasoning-gym has no sum; it has sums"),
-        ("reasoning_gym:sums,size=0", "makes no problem that is not held out"),
-        ("reasoning_gym:sums,length=3", "refuses these settings: .*length"),
-        ("reasoning_gym:sums,most=1", "refuses these settings: AssertionError: most must be above 9; write"),
-        ("reasoning_gym:sums,size", "write <setting>=<value>"),
-        ("reasoning_gym:sums,seed='a'", "write <setting>=<value>"),
-        ("reasoning_gym:sums,most={1}", "write <setting>=<value>"),
+        ("reasoning_gym:sum", "there is no sum, but sums"),
+        ("reasoning_gym:sums,length=3", "says: TypeError: .*length"),
+        ("reasoning_gym:sums,most=1", "says: AssertionError: most must be above 9; write"),
+        ("reasoning_gym:sums,size", "; write reasoning_gym:<task>,<setting>=<value>"),
     ],
 )
 def test_a_generator_that_is_not_there(library, tmp_path, name, message):

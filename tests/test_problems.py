@@ -88,50 +88,6 @@ def test_prompts(changes, expected):
     assert problems.render_prompt("Why?", task(**changes), TOKENIZER) == expected
 
 
-EXAMPLES = [("1+1?", "2"), ("2+2?", "4")]
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            {"system_prompt": "Add.", "prompt_suffix": "!", "response_prefix": "It is "},
-            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?!<|im_end|>\n<|im_start|>assistant\nIt is 2"
-            "<|im_end|>\n<|im_start|>user\n2+2?!<|im_end|>\n<|im_start|>assistant\nIt is 4<|im_end|>\n"
-            "<|im_start|>user\nWhy?!<|im_end|>\n<|im_start|>assistant\nIt is ",
-        ),
-        (
-            {"prompt_format": "plain", "prompt_suffix": "\n", "response_prefix": "It is "},
-            "1+1?\nIt is 2\n\n2+2?\nIt is 4\n\nWhy?\nIt is ",
-        ),
-    ],
-)
-def test_examples_look_as_a_question_and_a_response_do(tmp_path, changes, expected):
-    """From their file to every prompt of a split; 12 tokens more than the limit leave no room for a question."""
-    rows = [dict(zip(("question", "answer"), example, strict=True)) for example in EXAMPLES]
-    examples = {"examples": str(written(tmp_path, rows, "examples.jsonl"))}
-    assert problems.read_examples(task(**examples, **changes)) == EXAMPLES
-    assert problems.render_prompt("Why?", task(**changes), TOKENIZER, EXAMPLES) == expected
-    source = written(tmp_path, [{"question": "Why?", "answer": "#### 7"}]).parent
-    assert read(source, **examples, **changes).texts == [expected]
-    before = len(problems.encode_prompt(expected, task(**changes), TOKENIZER)) - len("Why?")
-    line = error_line(source, **examples, **changes, prompt_length=before)
-    assert f"--task.examples {examples['examples']}: a prompt with its 2 examples has {before} tokens" in line
-    assert len(read(source, **examples, **changes, prompt_length=before + 4)) == 1
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ([], "examples.jsonl holds no example"),
-        ([{"question": "Why?"}], "examples.jsonl, line 1 has nothing under 'answer'"),
-    ],
-)
-def test_bad_examples_are_named(tmp_path, lines, words):
-    line = error_line(GSM8K, examples=str(written(tmp_path, lines, "examples.jsonl")))
-    assert line.startswith("--task.examples") and words in line
-
-
 def test_the_ids_of_a_chat_are_those_of_the_template():
     train = read(GSM8K)
     rows = [json.loads(line) for line in (GSM8K / "problems_train.jsonl").read_text().splitlines()]
@@ -214,7 +170,6 @@ def test_answers_are_the_numbers_behind_the_hashes():
         (r"\frac{", "boxed", "boxed", None),
         (" by heart ", "whole", "boxed", "by heart"),
         (" ", "whole", "boxed", None),
-        ("seven", "whole", "answer_line", "seven"),
         ("seven", "whole", "my_rewards:right", "seven"),
     ],
 )
@@ -243,7 +198,7 @@ def test_long_prompts_are_left_out_and_counted_and_never_cut(tmp_path):
     found = read(written(tmp_path, rows).parent, prompt_format="plain", prompt_suffix="", prompt_length=29)
     assert (found.texts, found.answers, found.too_long) == (["0+0?", "2+2?"], ["0", "4"], 1)
     found = read(tmp_path, prompt_format="plain", prompt_suffix="", prompt_length=30)
-    assert len(found) == 3 and found.too_long == 0 and found.longest() == 30
+    assert len(found) == 3 and found.too_long == 0
 
 
 def test_columns_may_have_other_names_and_kinds_are_told_apart(tmp_path):
@@ -336,7 +291,7 @@ def test_prompts_are_padded_on_the_left_to_the_longest_of_the_batch(tmp_path):
     batch = found.batch([9, 10, 0], pad_id=300)
     assert batch.shape == (3, 6)  # "10+10?" is one token for each byte
     assert (batch == 300).sum(1).tolist() == [2, 0, 2]
-    assert found.batch([9, 0], pad_id=300).shape == (2, 4) and found.longest() == 6
+    assert found.batch([9, 0], pad_id=300).shape == (2, 4)
     for row, text in zip(batch, ("9+9?", "10+10?", "0+0?"), strict=True):
         assert TOKENIZER.decode(row[-len(text) :]) == text and (row[: 6 - len(text)] == 300).all()
 

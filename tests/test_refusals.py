@@ -440,10 +440,6 @@ LONG_ARTICLE = edit_row("world/comparisons_validation.jsonl", 0, info={"article"
 
 
 CHAPTER_2 = {
-    "sft: micro-batch": sft("--local_micro_batch_size 3", "local_micro_batch_size 3", "_size 1"),
-    "reward: micro-batch": summary_reward("--local_micro_batch_size 6", "local_micro_batch_size 6"),
-    "policy: micro-batch": summary_policy("--ppo.local_micro_batch_size 5", "ppo.local_micro_batch_size 5"),
-    "policy: rollout batch": summary_policy("--ppo.local_rollout_batch_size 5", "ppo.local_rollout_batch_size 5"),
     "policy: fewer than a batch": summary_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
     "sft: two processes": sft("--batch_size 15", "batch_size 15", "2 (processes", "--batch_size 16", processes=2),
     "policy: two processes": summary_policy(

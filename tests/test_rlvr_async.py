@@ -24,7 +24,7 @@ from processes import Launched, launch_together
 from runs import explained_metrics, metrics_of, only
 from test_engine_vllm import FAKE
 from test_rlvr_math import ALONE, numbers, rollout_of
-from test_rlvr_runs import LETTERS, SHARDED, sums_arguments
+from test_rlvr_runs import LETTERS, sums_arguments
 from torch.testing import assert_close
 
 from ppo_rlhf import report
@@ -313,8 +313,8 @@ def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny
     assert some
 
 
-def test_two_learners_with_slices_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
-    """Under torchrun, with FSDP2; the first process has the workers and publishes what both keep."""
+def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
+    """Under torchrun; the first process has the workers and publishes the weights."""
     words = [*OLDER, "--off_policy_mask", "0.002"]
     one_learner = train_by(rlvr_async, tiny_sums, tmp_path / "one", *words)
     (tmp_path / "letters.py").write_text(LETTERS)
@@ -326,7 +326,6 @@ def test_two_learners_with_slices_are_one_but_for_rounding(kept, tiny_sums, tmp_
         *FOUR_UPDATES.split(),
         *words,
         folder=tmp_path,
-        **SHARDED,
     )
     assert all(result.status == 0 for result in results), results[0].stderr + results[1].stderr
     for two, one in zip(numbers_of(tmp_path), numbers_of(one_learner), strict=True):

@@ -21,7 +21,7 @@ from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_rlhf import sample, train_policy, train_reward
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets import foreign, pretrained
 from ppo_rlhf.lib.services import cli, plots, traces
@@ -42,7 +42,7 @@ GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 SIZES = (
     "--dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --ppo.nminibatches 2 --save_interval 1 "
     "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 "
-    "--task.response_length 20 --ppo.local_micro_batch_size 0 --trace_interval 0"
+    "--task.response_length 20 --ppo.local_micro_batch_size 256 --trace_interval 0"
 )
 LETTERS = """
 def letters(prompts, responses, answers):
@@ -63,6 +63,9 @@ def never(prompts, responses, answers):
 
 def one_of_eight_is_none(prompts, responses, answers):
     return [None if (len(responses), i) == (8, 0) else 1.0 for i in range(len(responses))]
+
+def below(prompts, responses, answers):
+    return [-1.0] * len(responses)
 
 def first(prompts, responses, answers):
     return [float(i == 0) for i in range(len(responses))]
@@ -252,44 +255,26 @@ def test_a_checkpoint_takes_whatever_a_run_may_hold(tiny_sums, tiny_tools, in_fo
 
 
 CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
-SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "extra", "environment"), [("ppo", CHUNKS, {}), ("ppo", "", SHARDED), ("pretraining", CHUNKS, {})]
-)
-def test_processes_chunks_and_slices_change_nothing_but_rounding(whole_run, in_folder, kind, extra, environment):
+@pytest.mark.parametrize("kind", ["ppo", "pretraining"])
+def test_processes_and_chunks_change_nothing_but_rounding(whole_run, in_folder, kind):
     (whole, arguments), folder = whole_run(kind), in_folder()
-    results = launch_together(2, "rlvr/policy.py", *arguments, *extra.split(), folder=folder, **environment)
+    results = launch_together(2, "rlvr/policy.py", *arguments, *CHUNKS.split(), folder=folder)
     assert all(result.status == 0 for result in results), results[0].stderr
     for one, other in zip(metrics_of(only(folder, "runs/*")), metrics_of(only(whole, "runs/*")), strict=True):
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
 
 
 def test_shared_prefixes_change_nothing_but_rounding(tiny_sums, in_folder, monkeypatch):
-    """V120: critic, reference and policy, sharded over two processes, next to one process that reads each row."""
+    """V120: critic, reference and policy in two processes, next to one process that reads each row."""
     words = [*sums_arguments(tiny_sums), *COMMON.split(), *ONCE, "--ppo.samples_per_prompt", "4"]
     expected, folder = run_in(in_folder(), monkeypatch, *words), in_folder()
-    results = launch_together(2, "rlvr/policy.py", *words, "--ppo.share_prefixes", folder=folder, **SHARDED)
+    results = launch_together(2, "rlvr/policy.py", *words, "--ppo.share_prefixes", folder=folder)
     assert all(result.status == 0 for result in results), results[0].stderr
     assert "each row is read by itself" not in results[0].stdout
     for one, other in zip(metrics_of(only(folder, "runs/*")), expected, strict=True):
         assert one == pytest.approx(other, rel=1e-7, abs=1e-9)
-
-
-def test_a_sharded_model_has_the_stop_ids_of_a_whole_one(tiny_qwen, tmp_path, monkeypatch):
-    """generation_config.json names one more than config.json does. A sharded model reads its weights later."""
-    plain = shutil.copytree(tiny_qwen, tmp_path / "plain")
-    (plain / "generation_config.json").unlink()
-    for folder, stops in ((tiny_qwen, [258, 256]), (plain, 258)):
-        penalties = []
-        for sharded in (False, True):
-            monkeypatch.setattr(processes, "sharding", lambda sharded=sharded: sharded)
-            model = models.load_pretrained(str(folder), torch.float32)
-            assert model.get_input_embeddings().weight.is_meta == sharded
-            assert model.generation_config.eos_token_id == stops
-            penalties.append(model.generation_config.repetition_penalty)
-        assert penalties[0] == penalties[1] and (penalties[0] == 1.1) == (folder == tiny_qwen)
 
 
 # ---- Estimators, losses and rewards, each through its own flag -------------------------------------------------
@@ -434,7 +419,7 @@ def test_the_likelihood_loss_is_a_mean_over_minibatches_with_a_correct_response(
 
 
 def test_negative_scores_do_not_go_with_maxrl(run_once, capsys):
-    run_once(f"{WAYS['maxrl']} --rewards.verifier answer_line --ppo.critic_warmup 0")
+    run_once(f"{WAYS['maxrl']} --rewards.verifier letters:below --ppo.critic_warmup 0")
     assert capsys.readouterr().out.count("--ppo.advantage maxrl: there are negative scores") == 1
 
 
@@ -515,14 +500,11 @@ SHRUNK = (
 )
 
 
-@pytest.mark.parametrize("preset", ["gsm8k", "gsm8k-grpo", "dr-grpo", "dapo", "rloo"])
+@pytest.mark.parametrize("preset", ["gsm8k", "gsm8k-grpo", "dr-grpo", "rloo"])
 def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, in_folder, monkeypatch, preset):
     n = min(4, PRESETS[preset].ppo.samples_per_prompt)
     batch = max(8, 4 * n)
     words = SHRUNK.format(batch=batch, n=n, gsm8k=GSM8K, model=tiny_qwen).split()
-    if preset == "dapo":
-        words += ["--rewards.verifier", "letters:letters", "--ppo.prompts_per_round", "4"]
-        words += ["--rewards.overlong_buffer", "4", "--ppo.nminibatches", "4"]
     rows = run_in(in_folder(), monkeypatch, "--preset", preset, *words)
     assert len(rows) == 1 and rows[0]["val/sequence_lengths_max"] <= 16
     assert rows[0]["eval/gsm8k_strict"] == 0 == rows[0]["eval/gsm8k_format"]

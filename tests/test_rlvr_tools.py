@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from benchmark import worlds
 from ppo_rlhf import report, sample
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli, derivation, traces
@@ -542,12 +542,6 @@ def test_the_longest_time_limit_works(tmp_path, monkeypatch):
     tool = tools.load_tool("bad_tools:tool", "tools.tool", seconds=86_400.0)
     assert tool("a") == "A"
     tool.close()
-
-
-def test_a_tool_does_not_go_with_sharded_weights(monkeypatch):
-    monkeypatch.setattr(processes, "sharding", lambda: True)
-    with pytest.raises(InputError, match=r"^tools cannot be combined with FSDP$"):
-        rlvr_tools.train(rlvr_tools.PRESETS["sums-tools"])
 
 
 # ---- The world -------------------------------------------------------------------------------------------------

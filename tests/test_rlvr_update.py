@@ -13,13 +13,12 @@ from test_rlvr_math import numbers, rollout_of, setup_of
 from torch.testing import assert_close
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.nets import memory
 from ppo_rlhf.rlvr import algebra, episodes as rlvr_episodes, policy as rlvr_policy, problems
 from ppo_rlhf.rlvr.algebra import ESTIMATORS
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr.episodes import Correction, Pool, Rollout
 from ppo_rlhf.rlvr.policy import ActorCritic, Reference, update
-from ppo_rlhf.tldr import passes, responses as tldr_responses
+from ppo_rlhf.tldr import packing, responses as tldr_responses
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
 LENGTHS = [1, 7, 3, 5, 7, 2, 4, 6]
@@ -56,11 +55,11 @@ def tokens_and_mask(lengths: list[int] = LENGTHS) -> tuple[torch.Tensor, torch.T
 def test_what_is_read_is_what_the_library_says_of_the_row_alone(
     tiny_models, monkeypatch, architecture, tokens_of_a_piece
 ):
-    monkeypatch.setattr(memory, "MOST_LOGITS", tokens_of_a_piece * PAD)
+    monkeypatch.setattr(packing, "MOST_LOGITS", tokens_of_a_piece * PAD)
     actor_critic, reference = networks(tiny_models, architecture)
     tokens, mask = tokens_and_mask()
     responses, longest = tokens[:, CONTEXT:], int((tokens != PAD).sum(1).max())
-    found = actor_critic(passes.pack(tokens, PAD, longest), responses, mask, PAD, reference)
+    found = actor_critic(packing.pack(tokens, PAD, longest), responses, mask, PAD, reference)
     for one, other in zip(found, actor_critic(tokens, responses, mask, PAD, reference), strict=True):  # not packed
         assert_close(one, other, atol=1e-9, rtol=0)
     assert all((x[~mask] == 0).all() for x in found)
@@ -83,7 +82,7 @@ def test_logits_in_chunks_have_the_same_gradient(tiny_models, monkeypatch):
     tokens, mask = tokens_and_mask()
     found = []
     for tokens_of_a_piece in (4_096, 3):
-        monkeypatch.setattr(memory, "MOST_LOGITS", tokens_of_a_piece * PAD)
+        monkeypatch.setattr(packing, "MOST_LOGITS", tokens_of_a_piece * PAD)
         actor_critic, reference = networks(tiny_models)
         logprobs, values, entropies, kl = actor_critic(tokens, tokens[:, CONTEXT:], mask, PAD, reference)
         (logprobs * numbers(1, *mask.shape) + values + entropies - 2 * kl).sum().backward()
@@ -100,7 +99,7 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
         tldr_responses, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more)
     )
     function = partial(rlvr_policy.read_responses, reference=reference, exact=True, recorded=False)
-    passes.by_length(
+    packing.by_length(
         function, actor_critic, tokens, tokens[:, CONTEXT:], mask, torch.zeros(mask.shape), pad_id=PAD, rows=3
     )
     assert shapes == [(3, 8)] * 4  # policy, critic, and the reference twice
@@ -269,15 +268,11 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_micro_batches_and_processes_change_nothing(tiny_models, variant, monkeypatch):
+def test_micro_batches_and_processes_change_nothing(tiny_models, variant):
     settings = VARIANTS[variant]
     ((whole, steps),) = updated(tiny_models, **settings)
     ((in_parts, _),) = updated(tiny_models, local_micro_batch_size=1, **settings)
     same_parameters(whole, in_parts)
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "budget", 1.0)  # byte: each row has a pass of its own
-        ((divided, _),) = updated(tiny_models, **settings)
-    same_parameters(whole, divided)
     shares = updated(tiny_models, processes=2, local_micro_batch_size=2, **settings)
     for parameters, _ in shares:
         same_parameters(whole, parameters)
@@ -566,7 +561,6 @@ def test_steps_per_update_and_prompts_follow():
         ({"batch_size": 10, "samples_per_prompt": 4}, 1, "--ppo.batch_size 12 does"),
         ({"batch_size": 12, "samples_per_prompt": 4, "nminibatches": 1}, 2, "--ppo.batch_size 16 does"),
         ({"batch_size": 10, "nminibatches": 4}, 1, "--ppo.batch_size 12 does"),
-        ({"batch_size": 8, "local_micro_batch_size": 3}, 1, "--ppo.local_micro_batch_size 1 does"),
     ],
 )
 def test_sizes_that_do_not_divide_offer_one_that_does(settings, processes, words):

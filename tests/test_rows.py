@@ -18,7 +18,7 @@ from test_tldr_data import COMPARISON, POST, changed
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import label_files, sources
+from ppo_rlhf.lib.data import label_files, rows, sources
 from ppo_rlhf.lib.data.label_files import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.rlvr import problems
@@ -512,7 +512,7 @@ def two_lines(*_: Any) -> None:
 BROKEN_FOR_ANY = {
     "writes two lines": (pretrained, "vocabulary_size", two_lines, "choices"),
     "does not check comparisons": (posts, "check_comparison", lambda *_: None, "comparisons"),
-    "does not check posts": (posts, "check_row", lambda *_: None, "posts"),
+    "does not check posts": (rows, "check_row", lambda *_: None, "posts"),
 }
 BROKEN_FOR_VALID = {
     "takes another id for padding": ("OPENAI_PAD_ID", OPENAI_PAD_ID + 1),

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from processes import launch
 from refusals import with_value
 from runs import error_line, meta_of, metrics_of, samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,7 +20,6 @@ from torch import nn
 from ppo_rlhf import train_both, train_policy, train_reward
 from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, run_script
-from ppo_rlhf.lib.base.launch import advice
 from ppo_rlhf.lib.scoring.scorers import import_function
 from ppo_rlhf.lib.services import cli, run as run_module
 from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
@@ -403,55 +400,3 @@ def test_runs_of_the_same_second_get_folders_of_their_own(accelerator, monkeypat
 def test_a_table_takes_any_text(capsys):
     print_table("[/b] title", [{"query": "[/i] \\[ text", "score": 1.0}])
     assert "[/i]" in capsys.readouterr().out
-
-
-ALLOCATE = """
-import resource, torch
-from ppo_rlhf.lib.base import launch
-from ppo_rlhf.lib.nets import memory
-
-def new_pages():
-    faults = []
-    for _ in range(10):
-        tensors = [torch.ones(2**22 * size) for size in (1, 4, 2, 3)]  # 160 MB: 40,960 pages
-        del tensors
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    return faults[-1] - faults[2]
-
-print(new_pages())
-launch.keep_freed_memory()
-print(new_pages())
-tensors = [torch.ones(2**21) for _ in range(200)]  # 8 MB each
-del tensors[:-1]  # what stays lies behind what was freed
-launch.MUCH, held = 0, memory.held_memory(torch.device("cpu"))
-launch.return_freed_memory()
-print(held - memory.held_memory(torch.device("cpu")))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the C library of Linux")
-def test_freed_memory_is_kept_until_it_is_returned(tmp_path):
-    """A tensor takes the pages of the one before; else the kernel would clear new ones, with a fault for each."""
-    (tmp_path / "allocate.py").write_text(ALLOCATE)
-    result = launch(tmp_path / "allocate.py", folder=tmp_path)
-    without, kept, returned = map(int, result.stdout.split())
-    assert 5 * kept < without and returned > 1.5e9
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device", "flags", "is_slow"),
-    [
-        ("bfloat16", "cpu", "flags\t\t: fpu avx2 fma", True),
-        ("bfloat16", "cpu", "flags\t\t: fpu avx2 avx512_bf16", False),
-        ("bfloat16", "cpu", "flags\t\t: fpu amx_bf16 amx_tile", False),
-        ("bfloat16", "cpu", "Features\t: fp asimd bf16", False),
-        ("bfloat16", "cpu", "processor : 0", False),
-        ("float32", "cpu", "flags\t\t: fpu avx2", False),
-        ("bfloat16", "cuda", "flags\t\t: fpu avx2", False),
-    ],
-)
-def test_a_processor_without_bfloat16_is_named(dtype, device, flags, is_slow, tmp_path):
-    (tmp_path / "cpuinfo").write_text(f"model name : x\n{flags}\n")
-    line = advice(dtype, torch.device(device), tmp_path / "cpuinfo")
-    assert ("no instructions for bfloat16" in line) == is_slow
-    assert advice(dtype, torch.device(device), tmp_path / "none") == ""

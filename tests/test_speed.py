@@ -60,7 +60,7 @@ def update(model, batch: int, query: int) -> None:
         rewards=compute_rewards(scores, logprobs, logprobs, 0.15)[0],
     )
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-4)
-    ppo = PpoArgs(batch_size=batch, whiten_groups=2, noptepochs=2)
+    ppo = PpoArgs(batch_size=batch, whiten_groups=2, noptepochs=2, local_micro_batch_size=batch)
     permutations = draw_permutations(1, 0, ppo.noptepochs, range(2), batch // 2)
     ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
 

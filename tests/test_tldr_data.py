@@ -11,6 +11,7 @@ import torch
 from runs import error_line
 from transformers import AutoTokenizer
 
+from ppo_rlhf.lib.data import rows
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.posts import CUT_MARGIN, TaskArgs
 
@@ -112,7 +113,8 @@ def test_a_post_of_a_megabyte_is_cut_in_few_steps():
 
 
 def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
-    encoder, as_text = posts.Encoder(tiny_tokenizer, 28), [26, 4, 14, 18, 26]  # < and > read as the full stop
+    encoder = posts.Encoder(tiny_tokenizer, posts.TaskIds(pad=29, eos=28, stops=(28,)))
+    as_text = [26, 4, 14, 18, 26]  # < and > read as the full stop
     assert encoder.summary("a<eos>b") == [27, 0, *as_text, 1, 28]
     query = encoder.query({"article": "a<eos>b"}, TaskArgs())
     assert query == encoder.encode("Article:\na") + as_text + encoder.encode("b\n\nTL;DR:")
@@ -122,7 +124,7 @@ def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
     ("left", "expected"), [(True, [[9, 9, 5], [9, 9, 9], [6, 7, 8]]), (False, [[5, 9, 9], [9, 9, 9], [6, 7, 8]])]
 )
 def test_rows_are_padded_on_one_side(left, expected):
-    assert posts.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
+    assert rows.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
 
 
 # ---- Posts [T07] -----------------------------------------------------------------------------------------
@@ -299,13 +301,17 @@ def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
 
 def test_rouge_by_hand():
     """[T23] The cat sat / the cat ran: two words of three, one pair of words of two, a common subsequence of two."""
+
+    def rouge(*pairs: tuple[str, str]) -> dict[str, float]:
+        return posts.rouge([dict(zip(("response", "reference"), pair, strict=True)) for pair in pairs])
+
     first = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}
-    assert posts.rouge(["The cat sat."], ["the cat ran"]) == pytest.approx(first)
+    assert rouge(("The cat sat.", "the cat ran")) == pytest.approx(first)
     # Another order: all words, no pair, a common subsequence of one word. Another length: 2 of 2 words, and 2 of 4.
-    assert posts.rouge(["b a"], ["a b"]) == pytest.approx({"rouge1": 1, "rouge2": 0, "rougeL": 1 / 2})
+    assert rouge(("b a", "a b")) == pytest.approx({"rouge1": 1, "rouge2": 0, "rougeL": 1 / 2})
     short = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}  # precision 1, recall 1/2; of the pairs, 1 and 1/3
-    assert posts.rouge(["a b"], ["a b c d"]) == pytest.approx(short)
+    assert rouge(("a b", "a b c d")) == pytest.approx(short)
     # Mean over the pairs, and an empty summary has none of it.
     mean = {name: value / 2 for name, value in first.items()}
-    assert posts.rouge(["The cat sat.", ""], ["the cat ran", "a b"]) == pytest.approx(mean)
-    assert posts.rouge(["cats"], ["cat"])["rouge1"] == 0  # no stemming
+    assert rouge(("The cat sat.", "the cat ran"), ("", "a b")) == pytest.approx(mean)
+    assert rouge(("cats", "cat"))["rouge1"] == 0  # no stemming

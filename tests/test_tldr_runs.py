@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import SCRIPTS, launch, launch_together
+from processes import launch, launch_together
 from runs import interrupt, meta_of, metrics_of, only, posts_arguments, rows_of, samples_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -461,42 +461,6 @@ def test_division_changes_nothing(kind, request, tmp_path):
     assert run.meta["num_processes"] == 2
     check_same(run, expected)
 
-
-@pytest.mark.parametrize("kind", ["sft", "reward", "policy"])
-def test_slices_of_the_weights_change_nothing(kind, request, tmp_path):
-    """FSDP2 on two processes."""
-    expected = request.getfixturevalue(kind)
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    run = expected.again(tmp_path / "run", processes=2, **environment)
-    check_same(run, expected)
-    models = [sorted(trained.folder.glob("models/**/*.safetensors")) for trained in (run, expected)]
-    for path, expected_path in zip(*models, strict=True):
-        torch.testing.assert_close(load_file(path), load_file(expected_path), rtol=1e-9, atol=1e-12)
-
-
-def test_frozen_models_in_bfloat16_in_slices(policy, tmp_path):
-    """FSDP2 on two processes; policy and critic, reference, reward model. What samples is a copy in bfloat16 too."""
-    wrapped = replace(
-        policy,
-        script=Path(__file__).parent / "sharded_run.py",
-        arguments=[str(SCRIPTS / policy.script), *policy.arguments],
-    )
-    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    run = wrapped.again(
-        tmp_path / "run",
-        "--dtype bfloat16 --frozen_bfloat16 --gradient_checkpointing --ppo.total_episodes 20",
-        2,
-        **environment,
-    )
-    networks = json.loads((run.folder / "sharding/1.json").read_text())
-    assert [network["dtypes"] for network in networks] == [["torch.float32"], ["torch.bfloat16"], MIXED]
-    assert [network["share"] for network in networks] == pytest.approx([0.5] * 3, abs=0.02)
-    row, expected = metrics_of(run.run)[0], metrics_of(policy.run)[0]
-    assert row["eval/reference_scores"] == pytest.approx(expected["eval/reference_scores"], rel=2**-6, abs=2**-6)
-    assert 0 < abs(row["objective/kl"]) < 0.1 and row["objective/sampler_gap"] < 2**-4
-
-
-MIXED = ["torch.bfloat16", "torch.float32"]  # the head of a reward model is never in low precision
 
 # Of the first row, where nothing but rounding can differ: numbers of known texts, before the first step.
 OF_KNOWN_TEXTS = {"sft": "train/sft/loss", "lora": "eval/reference_scores"}

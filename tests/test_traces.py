@@ -33,7 +33,7 @@ SUMMARIES = (
 GROUPS = (
     "--rewards.verifier letters:letters --rewards.kl_coef 0.1 --dtype float64 --ppo.lr 0.01 --ppo.batch_size 16 "
     "--ppo.samples_per_prompt 4 --ppo.total_episodes 64 --ppo.nminibatches 1 --save_interval 2 --log_interval 1 "
-    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --task.response_length 20 --ppo.local_micro_batch_size 0"
+    "--eval_interval 0 --eval_samples 0 --eval_problems 4 --task.response_length 20 --ppo.local_micro_batch_size 256"
 )
 LETTERS = """
 import os

@@ -383,7 +383,7 @@ def test_a_checkpoint_takes_whatever_a_run_holds(
     words += f" {scorer} --base_model {tiny_world}/model --task.query_dataset {tiny_world}/stories.txt"
     words += " --task.query_length 16 --task.response_length 12 --task.truncate_after 0"
     words += " --ppo.batch_size 16 --ppo.whiten_groups 1 --ppo.total_episodes 32"
-    words += " --ppo.local_micro_batch_size 0 --ppo.local_rollout_batch_size 0"
+    words += " --ppo.local_micro_batch_size 16"
     words += " --save_interval 1 --log_interval 1"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)

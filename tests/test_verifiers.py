@@ -24,8 +24,8 @@ TABLES = load_json("verl/scorers")
 # ---- Numbers ---------------------------------------------------------------------------------------------------
 
 
-# In verl, marks of bold text and a full stop are part of the answer, and a space must follow the hashes.
-OTHERWISE = ("#### **72**", "####72", "Answer: 72.")
+# In verl, marks of bold text are part of the answer, and a space must follow the hashes.
+OTHERWISE = ("#### **72**", "####72")
 
 
 @pytest.mark.parametrize("row", TABLES["gsm8k"], ids=lambda row: row["response"][:20])
@@ -168,30 +168,17 @@ def test_what_takes_too_long_is_wrong_and_the_next_is_read_again():
 @pytest.fixture
 def library(monkeypatch):
     """A process of math-verify that no verdict has been asked from."""
-    rewards.verdict.cache_clear()
+    rewards.same_mathematics.cache_clear()
     monkeypatch.setattr(rewards, "MATHEMATICS", Worker(EQUAL, computing=5, seconds=600))
     yield rewards.MATHEMATICS
     rewards.MATHEMATICS.close()
 
 
-def test_when_the_process_is_killed_another_one_is_asked(library):
+def test_after_the_process_is_killed_another_one_is_asked(library):
     assert rewards.same_mathematics("5", "5") is True
     library.process.kill()
     library.process.wait()
-    assert rewards.same_mathematics("5", "2+3") is True
-
-
-def test_without_a_verdict_an_answer_is_wrong_but_only_this_time(library, monkeypatch):
-    """The machine kills one process after the other, and then has memory again."""
-
-    def killed():
-        Worker.start(library)
-        library.process.kill()
-        library.process.wait()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(library, "start", killed)
-        assert rewards.same_mathematics("5", "2+3") is False
+    assert rewards.same_mathematics("5", "6") is False
     assert rewards.same_mathematics("5", "2+3") is True
 
 
@@ -222,7 +209,7 @@ def test_what_users_of_other_verifiers_report(verifier, response, answer, expect
     assert rewards.VERIFIERS[verifier](response, answer) == expected
 
 
-@pytest.mark.parametrize(("verifier", "form"), rewards.ANSWER_FORMS.items())
+@pytest.mark.parametrize(("verifier", "form"), [*rewards.ANSWER_FORMS.items(), ("reasoning_gym", "{}")])
 def test_only_what_follows_the_thoughts_is_an_answer(verifier, form):
     verify, seven = rewards.VERIFIERS[verifier], form.format("7")
     none = verify("", "7")
@@ -243,50 +230,6 @@ def test_only_what_follows_the_thoughts_is_an_answer(verifier, form):
 # ---- Formats ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", TABLES["dapo"], ids=lambda row: row["response"])
-def test_the_table_of_answer_lines(row):
-    expected = row["score"] if row["response"] not in OTHERWISE else 1
-    assert rewards.answer_line(row["response"], row["answer"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("line", "answer", "expected"),
-    [
-        (r"\boxed{42}", "42", 1),
-        ("$42$.", "42", 1),
-        ("42 dollars", "42", 1),
-        ("x = 42", "42", 1),
-        (r"\text{42}", "42", 1),
-        (r"$x=\boxed{1,234}$", "1234", 1),
-        ("42 cm", "42", 1),
-        ("1{,}000", "1000", 1),
-        (r"\$5", "5", 1),
-        ("an apple", "apple", 1),
-        (r"5\text{ m}^2", "5", 1),
-        (r"90^\circ", "90^{\\circ}", 1),
-        (r"\frac12", r"\frac{1}{2}", 1),
-        (r"\sqrt2", r"\sqrt{2}", 1),
-        (r"5 \mbox{ and } 6", "5,6", 1),
-        (r"\textbf{(B)}", "(B)", 1),
-        ("43 dollars", "42", -1),
-        ("42.", "42", 1),  # the next rows are not as in DAPO
-        ("**42**", "42", 1),
-        ("\u221242", "-42", 1),
-        ("it is 42", "42", -1),
-        ("-5", "5", -1),
-        ("1/2", "0.5", -1),
-        ("50%", "50", -1),
-        ("x" * 280 + "= 42", "42", 1),
-        ("x" * 300 + "= 42", "42", -1),
-        ("$" * 100_000, "42", -1),
-        ("dollars", "units", -1),  # the original finds two answers of which nothing is left equal
-    ],
-)
-def test_answers_are_compared_as_dapo_compares_them(line, answer, expected):
-    """What math_dapo.py of verl says, at the commit of the golden numbers, but for the last row."""
-    assert rewards.answer_line(f"So it is.\nAnswer: {line}", answer) == expected
-
-
 @pytest.mark.parametrize(
     ("verifier", "answer", "expected"),
     [
@@ -298,9 +241,6 @@ def test_answers_are_compared_as_dapo_compares_them(line, answer, expected):
         ("boxed", "12:00", True),
         ("exact", "12:00", True),
         ("boxed", r"\frac{", False),
-        ("answer_line", "x = 7 cm", True),
-        ("answer_line", "1\n2", False),
-        ("answer_line", "units", False),
         ("think_answer", "12:00", True),
         ("mine:function", "12:00", True),
         ("", "12:00", True),
@@ -311,35 +251,33 @@ def test_which_answers_a_response_can_give(verifier, answer, expected):
 
 
 @pytest.mark.parametrize(
-    ("response", "form", "tags"),
+    ("response", "form"),
     [
-        ("<think>a</think><answer>b</answer>", 1, 1),
-        ("<think>a\nb</think>\n \n<answer>\nc</answer>", 1, 1),
-        ("<think></think><answer></answer>", 1, 1),
-        ("<think>a</think><answer>b</answer> and more", 0, 1),
-        ("<think>a</think> so <answer>b</answer>", 0, 1),
-        ("Well, <think>a</think><answer>b</answer>", 0, 1),
-        ("<think>a</think>", 0, 0.5),
-        ("a</think><answer>b</answer>", 0, 0.75),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0.5),
-        ("<think>a<think>b</think><answer>c</answer>", 0, 0.75),
-        ("<answer>b</answer><think>a</think>", 0, 1),
-        ("", 0, 0),
+        ("<think>a</think><answer>b</answer>", 1),
+        ("<think>a\nb</think>\n \n<answer>\nc</answer>", 1),
+        ("<think></think><answer></answer>", 1),
+        ("<think>a</think><answer>b</answer> and more", 0),
+        ("<think>a</think> so <answer>b</answer>", 0),
+        ("Well, <think>a</think><answer>b</answer>", 0),
+        ("<think>a</think>", 0),
+        ("a</think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("<think>a<think>b</think><answer>c</answer>", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("", 0),
     ],
 )
-def test_think_and_answer_blocks(response, form, tags):
+def test_think_and_answer_blocks(response, form):
     assert rewards.think_answer(response, "b") == form
-    assert rewards.think_answer_tags(response, "b") == tags
 
 
 # ---- Any text --------------------------------------------------------------------------------------------------
 
 WHOLE = r"([0-9]{1,6}|[0-9]{1,3}(,[0-9]{3}){1,2})"
 NUMBERS = st.from_regex(rf"[-+\u2212]?\$?({WHOLE}(\.[0-9]{{1,3}})?|\.[0-9]{{1,3}})", fullmatch=True)
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 PIECES = st.one_of(
-    st.sampled_from(
-        ["#### ", "####", "Answer: ", r"\boxed{", "}", "{", "\\", "$", ",", ".", "-", "\n", " ", *rewards.TAGS]
-    ),
+    st.sampled_from(["#### ", "####", r"\boxed{", "}", "{", "\\", "$", ",", ".", "-", "\n", " ", *TAGS]),
     NUMBERS,
     st.text(max_size=5),
 )
@@ -379,7 +317,7 @@ def test_a_number_at_the_end_counts_whatever_stands_before(text, number, answer)
 
 @pytest.mark.parametrize("name", rewards.VERIFIERS)
 def test_the_prompt_is_never_rewarded(name):
-    prompt = r"<think>x</think><answer>5</answer> #### 5 \boxed{5} Answer: 5"
+    prompt = r"<think>x</think><answer>5</answer> #### 5 \boxed{5}"
     score = rewards.load_verifier(name, "rewards.verifier")
     worst = rewards.VERIFIERS[name]("", "5")
     assert worst <= 0

@@ -34,6 +34,7 @@ ATTACKS = {
     "sys.exit()": "its process ended with status 0",
     "os._exit(3)": "its process ended with status 3",
     "ctypes.string_at(0)": "its process ended with status -11",
+    "os.kill(os.getpid(), signal.SIGKILL)": "its process ended with status -9",
     "print('[1.0, \"\"]') or sys.stdout.flush() or 0 / 0": "ZeroDivisionError: division by zero",
     "len(bytearray(5 * 2**30))": "MemoryError",
     "'7' * 2**20": LONG,
@@ -89,19 +90,13 @@ def test_there_is_no_network(scorer):
     free.close()
 
 
-def test_a_process_that_is_killed_twice_is_an_error(scorer):
-    with pytest.raises(ChildProcessError, match="its process ended with status -9"):
-        scorer.ask("os.kill(os.getpid(), signal.SIGKILL)")
-    assert scorer.ask("1 + 1") == (2, "")
-
-
 def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(scorer, monkeypatch):
-    def interrupted(deadline):
+    def interrupted(text):
         raise KeyboardInterrupt
 
     assert scorer.ask("1 + 1") == (2, "")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(scorer, "read", interrupted)
+        patched.setattr("json.loads", interrupted)
         scorer.ask("1 + 2")
     assert scorer.ask("1 + 3") == (4, "")
 
@@ -117,7 +112,8 @@ def test_no_process_outlives_its_script(tmp_path):
         from ppo_rlhf.lib.scoring.worker import Worker
         worker = Worker("time:sleep", computing=0, seconds=600, confined=False)
         worker.ask(0)
-        worker.channel.sendall(b"[600]\\n")
+        worker.channel.write(b"[600]\\n")
+        worker.channel.flush()
         print(worker.process.pid)
     """
     ended = subprocess.run(

@@ -35,7 +35,7 @@ from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.launch import default_device
 from ppo_rlhf.lib.services.run import commit, cpu_name
-from ppo_rlhf.tldr import packing, passes
+from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import read_tokens
 
 ROOT = speed.ROOT
@@ -255,18 +255,18 @@ def padding(args: Args, outcome: Outcome) -> None:
     tokens = torch.randint(1, model.config.vocab_size, (len(lengths), len(columns)))
     tokens = tokens.masked_fill(columns < len(columns) - lengths.unsqueeze(1), pad_id)
 
-    def read(plan: list[passes.Pass]) -> None:
+    def read(plan: list[packing.Pass]) -> None:
         for one in plan:
-            rows = passes.pack(tokens[one.rows], pad_id, one.longest).to(device)
+            rows = packing.pack(tokens[one.rows], pad_id, one.longest).to(device)
             with torch.autocast(device.type, torch.bfloat16):
                 read_tokens(model, rows, pad_id, slice(None)).sum().backward()
 
-    whole = [passes.Pass(rows=torch.arange(len(lengths)), longest=len(columns))]
-    plan = passes.plan_passes(lengths, model)
+    whole = [packing.Pass(rows=torch.arange(len(lengths)), longest=len(columns))]
+    plan = packing.plan_passes(lengths, model)
     seconds = {"padded": speed_runs.seconds_of(lambda: read(whole), device, count)}
     seconds["in passes"] = speed_runs.seconds_of(lambda: read(plan), device, count)
     packing.enable(model)
-    if passes.is_packed(model):
+    if packing.is_packed(model):
         seconds["packed"] = speed_runs.seconds_of(lambda: read(whole), device, count)
     seconds["if only tokens took time"] = seconds["padded"] * int(lengths.sum()) / tokens.numel()
     outcome.tables["rows of different lengths, forward and backward"] = [

@@ -116,6 +116,7 @@ def ours(settings: Settings) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     updates = []
     log_times(updates, [])
+    micro_batch_size = settings["micro_batch_size"] or settings["batch_size"]
     flags = {
         "base_model": settings["model"],
         "dtype": settings["dtype"],
@@ -132,7 +133,8 @@ def ours(settings: Settings) -> Result:
         "ppo.batch_size": settings["batch_size"],
         "ppo.noptepochs": settings["epochs"],
         "ppo.whiten_groups": settings["whiten_groups"],
-        "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
+        "ppo.local_micro_batch_size": micro_batch_size // settings["processes"],
+        "ppo.local_rollout_batch_size": settings["batch_size"],
     }
     argv = as_argv(flags) + (["--compile"] if settings["compile"] else [])
     train_policy.train(cli.parse_args(train_policy.PRESETS, argv))
@@ -153,6 +155,7 @@ def rlvr(settings: Settings) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     updates, responses = [], []
     log_times(updates, responses)
+    micro_batch_size = settings["micro_batch_size"] or settings["batch_size"]
     flags = {
         "preset": "sums-grpo",
         "base_model": settings["model"],
@@ -174,7 +177,8 @@ def rlvr(settings: Settings) -> Result:
         "ppo.nminibatches": settings["minibatches"],
         "ppo.noptepochs": settings["epochs"],
         "ppo.lr": 1e-6,
-        "ppo.local_micro_batch_size": settings["micro_batch_size"] // settings["processes"],
+        "ppo.local_micro_batch_size": micro_batch_size // settings["processes"],
+        "ppo.local_rollout_batch_size": settings["batch_size"],
     }
     argv = [*as_argv(flags), "--ppo.share_prefixes" if settings["share_prefixes"] else "--ppo.no-share_prefixes"]
     rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv))

@@ -3,9 +3,7 @@
 #
 #     WORKERS=2 bash benchmark/curves/chapter2.sh posts
 #
-#     1b 2.8b 6.9b                  Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs of 80 GB. For 6.9b,
-#                                   MODEL says where it lies with safetensors, which its main branch lacks: a folder, or
-#                                   name@revision; benchmark/cost/scaling.md says how its memory is spent
+#     1b                            Pythia, deduped: SFT, reward model and PPO, four seeds on eight GPUs of 80 GB
 #     1b-lora                       the same with adapters of rank 64 on the policy, on one GPU
 #     1b-subtract 1b-k3             the penalty subtracted; the k3 estimator of the KL divergence
 #     posts                         the small world, four seeds on a CPU
@@ -26,7 +24,6 @@ seeds() { # name, first seed, distance of the seeds, command
 of_the_paper() { seeds "tldr-$1" 44413 11100 "$2"; } # 44413, 55513, 66613, 77713
 
 ddp="accelerate launch --num_processes 8"
-fsdp="accelerate launch --config_file benchmark/accelerate/fsdp2.yaml"
 all=ppo_rlhf/tldr/all.py
 track="--sft.track --reward.track --policy.track"
 bf16="--sft.dtype bfloat16 --reward.dtype bfloat16 --policy.dtype bfloat16"
@@ -40,13 +37,6 @@ for experiment in "$@"; do
     case "$experiment" in
     1b)
         of_the_paper 1b "$ddp $all --base_model EleutherAI/pythia-1b-deduped $bf16 $track $(pieces 8 8 16 64)" ;;
-    2.8b)
-        of_the_paper 2.8b "$fsdp $all --base_model EleutherAI/pythia-2.8b-deduped $bf16 $track $(pieces 4 4 4 32)" ;;
-    6.9b)
-        model=${MODEL:?must name EleutherAI/pythia-6.9b-deduped with safetensors}
-        knobs="--sft.gradient_checkpointing --reward.gradient_checkpointing --policy.gradient_checkpointing"
-        knobs+=" --policy.frozen_bfloat16"
-        of_the_paper 6.9b "$fsdp $all --base_model $model $bf16 $track $knobs $(pieces 4 4 4 16)" ;;
     1b-lora)
         adapters="--policy.lora.rank 64 --policy.lora.alpha 128 --policy.lora.target_modules all-linear"
         one="accelerate launch --num_processes 1 $all --base_model EleutherAI/pythia-1b-deduped"

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
 
 import torch
@@ -122,18 +122,12 @@ MATHEMATICS = Worker("ppo_rlhf.lib.scoring.mathematics:equal", computing=5, seco
 
 
 @functools.lru_cache(maxsize=2**16)
-def verdict(gold: str, content: str) -> bool:
-    return MATHEMATICS.ask(gold, content)[0] is True  # the cache keeps no verdict of a process that was killed
-
-
 def same_mathematics(gold: str, content: str) -> bool:
     """Whether math-verify finds the contents of two boxes equal. What takes it too long isn't."""
     try:
-        return verdict(gold, content)
+        return MATHEMATICS.ask(gold, content)[0] is True
     except ImportError as error:
         raise InputError(f"boxed answers need math-verify ({error}): pip install -e '.[math]'") from error
-    except ChildProcessError:
-        return False
 
 
 def words(text: str) -> list[str]:
@@ -196,53 +190,6 @@ def boxed(response: str, answer: str) -> float:
     return float(same_mathematics(gold, content))
 
 
-# ---- A line with the answer ------------------------------------------------------------------------------------
-
-# [V20] DAPO's verifier first replaces and then removes these parts of an answer, in this order.
-#       reward_score/math_dapo.py#L66-L162
-REPLACED = {"an ": "", "a ": "", ".$": "$", r"\$": "", r"\ ": "", " ": "", "mbox": "text"}
-REPLACED |= {r",\text{and}": ",", r"\text{and}": ",", r"\text{m}": r"\text{}"}
-
-REMOVED = r"""
-    square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm
-    pounds meters meals edges students childrentickets multiples \text{s} \text{.} \text{}^2 \text{}^3 \text{}
-    \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots
-"""
-
-
-def bare_answer(text: str) -> str:
-    """An answer as DAPO's verifier compares it: only what follows the last `=`, without units, spaces and LaTeX."""
-    text = text.rpartition("=")[2]
-    for old, new in (REPLACED | dict.fromkeys(REMOVED.split(), "")).items():
-        text = text.replace(old, new)
-    text = re.sub(r".*?\$(.*?)\$.*", r"$\1$", text)
-    for command in ("text", "textbf", "overline"):
-        text = re.sub(rf"\\{command}{{(.*?)}}", r"\1", text)
-    text = re.sub(r"\\boxed{(.*)}", r"\1", text)
-    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)  # \frac12 is \frac{1}{2}
-    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
-    number = text.replace(",", "")
-    return (number if number.isdigit() else text).strip()
-
-
-LONGEST_LINE = 300  # characters
-
-
-def answer_line(response: str, answer: str) -> float:
-    """1 if the x of the last `Answer: x` is the answer, else -1. Both are compared as bare_answer gives them."""
-    # [V20] The scale of -1 and 1 is DAPO's. A longer line is never correct there, because DAPO reads only the last
-    #       300 characters of a response.   reward_score/math_dapo.py#L220-L272
-    found = re.findall(r"(?i)answer[*_]*\s*:\s*([^\n]+)", conclusion(response))
-    said = plain_line(found[-1]) if found and len(found[-1]) <= LONGEST_LINE else ""
-    return 1.0 if said and said == plain_line(answer) else -1.0
-
-
-def plain_line(text: str) -> str:
-    """As bare_answer, of a text without the marks of bold, a full stop at its end, and dashes for a minus."""
-    text = text.translate(dict.fromkeys(map(ord, DASHES), "-")).strip()
-    return bare_answer(re.sub(r"^[*_]+|[*_]+$", "", text).strip().rstrip(".").strip("*_"))
-
-
 # ---- The text itself -------------------------------------------------------------------------------------------
 
 
@@ -261,7 +208,6 @@ def exact(response: str, answer: str) -> float:
 # ---- Format ----------------------------------------------------------------------------------------------------
 
 BLOCK = r"<{0}>(?:(?!</?(?:think|answer)>).)*</{0}>"
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_answer(response: str, answer: str) -> float:
@@ -271,11 +217,6 @@ def think_answer(response: str, answer: str) -> float:
     return float(re.fullmatch(form, response.strip(), re.DOTALL) is not None)
 
 
-def think_answer_tags(response: str, answer: str) -> float:
-    """A quarter for each of the four tags of these blocks that occurs in the response exactly once."""
-    return sum(response.count(tag) == 1 for tag in TAGS) / len(TAGS)
-
-
 # ---- Verifiers by name -----------------------------------------------------------------------------------------
 
 
@@ -283,14 +224,13 @@ class Gold(str):
     """The answer of a problem of reasoning-gym, and how the problem's own scorer judges another."""
 
     score: Callable[[str], float]  # from a text to 0 to 1
-    own_score: float  # what it gives this answer
 
 
 def reasoning_gym(response: str, answer: str) -> float:
     """The score that the problem's own generator gives the answer of a response, 0 to 1; of other problems, as exact.
 
     answer: a Gold. Less than 1 is a share for what is nearly correct, or only has the form. A response that the
-    generator cannot read gets 0. A generator that cannot even read its own answer has no problem that can be used.
+    generator cannot read gets 0.
     """
     if not isinstance(answer, Gold) or not answer_text(response):
         return exact(response, answer)
@@ -298,15 +238,11 @@ def reasoning_gym(response: str, answer: str) -> float:
 
 
 WHOLE_TEXTS = ("exact", "reasoning_gym")  # verifiers that take the whole response for the answer
-RIGHT_FROM = {
-    "reasoning_gym": 1.0,
-    "think_answer_tags": 1.0,
-}  # verifiers whose values between 0 and this are no correct responses
 
 
 def is_right(values: torch.Tensor, verifier: str) -> torch.Tensor:
-    """Which of a verifier's values mean a correct response: those above 0, where nothing else is said."""
-    return values >= RIGHT_FROM[verifier] if verifier in RIGHT_FROM else values > 0
+    """Which of a verifier's values mean a correct response: those above 0, or 1 where less is a share of a point."""
+    return values >= 1 if verifier == "reasoning_gym" else values > 0
 
 
 VERIFIERS: dict[str, Verifier] = {
@@ -316,56 +252,25 @@ VERIFIERS: dict[str, Verifier] = {
         gsm8k_flexible,
         gsm8k_format,
         boxed,
-        answer_line,
         exact,
         reasoning_gym,
         think_answer,
-        think_answer_tags,
     )
 }
 
-# The shortest response that gives an answer. Other verifiers check only the form, or are functions of the user's.
+# The shortest response that gives an answer. Other verifiers check only the form, or aren't ours.
 ANSWER_FORMS = {
     "gsm8k_strict": "#### {}",
     "gsm8k_flexible": "{}",
     "boxed": r"\boxed{{{}}}",
-    "answer_line": "Answer: {}",
     "exact": "{}",
-    "reasoning_gym": "{}",
 }
 
 
 def can_be_right(verifier: str, answer: str) -> bool:
     """Whether any response can be correct: one that gives only the answer must score 1."""
-    if verifier == "reasoning_gym" and isinstance(answer, Gold):
-        return answer.own_score == 1
     form = ANSWER_FORMS.get(verifier)
     return form is None or VERIFIERS[verifier](form.format(answer), answer) == 1
-
-
-AUDITED = 100  # answers of an audit
-OTHERS = 3  # other answers that each of them is compared with
-
-
-def audit(verifier: str, answers: Sequence[str]) -> dict[str, list[str]]:
-    """What a verifier of ours takes for correct that isn't: answers that accept 0, nothing, or another answer.
-
-    Returns examples for each kind of mistake, all that were found among the first AUDITED different answers; an empty
-    dictionary for verifiers that check only the form, and for functions of the user's.
-    """
-    if (form := ANSWER_FORMS.get(verifier)) is None:
-        return {}
-    accepts, golds = VERIFIERS[verifier], [*dict.fromkeys(answers)][:AUDITED]
-    found: dict[str, list[str]] = {"0": [], "an empty answer": [], "another problem's answer": []}
-    for i, gold in enumerate(golds):
-        if gold.strip() != "0" and accepts(form.format("0"), gold) == 1:
-            found["0"].append(gold)
-        if accepts(form.format(""), gold) == 1:
-            found["an empty answer"].append(gold)
-        others = [golds[(i + step) % len(golds)] for step in range(1, min(OTHERS, len(golds) - 1) + 1)]
-        if taken := [other for other in others if accepts(form.format(other), gold) == 1]:
-            found["another problem's answer"].append(f"{gold} takes {taken[0]}")
-    return found
 
 
 def load_verifier(

@@ -23,13 +23,13 @@ from ppo_rlhf.tldr import models
 @dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     verifier: str = "gsm8k_strict"
-    """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, answer_line, or package.module:name of a function
-    (prompts, responses, answers: texts) -> list of floats. A response that gets None or NaN counts nowhere"""
+    """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, exact, reasoning_gym, or package.module:name of a
+    function (prompts, responses, answers: texts) -> list of floats. A response with None or NaN counts nowhere"""
     evaluate_text: bool = False
     """allow tasks of reasoning-gym whose scorers evaluate an answer as Python. The risk: what the policy writes runs
     with your rights, though only arithmetic, in a process with limits and, where the system offers it, no network"""
     format: str = ""
-    """a second verifier, of the form: gsm8k_format, think_answer, think_answer_tags, or a function; empty: none"""
+    """a second verifier, of the form: gsm8k_format, think_answer, or a function; empty: none"""
     format_weight: float = 1.0
     """weight of the second verifier's value in the score; 0: it is only logged and evaluated"""
     trained_model: str = ""
@@ -131,6 +131,8 @@ class PpoArgs(cli.MemoryArgs):
     """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
     prompts_per_round: NonNegativeInt = 0
     """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
+    local_rollout_batch_size: PositiveInt = 256
+    """responses that one process samples at a time, at most; a memory knob"""
     share_prefixes: bool = True
     """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
 
@@ -140,11 +142,6 @@ class PpoArgs(cli.MemoryArgs):
         low = algebra.lower_clip_range(self.loss, self.cliprange_low)
         found = {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
         return found | {"trust_region": self.trust_region}
-
-    @property
-    def limits_of_a_pass(self) -> dict[str, int]:
-        """For tldr/passes.py."""
-        return {"rows": self.local_micro_batch_size, "most_tokens": self.local_micro_batch_tokens}
 
     @property
     def whitens(self) -> bool:
@@ -171,8 +168,7 @@ class ToolsArgs:
 @dataclass(frozen=True, kw_only=True)
 class Args(cli.PolicyRunArgs):
     preset: str = "gsm8k"
-    """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, dapo, rloo, sums, sums-grpo,
-    arithmetic"""
+    """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, rloo, sums, sums-grpo, arithmetic"""
     exp_name: str = "rlvr_policy"
     seed: NonNegativeInt = 1
     """seed of the sampling noise, the order of the problems and the minibatches"""
@@ -217,6 +213,7 @@ SUMS = Args(
         weight_decay=0.0,
         lam=0.95,
         cliprange_value=None,
+        local_micro_batch_size=128,
     ),
 )
 SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
@@ -243,32 +240,6 @@ PRESETS = {
             weight_decay=0.0,
             advantage="dr_grpo",
             loss_aggregation="seq-mean-token-sum-norm",
-        ),
-    ),
-    # DAPO as verl has it: its token mean is over a minibatch, the paper's over the responses to one question.
-    "dapo": Args(
-        dtype="bfloat16",
-        eval_interval=5,
-        eval_samples=1,
-        task=dataclasses.replace(
-            problems.TASKS["gsm8k"],
-            prompt_length=2_048,
-            response_length=2_048,
-            prompt_suffix='\nThink step by step. The last line of your response is "Answer: " and the answer.',
-        ),
-        rewards=RewardsArgs(verifier="answer_line", kl_coef=0.0, overlong_buffer=512),
-        ppo=PpoArgs(
-            total_episodes=111_616,
-            batch_size=1_024,
-            samples_per_prompt=16,
-            nminibatches=16,
-            lr_warmup=10,
-            weight_decay=0.1,
-            advantage="grpo",
-            cliprange_high=0.28,
-            dual_clip=10.0,
-            filter_groups=True,
-            prompts_per_round=192,
         ),
     ),
     "rloo": Args(
@@ -310,6 +281,7 @@ PRESETS = {
             weight_decay=0.0,
             advantage="dr_grpo",
             loss_aggregation="seq-mean-token-sum-norm",
+            local_micro_batch_size=64,
         ),
     ),
 }
@@ -350,7 +322,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     slices = num_processes * ppo.nminibatches
     local_minibatch = split("ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}")
-    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
     local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")
     return PpoSizes(
@@ -361,6 +332,6 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
         round_prompts=round_prompts,
         local_batch=ppo.batch_size // num_processes,
         local_round=local_round,
-        local_rollout_batch=launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_round),
+        local_rollout_batch=min(ppo.local_rollout_batch_size, local_round),
         local_minibatch=local_minibatch,
     )

@@ -174,8 +174,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         """Make the policy's weights known as this version; forget those that no batch needs any more."""
         started = time.monotonic()
         # All trained parameters by name, tied weights once, are one object with one version.
-        parameters = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
-        weights = {name: checkpoints.gather_for_saving(parameter) for name, parameter in parameters.items()}
+        weights = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
         launch.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
         self.current, self.publishing = version, time.monotonic() - started

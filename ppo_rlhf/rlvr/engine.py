@@ -70,8 +70,6 @@ class BuiltIn:
     def __init__(self, spec: Spec):
         torch.set_num_threads(spec.threads)
         self.device = launch.default_device()
-        if self.device.type == "cpu":
-            launch.keep_freed_memory()
         self.spec, self.version = spec, -1
         self.model = models.load_base_model(spec)
         packing.enable(self.model)

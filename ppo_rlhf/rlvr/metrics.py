@@ -175,8 +175,8 @@ def say_if_nothing_is_learned(setup: rlvr_episodes.Setup, this_run: run.Run) -> 
         ends = sum(row["val/stop_token_rate"] for row in rows) / PATIENCE
         errors.say(
             f"No response was correct in {PATIENCE} updates, and {ends:.0%} of them ended: try easier problems, a "
-            f"longer {flag('task.response_length')} ({args.task.response_length}), {flag('task.examples')}, or "
-            f"another {flag('task.prompt_suffix')}; samples.jsonl has responses, and {flag('rewards.verifier')} "
+            f"longer {flag('task.response_length')} ({args.task.response_length}), or another "
+            f"{flag('task.prompt_suffix')}; samples.jsonl has responses, and {flag('rewards.verifier')} "
             f"{args.rewards.verifier} must be able to read them"
         )
         return

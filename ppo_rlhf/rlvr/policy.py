@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
-from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics, problems
@@ -67,7 +65,7 @@ from ppo_rlhf.rlvr.episodes import (
     make_batch,
 )
 from ppo_rlhf.rlvr.scores import load_sources, punish, score_responses
-from ppo_rlhf.tldr import models, networks, packing, passes
+from ppo_rlhf.tldr import models, networks, packing
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
 from ppo_rlhf.train_policy import AdaptiveKLController, episode_noise, read_scalar, read_tokens, scaled_logits
 from ppo_rlhf.train_reward import RewardModel
@@ -212,7 +210,7 @@ class Sampler:
         """Responses to the requests of a draw; within `sampling`."""
         chunk = self.setup.sizes.local_rollout_batch
         answers = [
-            passes.few_rows_at_a_time(partial(self.respond, temperature=temperature), chunk, contexts, uniforms)
+            packing.few_rows_at_a_time(partial(self.respond, temperature=temperature), chunk, contexts, uniforms)
             for contexts, uniforms, temperature in draw.requests
         ]
         return Samples(draw=draw, answers=answers, version=self.version, on_policy=True)
@@ -223,7 +221,7 @@ class Sampler:
         """Responses of the policy, padding after the stop id, and their log-probs; within `sampling`."""
         ids = self.setup.ids
         settings = {"pad_id": ids.pad, "vocab_size": ids.vocab_size, "stop_ids": ids.stops}
-        return self.generate(self.actor_critic.sampler, contexts, uniforms, temperature=temperature, **settings)
+        return self.generate(self.actor_critic.lm_backbone, contexts, uniforms, temperature=temperature, **settings)
 
     def correct(self, episodes: Rollout, number: int) -> Correction:
         """What update `number` learns from, if another policy has sampled. Every process must call this."""
@@ -260,8 +258,8 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
     query_responses, exact = torch.cat([queries, responses], dim=1), shaping.kl_estimator == "full"
     recorded = samples.on_policy and args.dtype != "bfloat16" and not exact
     settings = {"pad_id": ids.pad, "reference": reference, "exact": exact, "recorded": recorded}
-    settings |= args.ppo.limits_of_a_pass
-    read = passes.by_length(
+    settings |= {"rows": args.ppo.local_micro_batch_size}
+    read = packing.by_length(
         read_responses, actor_critic, query_responses, responses, mask, sampler_logprobs, **settings
     )
 
@@ -402,8 +400,8 @@ def update(
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
     exact = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
     read_by = reference if exact else None
-    limits = {"pad_id": pad_id} | ppo.limits_of_a_pass
-    lengths = passes.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
+    limits = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size}
+    lengths = packing.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
     for b_inds in minibatches:  # an epoch
@@ -417,7 +415,7 @@ def update(
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             # [V77] A micro-batch has rows of similar length: little padding, and the same sum.
-            for tokens, rows in passes.micro_batches(
+            for tokens, rows in packing.micro_batches(
                 actor_critic, lengths[mb_inds], mb.query_responses, torch.arange(len(mb_inds)), **limits
             ):
                 micro_batch = mb.rows(rows)
@@ -563,7 +561,7 @@ class ActorCritic(models.MixedPrecision):
                 if reference:
                     states.append(reference.hidden_states(*place)[at])
                 read = partial(self.read_hidden, reference)
-                logprobs, entropies, exact_kl = passes.few_logits_at_a_time(read, self.vocab_size, labels, *states)
+                logprobs, entropies, exact_kl = packing.few_logits_at_a_time(read, self.vocab_size, labels, *states)
             else:
                 logprobs = recorded[at]
                 entropies = exact_kl = torch.zeros_like(logprobs)
@@ -674,8 +672,11 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_checks.check_problems(train_problems, sizes)
-    for doubt in problems.doubts(train_problems, "train", args.rewards.verifier):
-        errors.say(doubt)
+    if train_problems.unscorable:
+        errors.say(
+            f"{train_problems.unscorable} problems to train on are left out, because "
+            f"{errors.flag('rewards.verifier')} {args.rewards.verifier} accepts no response to them"
+        )
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
@@ -700,10 +701,8 @@ def load_networks(
 ) -> tuple[ActorCritic, Reference | None, nn.Module | None]:
     """Policy with or without a critic, reference, and peft's handle of the policy's adapters, if there are any.
 
-    They are sharded over the processes if the launcher asks for it. Without a penalty there is no reference.
+    Without a penalty there is no reference.
     """
-    if args.lora.rank and processes.sharding():
-        raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
     task = args.task
     length, vocab_size = task.prompt_length + task.response_length, pretrained.vocabulary_size(tokenizer)
     lm_backbone = models.load_base_model(args)
@@ -717,9 +716,8 @@ def load_networks(
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
-    models.place(actor_critic, accelerator)
-    with processes.gathered(actor_critic):
-        models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
+    actor_critic.to(accelerator.device)
+    models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
     adapters, reference = None, None
     if args.lora.rank:
         adapters = models.add_adapters(lm_backbone, args.lora, args.seed)
@@ -728,7 +726,7 @@ def load_networks(
         if adapters is None:
             frozen = models.load_base_model(args, frozen=True)
             packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
-            models.place(frozen, accelerator)
+            frozen.to(accelerator.device)
         reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
     return actor_critic, reference, adapters
 
@@ -770,12 +768,7 @@ def start_run(
         for name, network in networks_of(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
-    prompt, rows, tokens = setup.problems.longest(), setup.sizes.local_minibatch, math.inf
-    if passes.is_packed(actor_critic, "shares_prefixes"):  # a prompt is read once for all its responses
-        tokens = setup.sizes.local_batch // args.ppo.samples_per_prompt * prompt + rows * args.task.response_length
-    length = prompt + args.task.response_length
-    of_pass = passes.limit(args, accelerator, actor_critic, rows=rows, length=length, tokens=tokens)
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes) | of_pass)
+    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes))
     this_run.rehearse(partial(save_models, setup=setup, actor_critic=actor_critic))
     state = this_run.resume(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}

@@ -7,7 +7,8 @@
     reasoning_gym:<task>  a generator of reasoning-gym, an extra; see problem_rows.py, also for the forms of rows
     <owner>/<name>     a data set on the hub, or <owner>/<name>:<configuration>
     <folder>           problems_train.jsonl and problems_test.jsonl
-    <file>             .jsonl, .parquet or .csv; each 50th row is held out, unless --task.test_problems says what is
+    <file>             .jsonl, .parquet, .csv or .json; each 50th row is held out, unless --task.test_problems
+                       says what is
 
 A row is an object with a question and an answer, which holds what a response must say:
 
@@ -17,8 +18,8 @@ Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,7 @@ from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import hub, launch, processes
 from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import sources
+from ppo_rlhf.lib.data import rows, sources
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.rlvr import problem_rows
 from ppo_rlhf.tldr import posts
@@ -49,7 +50,7 @@ SOURCES = ("gsm8k", "sums", "sums-tools", "arithmetic")
 class TaskArgs(templates.FormatArgs):
     problems: str = "gsm8k"
     """where problems come from: gsm8k, sums, arithmetic, reasoning_gym:<task>, a data set on the hub, a folder with
-    problems_<split>.jsonl, or a file: .jsonl, .parquet or .csv"""
+    problems_<split>.jsonl, or a file: .jsonl, .parquet, .csv or .json"""
     test_problems: str = ""
     """where the held-out problems come from; empty: the test split of the same"""
     question_column: str = "question"
@@ -68,9 +69,6 @@ class TaskArgs(templates.FormatArgs):
     """text after each question"""
     response_prefix: str = ""
     """text that every response begins with, such as <think>: the policy reads it at the end of its prompt"""
-    examples: str = ""
-    """a .jsonl file of solved problems that every prompt shows before its question (few-shot), rows like those of
-    problems; empty: none"""
     prompt_length: PositiveInt = 1_024
     """the most tokens of a prompt; longer ones are left out"""
     response_length: PositiveInt = 512
@@ -118,23 +116,6 @@ def task_ids(
 # ---- Prompts ---------------------------------------------------------------------------------------------------
 
 
-def read_examples(task: TaskArgs) -> list[tuple[str, str]]:
-    """Questions and answers of task.examples."""
-    if not task.examples:
-        return []
-    rows = posts.read_jsonl(Path(task.examples), "examples")
-    if not rows:
-        raise InputError(f"{flag('task.examples')} {task.examples} holds no example")
-    found = []
-    for where, row in rows:
-        what = f"{flag('task.examples')} {where}"
-        question = problem_rows.question_of(row, task.question_column, what)
-        if not isinstance(question, str):
-            raise InputError(f"{what}: an example is a question and an answer; it has {len(question)} messages")
-        found.append((question, problem_rows.answer_of(row, task.answer_column, what)))
-    return found
-
-
 def messages_of(
     question: str | templates.Messages, task: TaskArgs, as_data: Callable[[str], str] = str
 ) -> templates.Messages:
@@ -151,29 +132,19 @@ def messages_of(
     return [*(own or templates.system_of(task)), *earlier, last]
 
 
-def render_prompt(
-    question: str | templates.Messages,
-    task: TaskArgs,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Iterable[tuple[str, str]] = (),
-) -> str:
+def render_prompt(question: str | templates.Messages, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text that a response continues. question: a text, or messages, of which the last is the user's.
 
-    examples: as read_examples gives them. In a chat, the names of special tokens in the question are marked for
-    `encode_prompt`; templates.shown takes the marks out.
+    In a chat, the names of special tokens in the question are marked for `encode_prompt`; templates.shown takes the
+    marks out.
     """
     templates.check(task)
-    # An example looks as a question and a correct response do.
-    shown = [(asked + task.prompt_suffix, task.response_prefix + answer) for asked, answer in examples]
     if task.prompt_format == "plain":
-        content = "\n".join(one["content"] for one in messages_of(question, task))
-        return "".join(f"{asked}{answer}\n\n" for asked, answer in shown) + content + task.response_prefix
-    turns = [text for example in shown for text in example]
-    solved = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-    messages = messages_of(question, task, partial(templates.as_letters, tokenizer=tokenizer))
-    system = [one for one in messages if one["role"] == "system"]
-    messages = [*system, *solved, *messages[len(system) :]]
-    return templates.render(messages, task, tokenizer) + task.response_prefix
+        text = "\n".join(message["content"] for message in messages_of(question, task))
+    else:
+        messages = messages_of(question, task, partial(templates.as_letters, tokenizer=tokenizer))
+        text = templates.render(messages, task, tokenizer)
+    return text + task.response_prefix
 
 
 def response_start(task: TaskArgs, prompt: str) -> str:
@@ -190,7 +161,7 @@ def response_start(task: TaskArgs, prompt: str) -> str:
 
 def dialogue(question: str | templates.Messages, task: TaskArgs, prompt: str) -> templates.Messages:
     """What a reward model with a template of its own reads before a response: the messages that ask the question,
-    without the task's examples, and last the beginning of the reply, which is the end of the prompt.
+    and last the beginning of the reply, which is the end of the prompt.
     """
     *earlier, last = messages_of(question, task)
     start = response_start(task, prompt)
@@ -221,52 +192,42 @@ class Problems:
     too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
     unscorable: int  # problems that were left out, because no response to them can be correct
     empty: int  # problems that were left out, because their prompt has no token
-    refused: list[str] = field(default_factory=list)  # the answers of those that are unscorable
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.prompts))
 
     def batch(self, inds: Iterable[int], pad_id: int) -> torch.Tensor:
         """Prompts with these numbers, padded on the left to the longest of them: (prompts, longest)."""
         # To the longest of the whole batch: its shape does not depend on how it is split.
         #       experimental/agent_loop/agent_loop.py#L534-L586
-        rows = [self.prompts[i] for i in inds]
-        return posts.pad_rows(rows, max(map(len, rows)), pad_id, left=True)
+        prompts = [self.prompts[i] for i in inds]
+        return rows.pad_rows(prompts, max(map(len, prompts)), pad_id, left=True)
 
 
-def load_rows(source: str, field: str, split: str) -> Iterable[posts.Row]:
+def load_rows(source: str, field: str, split: str) -> Iterable[rows.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        with hub.hub_data_errors(f"{flag(f'task.{field}')} gsm8k", remedy):
-            from datasets import load_dataset
-
-            split = split or "test"
-            downloaded = list(GSM8K_FILES.download(split))
-            return posts.hub_rows(source, split, load_dataset("parquet", data_files=downloaded, split="train"))
+        return rows.from_hub(source, field, split or "test", remedy, GSM8K_FILES)
     path = Path(source)
     if path.is_dir():
-        return posts.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
+        return rows.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
     if problem_rows.is_elsewhere(source):
         return problem_rows.load(source, field, split or "test")
-    if path.suffix not in problem_rows.FILES:
+    if path.suffix not in rows.FORMATS:
         raise InputError(
             f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, reasoning_gym:<task>, data "
-            f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(problem_rows.FILES)}"
+            f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(rows.FORMATS)}"
         )
-    rows = problem_rows.read_file(path, field)
-    if split == "test" and len(rows) < sources.HELD_OUT:
+    every = rows.read_file(path, field)
+    if split == "test" and len(every) < sources.HELD_OUT:
         raise InputError(
-            f"{flag(f'task.{field}')} {source} has {len(rows)} rows; every {sources.HELD_OUT}th row of a file is "
+            f"{flag(f'task.{field}')} {source} has {len(every)} rows; every {sources.HELD_OUT}th row of a file is "
             f"held out, so give {sources.HELD_OUT} rows or more, or name a file of held-out problems: "
             f"{flag('task.test_problems')} <file>.jsonl"
         )
     held_out = {"train": False, "test": True}.get(split)
-    return [row for i, row in enumerate(rows) if held_out in (None, i % sources.HELD_OUT == sources.HELD_OUT - 1)]
+    return [row for i, row in enumerate(every) if held_out in (None, i % sources.HELD_OUT == sources.HELD_OUT - 1)]
 
 
 def answer_of(solution: str, answer_format: str) -> str:
@@ -296,17 +257,9 @@ def read_problems(
     source, field = task.problems, "problems"
     if split == "test" and task.test_problems:
         source, field, split = task.test_problems, "test_problems", ""
-    elif split == "train" and task.test_problems and Path(source).suffix in problem_rows.FILES:
+    elif split == "train" and task.test_problems and Path(source).suffix in rows.FORMATS:
         split = ""  # nothing of it is held out
-    examples = read_examples(task)
-    before = len(encode_prompt(render_prompt("", task, tokenizer, examples), task, tokenizer)) if examples else 0
-    if before >= task.prompt_length:
-        raise InputError(
-            f"{flag('task.examples')} {task.examples}: a prompt with its {len(examples)} examples has {before} "
-            f"tokens before its question; give fewer, or a {flag('task.prompt_length')} above {before}"
-        )
     kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "messages", "answers", "kinds")}
-    kept["refused"] = []
     too_long = unscorable = empty = 0
     for where, row in islice(load_rows(source, field, split), limit or None):
         what = f"{flag(f'task.{field}')} {where}"
@@ -316,9 +269,8 @@ def read_problems(
         # [V04] [V19] The verifier must accept the answer itself. gsm8k_strict never accepts 12:00, for example.
         if not answer or not rewards.can_be_right(verifier, answer):
             unscorable += 1
-            kept["refused"].append(solution.rpartition("####")[2].strip()[-40:])
             continue
-        prompt = render_prompt(question, task, tokenizer, examples)
+        prompt = render_prompt(question, task, tokenizer)
         tokens = encode_prompt(prompt, task, tokenizer)
         if not tokens:  # there is nothing that the first token could follow
             empty += 1
@@ -336,38 +288,11 @@ def read_problems(
         by = f" that {flag('rewards.verifier')} {verifier} can accept" if verifier else ""
         raise InputError(
             f"{flag(f'task.{field}')} {source}: none of its {split or 'test'} rows can be used: {unscorable} give no "
-            f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}{such_as(kept['refused'])}, "
-            f"{empty} have a prompt of "
-            f"no tokens, and {too_long} one of more than {flag('task.prompt_length')} {task.prompt_length}"
+            f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}, "
+            f"{empty} have a prompt of no tokens, and {too_long} one of more than {flag('task.prompt_length')} "
+            f"{task.prompt_length}"
         )
     return Problems(**kept, too_long=too_long, unscorable=unscorable, empty=empty)
-
-
-def such_as(answers: list[str]) -> str:
-    """Examples of answers for a message."""
-    return f" (such as {', '.join(repr(answer) for answer in [*dict.fromkeys(answers)][:3])})" if answers else ""
-
-
-def audit_line(verifier: str, answers: list[str]) -> str:
-    """The audit in a line for the console; empty if there is nothing to audit."""
-    found, number = rewards.audit(verifier, answers), min(rewards.AUDITED, len({*answers}))
-    parts = []
-    for what, examples in found.items():
-        such = f" (such as {' '.join(examples[0].split())[:60]})" if examples else ""
-        parts.append(f"{len(examples)} accept {what}{such}")
-    return f"{flag('rewards.verifier')} {verifier}, of {number} answers: {', '.join(parts)}" if found else ""
-
-
-def doubts(found: Problems, split: str, verifier: str) -> Iterator[str]:
-    """What one should know of the problems before a run: answers that were left out, and the verifier's audit."""
-    if found.unscorable:
-        rows = len(found) + found.too_long + found.empty + found.unscorable
-        yield (
-            f"{found.unscorable} of {rows} problems to {split} on are left out, because {flag('rewards.verifier')} "
-            f"{verifier} accepts no response to them{such_as(found.refused)}"
-        )
-    if line := audit_line(verifier, found.answers):
-        yield line
 
 
 def problems_of_batch(problems: int, batch: int, number: int, seed: int) -> torch.Tensor:

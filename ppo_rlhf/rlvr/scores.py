@@ -45,7 +45,7 @@ def load_sources(
     elif shaping.trained_model:
         reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
         packing.enable(reward_model.lm_backbone)
-        models.place(reward_model, accelerator)
+        reward_model.to(accelerator.device)
         score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
     if shaping.trained_model:
 

@@ -45,13 +45,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib.base import errors, processes
+from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy, problems
-from ppo_rlhf.tldr import passes
+from ppo_rlhf.tldr import packing
 from ppo_rlhf.tldr.responses import generate_until
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -90,8 +90,6 @@ PRESETS = {"sums-tools": Args(**SUMS_TOOLS)}
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, where responses may call a tool."""
-    if processes.sharding():  # processes would sample different numbers of turns, and wait for each other forever
-        raise InputError("tools cannot be combined with FSDP")
     tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)  # found before any model is loaded
     return rlvr_policy.train(args, partial(sampler_with_tool, tool=tool))
 
@@ -140,7 +138,7 @@ def converse(
     for turn in range(conversation.max_calls + 1):
         # [V102] Read the ids of prompt and response so far as they are, then generate up to a call or the end.
         so_far = torch.cat([contexts[rows], responses[rows]], 1)
-        so_far = passes.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
+        so_far = packing.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
         # The noise of a token belongs to its place in the response, so it depends neither on the number of
         #        turns before it nor on the rows that are sampled together.
         places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.nets import foreign
-from ppo_rlhf.tldr import models, passes
+from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.train_reward import RewardModel
 
 
@@ -27,9 +26,9 @@ class Reference:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within the block, the language model is the reference, whole on every process, and has no gradient."""
-        whole = self.adapters.disable_adapter() if self.adapters else processes.gathered(self.lm_backbone)
-        with torch.no_grad(), whole:
+        """Within the block, the language model is the reference, and has no gradient."""
+        without_adapters = self.adapters.disable_adapter() if self.adapters else contextlib.nullcontext()
+        with torch.no_grad(), without_adapters:
             yield
 
 
@@ -64,6 +63,6 @@ def response_scorer(reward_model: RewardModel, pad_id: int, *, rows: int = 0) ->
     @torch.no_grad()
     def score(queries: Tensor, responses: Tensor, messages: Any = None) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)
-        return passes.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
+        return packing.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
 
     return score

@@ -1,15 +1,21 @@
-"""Sequence packing: a model reads the real tokens of a batch one after the other, without any padding.
+"""How models read rows of tokens: a few rows of similar length at a time, and without padding.
 
+A pass is one call of a model: rows of similar length, in as few columns as the longest of them needs. Which rows come
+together changes memory and speed, and numbers only by rounding.
+
+Sequence packing goes further: a model reads the real tokens of a batch one after the other, without any padding.
 Embeddings, matrix products and norms see one line of tokens. Attention sees rows again, a few of similar length at a
 time, because it must know where a row ends. So unequal lengths cost only what is small compared with a model's matrix
-products. In chapters 2 and 3, `packing.enable` follows where a model is loaded. Chapter 1 does without packing: there
-the code on the page is the code that runs.
+products. In chapters 2 and 3, `enable` follows where a model is loaded. Chapter 1 does without packing: there the
+code on the page is the code that runs.
 
 A packed model is called as before, with rows, their padding and a mask of four dimensions. Its hidden states at real
 tokens and in the last column are the same; nobody looks at those of other padding. All other calls, such as those
 with one new token for each row, reach the library's own method.
 """
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MethodType
@@ -18,29 +24,219 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf.lib.base import precision
-from ppo_rlhf.tldr import passes
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
 # Cutting rows out costs copies, which grow with the width; it saves matrix products, which grow with its square.
 # On a CPU it pays with GPT-2 (768 wide), and does not with the small models of the worlds (128).
 LEAST_WIDTH = 512
-# The cost of a group for attention, in tokens of padding. On a CPU 0 was fastest with 32 rows of GPT-2's
-# shape and 8 of Pythia 160M's. The GPU's number is an estimate.
+# What another pass costs, and what another group costs attention, in tokens of padding: weights are read and kernels
+# are launched, however few tokens there are. On a CPU, groups for each length were fastest with 32 rows of GPT-2's
+# shape and 8 of Pythia 160M's. The GPU's numbers are estimates.
+COST_OF_PASS = {"cpu": 250, "cuda": 4096}
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
+MOST_LEFT = 0.8  # of all tokens. If fewer are repeated, reading them once saves no more than its copies cost.
+MOST_LOGITS = 2**28  # numbers that are held at a time: in float32, a gigabyte
+UNFIT: set[type] = set()  # models that were seen to read shared prefixes in another way
+
+
+# ---- A few rows at a time --------------------------------------------------------------------------------------
+
+
+def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
+    results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def by_length(
+    function: Callable,
+    model: nn.Module,
+    tokens: Tensor,
+    *others: Tensor,
+    pad_id: int,
+    rows: int = 0,
+    new_tokens: int = 0,
+    **settings,
+) -> Tensor | tuple[Tensor, ...]:
+    """Call function(model, tokens, *others, pad_id=..., **settings) on a few rows of similar length at a time.
+
+    tokens: (batch, length) token ids with padding anywhere; the function gets them packed, in fewer columns. others:
+    tensors with a row for each row of tokens. rows: of a pass, at most; 0: any number. new_tokens: how many the
+    function appends to each row, if it generates. Returns what the function returns, a tensor or several, with the
+    rows in the order in which they were given.
+    """
+    lengths = count_tokens(tokens, pad_id) + new_tokens  # (batch,)
+    shared = find_shared(model, tokens, tokens != pad_id)
+    plan = plan_passes(lengths, model, rows, uses=max(1, new_tokens), shared=shared)
+
+    def call(tokens: Tensor, *others_and_longest: Tensor | int) -> Tensor | tuple[Tensor, ...]:
+        *others, longest = others_and_longest
+        return function(model, pack(tokens, pad_id, longest - new_tokens), *others, pad_id=pad_id, **settings)
+
+    return in_passes(call, plan, tokens, *others)
+
+
+def count_tokens(tokens: Tensor, pad_id: int) -> Tensor:
+    """How many tokens of each row (batch, length) are not padding: (batch,), on the CPU. Waits for the device."""
+    return (tokens != pad_id).sum(1).cpu()
+
+
+def micro_batches(
+    model: nn.Module,
+    lengths: Tensor,
+    tokens: Tensor,
+    *others: Tensor,
+    pad_id: int,
+    rows: int,
+) -> Iterator[tuple[Tensor, ...]]:
+    """Divide a minibatch into passes: yields the packed tokens of each pass, and its rows of the other tensors.
+
+    tokens: (minibatch, length) token ids. lengths: as count_tokens gives them (minibatch,). rows: of a pass, at most.
+    """
+    shared = find_shared(model, tokens, tokens != pad_id)
+    for one in plan_passes(lengths, model, rows, shared=shared):
+        yield pack(tokens[one.rows], pad_id, one.longest), *(tensor[one.rows] for tensor in others)
+
+
+def pack(tokens: Tensor, pad_id: int, longest: int) -> Tensor:
+    """The same rows in as few columns as the longest of them needs, their padding on the left.
+
+    tokens: (batch, length). With longest 3, [[5, P, 6, P], [7, 8, P, 9]] gives [[P, 5, 6], [7, 8, 9]].
+    """
+    if longest >= tokens.shape[1]:
+        return tokens
+    order = (tokens != pad_id).int().argsort(dim=1, stable=True)  # padding first
+    return tokens.gather(1, order)[:, -longest:]
+
+
+# ---- The plan --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    rows: Tensor  # indices, on the CPU
+    longest: int  # tokens of the longest of these rows
+
+
+def plan_passes(
+    lengths: Tensor, model: nn.Module, rows: int = 0, *, uses: int = 1, shared: tuple[Tensor, Tensor] | None = None
+) -> list[Pass]:
+    """Divide rows into passes of similar length, the longest first, or into passes of rows that begin alike.
+
+    lengths: tokens of each row (rows,), on the CPU. model: what reads them. rows: of a pass, at most; 0: any number.
+    uses: how often the model is called in a pass, for each token if it generates. shared: from find_shared.
+    """
+    if not len(lengths):
+        return []
+    order = shared[1] if shared else lengths.argsort(descending=True, stable=True)
+    # Where no padding is read, only `rows` divides.
+    cost = math.inf if shared or is_packed(model) else uses * COST_OF_PASS[kind_of(next(model.parameters()).device)]
+    starts = starts_that_pay(lengths[order].tolist(), cost, rows or len(order))
+    return [
+        Pass(rows=rows_of_pass, longest=int(lengths[rows_of_pass].max()))
+        for rows_of_pass in order.tensor_split(starts[1:])
+    ]
+
+
+def starts_that_pay(ordered: list[int], cost: float, rows: int) -> list[int]:
+    """Where to divide rows, the longest first: after so many, or where one more would make the padding cost more than
+    another pass.
+
+    ordered: tokens of each row. cost: of a pass, in tokens.
+    """
+    starts, padding = [0], 0
+    for row, length in enumerate(ordered):
+        padding += ordered[starts[-1]] - length
+        if padding > cost or row - starts[-1] == rows:
+            starts.append(row)
+            padding = 0
+    return starts
+
+
+def kind_of(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "cuda"
+
+
+def is_packed(model: nn.Module, how: str = "is_packed") -> bool:
+    """Whether `enable` was applied to this language model, or to all that are part of this network.
+
+    how: is_packed, or shares_prefixes.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is part.base_model]
+    return bool(parts) and all(getattr(part, how, False) for part in parts)
+
+
+def find_shared(model: nn.Module, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The prefix_tree of rows (batch, length), if the model shares prefixes and enough of the real tokens repeat."""
+    if not is_packed(model, "shares_prefixes") or UNFIT.intersection(map(type, model.modules())) or not len(tokens):
+        return None
+    ids = tokens.masked_fill(~mask, -1).cpu()
+    numbers, order = prefix_tree(ids.gather(1, (ids < 0).int().argsort(dim=1, stable=True)))
+    return (numbers, order) if numbers.max() + 1 <= MOST_LEFT * (ids >= 0).sum() else None
+
+
+def prefix_tree(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Number tokens so that two have the same number if they, and all tokens before them in their rows, are equal.
+
+    ids: (rows, length), -1 for padding, at the end. Returns the numbers (rows, length), -1 for padding, and an order
+    of the rows that keeps equal beginnings together. [[5, 6, 7], [5, 6, 8]] gives [[0, 1, 2], [0, 1, 3]].
+    """
+    order = ids.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+    ordered = ids[order]
+    repeated = (ordered[1:] == ordered[:-1]).cumprod(1).bool()  # from the row above
+    new = F.pad(~repeated, (0, 0, 1, 0), value=True) & (ordered >= 0)
+    first = torch.arange(len(ids)).unsqueeze(1).where(new, 0).cummax(0).values  # in which row a token was new
+    numbers = (new.flatten().cumsum(0) - 1).view_as(new).gather(0, first).masked_fill(ordered < 0, -1)
+    return numbers[order.argsort()], order
+
+
+# ---- Apply a function ------------------------------------------------------------------------------------------
+
+
+def in_passes(function: Callable, plan: list[Pass], *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Apply a function to the rows of each pass, and put the rows of the tensors that it returns back in order.
+
+    function: (rows of each tensor, longest) -> a tensor or several, with a row for each row. A named tuple stays one.
+    """
+    back = torch.cat([one.rows for one in plan]).argsort()
+    results = [function(*(tensor[one.rows] for tensor in tensors), one.longest) for one in plan]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)[back]
+    make = getattr(results[0], "_make", tuple)
+    return make(torch.cat(parts)[back] for parts in zip(*results, strict=True))
+
+
+def few_logits_at_a_time(function: Callable, numbers: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Apply a function to a batch, a few rows at a time if it holds many numbers for each row, as for logits.
+
+    numbers: how many, for each row. Tensors and what the function returns have the same rows. If the batch is
+    divided, the backward pass computes each part again, so that only the numbers of one part are ever held.
+    """
+    rows = max(1, MOST_LOGITS // max(1, numbers))
+    if rows >= len(tensors[0]):
+        return function(*tensors)
+    parts = zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    results = [checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+# ---- Packing ---------------------------------------------------------------------------------------------------
 
 
 def enable(*models: PreTrainedModel, share_prefixes: bool = False) -> None:
     """Let models read packed rows from now on, each if its architecture was tried and it is wide enough.
 
-    share_prefixes: whether what several rows begin with is read once for all of them; also by narrow models. To be
-    called before a model is sharded.
+    share_prefixes: whether what several rows begin with is read once for all of them; also by narrow models.
     """
     for model in models:
         config, backbone = model.config, model.base_model
@@ -68,7 +264,7 @@ def forward(
     if reads_rows(input_ids, attention_mask, position_ids, past_key_values, **options):
         # The last position of a row sees all real tokens, and itself. So it is read, even if it is padding.
         real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
-        shared = passes.find_shared(backbone, input_ids, real) if past_key_values is None else None
+        shared = find_shared(backbone, input_ids, real) if past_key_values is None else None
         if shared or backbone.is_packed:
             return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values, shared))
     own = type(backbone).forward
@@ -107,7 +303,7 @@ def read(
 
     input_ids, position_ids, mask: (batch, length). The mask is True for real tokens, each of which sees those before
     it in its row. Ids and positions of padding are never read. cache: if given, it is empty and gets the keys and
-    values of the real tokens, in their columns. shared: as of passes.find_shared; then the line has tokens that are
+    values of the real tokens, in their columns. shared: as of find_shared; then the line has tokens that are
     repeated only once: of a group of responses [prompt, response 1, ..., response n]. Positions start again after the
     prompt, and attention gets whole rows.
     """
@@ -174,9 +370,9 @@ class Group:
 
 def plan_groups(lengths: list[int], device: torch.device) -> list[Group]:
     """Divide rows, the longest first, into groups. lengths: tokens of each row."""
-    cost = COST_OF_GROUP["cpu" if device.type == "cpu" else "cuda"]
     groups = []
-    for start, end in pairwise([*passes.starts_that_pay(lengths, cost), len(lengths)]):
+    starts = starts_that_pay(lengths, COST_OF_GROUP[kind_of(device)], len(lengths))
+    for start, end in pairwise([*starts, len(lengths)]):
         own = torch.tensor(lengths[start:end])
         rows, longest, tokens = len(own), lengths[start], int(own.sum())
         from_line = to_line = None

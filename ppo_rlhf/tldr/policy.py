@@ -52,7 +52,7 @@ from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, layers, pretrained
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli, run, traces
-from ppo_rlhf.tldr import models, networks, packing, passes, posts
+from ppo_rlhf.tldr import models, networks, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
@@ -182,7 +182,9 @@ PRESETS = {
             adaptive_kl=cli.AdaptiveKLArgs(target=6.0, horizon=300),
             missing_eos_penalty=3.0,
         ),
-        ppo=PpoArgs(total_episodes=1_280, batch_size=32, nminibatches=2, noptepochs=2, lr=5e-4),
+        ppo=PpoArgs(
+            total_episodes=1_280, batch_size=32, nminibatches=2, noptepochs=2, lr=5e-4, local_micro_batch_size=16
+        ),
         lora=models.LoraArgs(rank=16, target_modules="all-linear"),
     ),
 }
@@ -212,14 +214,13 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
     slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
-    local_minibatch = launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     local_batch = ppo.batch_size // num_processes
-    launch.rows_at_a_time("ppo.", ppo, "local_micro_batch_size", local_minibatch)
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
         batch=ppo.batch_size,
         local_batch=local_batch,
-        local_rollout_batch=launch.rows_at_a_time("ppo.", ppo, "local_rollout_batch_size", local_batch),
+        local_rollout_batch=min(ppo.local_rollout_batch_size, local_batch),
     )
 
 
@@ -380,7 +381,7 @@ def make_rollout(
 ) -> Episodes:
     """Steps 2 to 5 for some posts (rows). uniforms: (rows, response_length) random numbers, one for each token."""
     ids, task, shaping, device = setup.ids, setup.args.task, setup.args.rewards, setup.accelerator.device
-    by_length = partial(passes.by_length, pad_id=ids.pad, rows=setup.args.ppo.local_rollout_batch_size)
+    by_length = partial(packing.by_length, pad_id=ids.pad, rows=setup.args.ppo.local_rollout_batch_size)
     references = batch.references.to(device)
     queries = posts.trim_padding(batch.queries, pad_id=ids.pad).to(device)  # (rows, context_length)
     with actor_critic.sampling():
@@ -457,13 +458,13 @@ def respond(
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
     responses, sampled_logprobs = generate_until(
-        actor_critic.sampler, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
+        actor_critic.lm_backbone, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
     )
     # [T34] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
     query_responses = torch.cat([contexts, responses], dim=1)
     reading = {"pad_id": pad_id, "temperature": temperature}
-    logprobs, _, values = passes.by_length(nn.Module.__call__, actor_critic, query_responses, responses, **reading)
+    logprobs, _, values = packing.by_length(nn.Module.__call__, actor_critic, query_responses, responses, **reading)
     gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == pad_id, 0)
     return Sampled(responses=responses, logprobs=logprobs, values=values, sampler_gap=gap)
 
@@ -598,8 +599,8 @@ def ppo_update(
     counts in the minibatch. The shares of all processes add up to that mean.
     """
     reduce, device = partial(accelerator.reduce, reduction="sum"), rollout.rewards.device
-    lengths = passes.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
-    reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size, "most_tokens": ppo.local_micro_batch_tokens}
+    lengths = packing.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
+    reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size}
     steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
     for b_inds in minibatches:  # of an epoch
         for cpu_inds in b_inds:  # (local_minibatch,)
@@ -630,7 +631,7 @@ def ppo_update(
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             mb_query_responses, mb_rows = rollout.query_responses[mb_inds], torch.arange(len(mb_inds))
-            for tokens, rows in passes.micro_batches(
+            for tokens, rows in packing.micro_batches(
                 actor_critic, lengths[cpu_inds], mb_query_responses, mb_rows, **reading
             ):
                 # tokens: (micro_batch, length); rows of the minibatch: (micro_batch,); others: (micro_batch,
@@ -676,7 +677,7 @@ def ppo_update(
                     )
                 )
             processes.average_gradients(actor_critic, accelerator)
-            gradient_norm = processes.full_tensor(processes.gradient_norm(actor_critic))
+            gradient_norm = processes.gradient_norm(actor_critic)
             optimizer.step()
             steps.append(
                 {name: sum(share[name] for share in shares) for name in shares[0]}
@@ -967,7 +968,7 @@ def evaluate_policy(
         if not reference_scores:
             reference_scores |= posts.score_references(judges, held_out, rows_at_a_time, accelerator)
         responses, *scores = posts.summarise(
-            actor_critic.sampler,
+            actor_critic.lm_backbone,
             held_out,
             ids=ids,
             task=args.task,
@@ -1014,7 +1015,7 @@ def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.R
     found, scale = check(args, accelerator.num_processes, joint), Scale()
     actor_critic, reference = load_networks(found.args, found.tokenizer, accelerator)
     score = load_scorer(found.args, found.tokenizer, found.ids, accelerator)
-    few_rows = partial(passes.few_rows_at_a_time, score, found.sizes.local_rollout_batch)
+    few_rows = partial(packing.few_rows_at_a_time, score, found.sizes.local_rollout_batch)
     setup = Setup(
         **vars(found), score=lambda *tokens: scale.apply(few_rows(*tokens)), scale=scale, accelerator=accelerator
     )
@@ -1031,8 +1032,6 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
     if not has_one_source and "rewards.trained_model" not in unmade:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
     typed_args, args = args, worlds.find_paths(args, unused=["task.comparisons", *unmade])
-    if args.lora.rank and processes.sharding():
-        raise InputError(f"{errors.flag('lora.rank')} does not go with FSDP")
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     if args.lora.rank:
@@ -1059,21 +1058,20 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
 def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, networks.Reference]:
-    """Policy, critic and reference, sharded over the processes if the launcher asks for it."""
+    """Policy, critic and reference."""
     length, vocab_size = args.task.query_length + args.task.response_length, pretrained.vocabulary_size(tokenizer)
     lm_backbone, critic = models.load_base_model(args), networks.load_critic(args, vocab_size)
     packing.enable(lm_backbone, critic.lm_backbone)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
-    models.place(actor_critic, accelerator)
-    with processes.gathered(actor_critic):
-        models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
+    actor_critic.to(accelerator.device)
+    models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
     if args.lora.rank:
         return actor_critic, networks.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
     frozen = models.load_base_model(args, frozen=True)
     packing.enable(frozen)
-    models.place(frozen, accelerator)
+    frozen.to(accelerator.device)
     return actor_critic, networks.Reference(frozen, None)
 
 
@@ -1098,7 +1096,7 @@ def load_scorer(
         return foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
     reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
     packing.enable(reward_model.lm_backbone)
-    models.place(reward_model, accelerator)
+    reward_model.to(accelerator.device)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641
     score = networks.response_scorer(reward_model, pad_id)
     return lambda queries, responses, references: score(queries, responses)
@@ -1125,10 +1123,7 @@ def start_run(
 
     Returns the run, the first update to make, and the newest evaluation.
     """
-    task, local_minibatch = setup.args.task, setup.sizes.local_batch // setup.args.ppo.nminibatches
-    minibatch = {"rows": local_minibatch, "length": task.query_length + task.response_length}
-    of_pass = passes.limit(setup.args, setup.accelerator, actor_critic, **minibatch)
-    sizes = dataclasses.asdict(setup.sizes) | of_pass
+    sizes = dataclasses.asdict(setup.sizes)
     this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint)
     this_run.rehearse(save)
     state = this_run.resume(partial(checkpoints.restore_training_state, actor_critic, optimizer))
@@ -1148,7 +1143,7 @@ def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
     generator = keyed_generator(args.seed, "scale of the function")
     with actor_critic.sampling():
         _, scores = posts.summarise(
-            actor_critic.sampler,
+            actor_critic.lm_backbone,
             setup.train_posts.first(args.rewards.normalize_samples),
             ids=setup.ids,
             task=args.task,
@@ -1202,7 +1197,7 @@ def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, save: Cal
     for split, split_posts in setup.held_out.items():
         with this_run.saved_if_it_fails():
             means, rows = evaluate_policy(setup, this_run, actor_critic, split_posts, {}, setup.sizes.updates)
-        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
+        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge(rows).items()}
         results |= {name.replace("eval", split, 1): value for name, value in means.items()}
         this_run.write_evaluation(split, rows)
     save(this_run.model_folder)

@@ -17,7 +17,6 @@ Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_detai
 """
 
 import bisect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import errors, files, hub, launch, processes
 from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.data import rows
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.tldr.responses import generate_until
@@ -178,22 +178,11 @@ def fit_query(
     )
 
 
-def pad_rows(rows: list[list[int]], length: int, pad_id: int, *, left: bool = False) -> torch.Tensor:
-    """Rows of token ids as one tensor (rows, length), padded on the right, or on the left."""
-    padded = torch.full((len(rows), length), pad_id)
-    for row, tokens in zip(padded, rows, strict=True):
-        if tokens:
-            row[slice(-len(tokens), None) if left else slice(len(tokens))] = torch.tensor(tokens)
-    return padded
-
-
 class Encoder:
     """Encodes queries and summaries with one tokenizer; special tokens are only around a query, and at the end."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, eos_id: int, prefix: Sequence[int] = (), suffix: Sequence[int] = ()
-    ):
-        self.tokenizer, self.eos_id, self.prefix, self.suffix = tokenizer, eos_id, prefix, suffix
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: TaskIds):
+        self.tokenizer, self.ids = tokenizer, ids
 
     def encode(self, text: str) -> list[int]:
         # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
@@ -202,15 +191,16 @@ class Encoder:
 
     def in_place(self, text: str) -> list[int]:
         """The text of a query in its chat template, or after the first token."""
-        return [*self.prefix, *self.encode(text), *self.suffix]
+        return [*self.ids.prefix, *self.encode(text), *self.ids.suffix]
 
     def query(self, row: dict[str, Any], task: TaskArgs) -> list[int]:
         """The query of a row with subreddit, title and post, or with an article."""
         if row.get("article"):
             return fit_query(row["article"], format_article, self.in_place, task.article_query_length)
         if task.query_format == "plain":
-            room = task.query_length - len(self.prefix) - len(self.suffix)
-            return [*self.prefix, *self.encode(row["post"])[-room:], *self.suffix]
+            prefix, suffix = self.ids.prefix, self.ids.suffix
+            room = task.query_length - len(prefix) - len(suffix)
+            return [*prefix, *self.encode(row["post"])[-room:], *suffix]
         return fit_query(
             row["post"],
             lambda post: format_post(row["subreddit"], row["title"], post),
@@ -226,12 +216,8 @@ class Encoder:
         # [T07] It begins with a space and ends with the end-of-text token.
         #       tldr_dataset.py#L187-L190, tldr_dataset.py#L262-L266
         if query_format == "tldr":
-            text = text.removeprefix(" ") if self.suffix else f" {text.removeprefix(' ')}"
-        return [*self.encode(text), self.eos_id]
-
-
-def encoder_of(tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> Encoder:
-    return Encoder(tokenizer, ids.eos, ids.prefix, ids.suffix)
+            text = text.removeprefix(" ") if self.ids.suffix else f" {text.removeprefix(' ')}"
+        return [*self.encode(text), self.ids.eos]
 
 
 def bare(queries: torch.Tensor, ids: TaskIds) -> torch.Tensor:
@@ -268,56 +254,21 @@ class Posts:
 
 
 QUERY_COLUMNS = {"tldr": ("subreddit", "title", "post"), "plain": ("post",)}  # by --task.query_format
-Row = tuple[str, dict[str, Any]]  # of a data set: its place, for messages, and its columns
 
 
-def read_jsonl(path: Path, field: str) -> list[Row]:
-    """The objects of a JSON-lines file."""
-    rows: list[Row] = []
-    where = str(path)
-    try:
-        for number, line in enumerate(files.read_text(path).split("\n"), 1):
-            where = f"{path}, line {number}"
-            if line.strip():
-                rows.append((where, json.loads(line)))
-                if not isinstance(rows[-1][1], dict):
-                    raise ValueError("is not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{flag(f'task.{field}')} {where}: {error}") from error
-    return rows
-
-
-def hub_rows(source: str, split: str, rows: Iterable[dict[str, Any]]) -> Iterable[Row]:
-    """The rows of a data set from the hub, each with its place."""
-    return ((f"{source}, {split} row {number}", row) for number, row in enumerate(rows))
-
-
-def load_rows(source: str, field: str, split: str) -> Iterable[Row]:
+def load_rows(source: str, field: str, split: str) -> Iterable[rows.Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
-        with hub.hub_data_errors(f"{flag(f'task.{field}')} tldr", remedy):
-            from datasets import load_dataset
-
-            if field == "posts":
-                return hub_rows(source, split, load_dataset(POSTS_REPOSITORY, split=split))
-            downloaded = list(COMPARISON_FILES.download(split))
-            return hub_rows(source, split, load_dataset("parquet", data_files=downloaded, split="train"))
+        data = POSTS_REPOSITORY if field == "posts" else COMPARISON_FILES
+        return rows.from_hub(source, field, split, remedy, data)
     folder = Path(source)
     if not folder.is_dir():
         raise InputError(
             f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, and folders with "
             f"{field}_*.jsonl"
         )
-    return read_jsonl(folder / f"{field}_{split}.jsonl", field)
-
-
-def check_row(row: dict[str, Any], keys: tuple[str, ...], what: str) -> None:
-    """Refuse a row that lacks a text, or has one that is not valid Unicode."""
-    for key in keys:
-        if not isinstance(row.get(key), str):
-            raise InputError(f"{what} has no text under {key!r}")
-        files.check_text(row[key], f"{what}, {key!r},")
+    return rows.read_jsonl(folder / f"{field}_{split}.jsonl", field)
 
 
 def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
@@ -329,11 +280,11 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     # A post with one reference; none loses its end-of-text token.
     #       tldr_dataset.py#L184, tldr_dataset.py#L409-L418
     ids = task_ids(task, tokenizer)
-    encoder = encoder_of(tokenizer, ids)
+    encoder = Encoder(tokenizer, ids)
     queries, references, too_long = [], [], 0
     for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
         what = f"{flag('task.posts')} {where}"
-        check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
+        rows.check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
         reference = encoder.summary(row["summary"], task.query_format)
         if len(reference) > task.response_length:
             too_long += 1
@@ -349,8 +300,8 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
         )
     # [T05] Queries are padded on the left, to exactly query_length.   tldr_dataset.py#L96-L118, tldr_dataset.py#L153
     return Posts(
-        queries=pad_rows(queries, task.query_length, ids.pad, left=True),
-        references=pad_rows(references, task.response_length, ids.pad),
+        queries=rows.pad_rows(queries, task.query_length, ids.pad, left=True),
+        references=rows.pad_rows(references, task.response_length, ids.pad),
         too_long=too_long,
     )
 
@@ -388,11 +339,11 @@ def check_comparison(row: dict[str, Any], query_format: str, what: str) -> None:
     info, summaries, choice = (row.get(key) for key in ("info", "summaries", "choice"))
     if not isinstance(info, dict):
         raise InputError(f"{what} has no object under 'info'")
-    check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
+    rows.check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
     if not isinstance(summaries, list) or len(summaries) != 2 or not all(isinstance(s, dict) for s in summaries):
         raise InputError(f"{what} has no two summaries")
     for summary in summaries:
-        check_row(summary, ("text",), what)
+        rows.check_row(summary, ("text",), what)
     if type(choice) is not int or choice not in (0, 1):
         raise InputError(f"{what} has choice {choice!r}; it must be 0 or 1")
 
@@ -410,7 +361,7 @@ def read_comparisons(
     # A post, two summaries and a choice; compared summaries may be longer than sampled ones.
     #       tldr_dataset.py#L256-L259
     ids = task_ids(task, tokenizer)
-    encoder = encoder_of(tokenizer, ids)
+    encoder = Encoder(tokenizer, ids)
     queries, pairs, groups, cut, identical = [], [], [], 0, 0
     for where, row in islice(load_rows(task.comparisons, "comparisons", split), limit or None):
         check_comparison(row, task.query_format, f"{flag('task.comparisons')} {where}")
@@ -437,10 +388,11 @@ def read_comparisons(
             f"{flag('task.comparisons')} {task.comparisons}: no {split} row compares two different summaries"
         )
     chosen, rejected = ([pair[side] for pair in pairs] for side in (0, 1))
+    query_length = task.article_query_length if articles else task.query_length
     return Comparisons(
-        queries=pad_rows(queries, task.article_query_length if articles else task.query_length, ids.pad, left=True),
-        chosen=pad_rows(chosen, task.comparison_length, ids.pad),
-        rejected=pad_rows(rejected, task.comparison_length, ids.pad),
+        queries=rows.pad_rows(queries, query_length, ids.pad, left=True),
+        chosen=rows.pad_rows(chosen, task.comparison_length, ids.pad),
+        rejected=rows.pad_rows(rejected, task.comparison_length, ids.pad),
         groups=groups,
         cut=cut,
         identical=identical,
@@ -577,16 +529,11 @@ def sample_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("tokens", "reference_tokens")} for row in rows]
 
 
-def rouge(responses: list[str], references: list[str]) -> dict[str, float]:
-    """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure over all pairs, without stemming."""
+def rouge(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean ROUGE-1, ROUGE-2 and ROUGE-L F-measure of rows of evaluation.jsonl, without stemming."""
     from rouge_score.rouge_scorer import RougeScorer  # slow
 
     # [T23] Mean over examples.
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
-    scores = [scorer.score(reference, response) for reference, response in zip(references, responses, strict=True)]
+    scores = [scorer.score(row["reference"], row["response"]) for row in rows]
     return {name: math.fsum(score[name].fmeasure for score in scores) / len(scores) for name in scores[0]}
-
-
-def rouge_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The same of rows of evaluation.jsonl."""
-    return rouge([row["response"] for row in rows], [row["reference"] for row in rows])

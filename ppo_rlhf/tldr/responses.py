@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_rlhf.lib.base.precision import KeyValueCache
-from ppo_rlhf.lib.nets import memory
-from ppo_rlhf.tldr import passes
+from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import causal_mask, keyed_generator, left_pad, read_tokens, scaled_logits
 
 LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
@@ -47,7 +46,7 @@ def response_statistics(
     hidden_states = read_before_responses(lm_backbone, tokens, responses, pad_id)
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
     read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
-    return passes.few_logits_at_a_time(read, responses.shape[1] * vocab_size, hidden_states, responses)
+    return packing.few_logits_at_a_time(read, responses.shape[1] * vocab_size, hidden_states, responses)
 
 
 def token_logprobs(
@@ -76,16 +75,9 @@ def generate_until(
 ) -> tuple[Tensor, Tensor]:
     """Sample responses as `generate` does, but only up to the first stop id of each; without any, all of them.
 
-    Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length). If
-    keys and values would not fit into memory, a few rows are sampled at a time.
+    Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length).
     """
     width = contexts.shape[1]
-    tokens = memory.tokens_that_fit(lm_backbone, memory.budget / 2, "sampling")
-    most = max(1, tokens / (width + uniforms.shape[1]))  # rows
-    if len(contexts) > most:
-        settings = {"pad_id": pad_id, "vocab_size": vocab_size, "temperature": temperature, "stop_ids": stop_ids}
-        sample = partial(generate_until, lm_backbone, **settings)
-        return passes.few_rows_at_a_time(sample, int(most), contexts, uniforms)
     hidden, mask, cache = read_contexts(lm_backbone, left_pad(contexts, pad_id), pad_id, uniforms.shape[1])
     states = [(layer.keys, layer.values) for layer in cache.layers]
     position_ids = mask.sum(1, keepdim=True)  # of the next token: (rows, 1)
@@ -146,8 +138,8 @@ def read_contexts(
     position_ids, tokens = mask.cumsum(1) - mask.long(), contexts.masked_fill(~mask, 0)
     cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length + response_length)
     # Rows of a pass keep their order: their place changes how sums are rounded, and small/grpo.py does not sort them.
-    plan = passes.plan_passes(mask.sum(1).cpu(), lm_backbone)
-    plan = [passes.Pass(rows=one.rows.sort().values, longest=one.longest) for one in plan]
+    plan = packing.plan_passes(mask.sum(1).cpu(), lm_backbone)
+    plan = [packing.Pass(rows=one.rows.sort().values, longest=one.longest) for one in plan]
 
     def read(rows: Tensor, tokens: Tensor, mask: Tensor, position_ids: Tensor, longest: int) -> Tensor:
         real = slice(length - longest, length)
@@ -163,7 +155,7 @@ def read_contexts(
         return hidden_states[:, -1]
 
     rows = torch.arange(len(contexts), device=contexts.device)
-    last = passes.in_passes(read, plan, rows, tokens, mask, position_ids)
+    last = packing.in_passes(read, plan, rows, tokens, mask, position_ids)
     if len(contexts) < len(copies):
         for layer in cache.layers:
             layer.keys, layer.values = (x.index_select(0, copies) for x in (layer.keys, layer.values))

@@ -41,7 +41,7 @@ from ppo_rlhf.lib.data.label_files import rows_of_lengths
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.services import cli, run
-from ppo_rlhf.tldr import models, packing, passes, posts
+from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.train_policy import keyed_generator, read_tokens
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -98,16 +98,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    length = 2 * int(comparisons.lengths(ids.pad).max())  # both texts of a comparison
-    of_pass = passes.limit(args, accelerator, reward_model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes), joint=joint)
     info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
     saved = {"tokenizer": tokenizer, "info": info, "trust_remote_code": args.trust_remote_code}
     this_run.rehearse(partial(save_reward_model, reward_model=reward_model, **saved))
     first_step = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))["step"]
     this_run.start_logging(first_step)
-    limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
     # 1. One pass over the comparisons.
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
@@ -131,7 +128,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 counts=counts,
                 pad_id=ids.pad,
                 accelerator=accelerator,
-                **limits,
+                rows=args.local_micro_batch_size,
             )
             launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/rm/lr": lr})
@@ -160,9 +157,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
     this_run.write_table("lengths", rows_of_lengths(ids.pad, **texts))
-    folder, plain = this_run.model_folder / "reward", models.unsharded(reward_model, args.trust_remote_code)
+    folder = this_run.model_folder / "reward"
     if accelerator.is_main_process:
-        save_reward_model(folder, plain, **saved)
+        save_reward_model(folder, reward_model, **saved)
     this_run.finish("reward", **results)
     return folder
 
@@ -187,12 +184,11 @@ def pairs_update(
     accelerator: Accelerator,
     *,
     rows: int,
-    most_tokens: int,
 ) -> dict[str, float]:
     """One optimiser step on the comparisons with these indices (local_batch,). counts: which of them have a weight.
 
-    rows, most_tokens: of a micro-batch, at most; 0: as many as are fast. Returns the metrics of the step: loss,
-    accuracy and mean scores of the whole batch on all processes, and gradient norm.
+    rows: comparisons of a micro-batch, at most. Returns the metrics of the step: loss, accuracy and mean scores of
+    the whole batch on all processes, and gradient norm.
     """
     device = reward_model.gain.device
     count = accelerator.reduce(counts.sum().to(device), "sum")
@@ -200,7 +196,7 @@ def pairs_update(
     # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[mb_inds]  # (local_batch,), of the longer text of each
-    for one in passes.plan_passes(2 * lengths, reward_model, rows, most_tokens):
+    for one in packing.plan_passes(2 * lengths, reward_model, rows):
         queries, chosen, rejected, weights = (
             t.to(device) for t in (*comparisons.tokens(mb_inds[one.rows]), counts[one.rows])
         )
@@ -212,7 +208,7 @@ def pairs_update(
         numbers = launch.widened(torch.stack([losses, prefers_chosen(*scores), *scores]).detach())  # (4, micro_batch)
         sums += (numbers * weights).sum(1)
     processes.average_gradients(reward_model, accelerator)
-    gradient_norm = processes.full_tensor(processes.gradient_norm(reward_model))
+    gradient_norm = processes.gradient_norm(reward_model)
     optimizer.step()
     # The names are the reproduction's.   reward.py#L420-L503
     names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards")
@@ -234,7 +230,7 @@ def score_pairs(
     """
     # [T25] [T19] [T20] One pass reads both, each to its last real token.   reward.py#L211-L236, reward.py#L462-L484
     tokens = torch.cat([torch.cat([queries, queries]), torch.cat([chosen, rejected])], dim=1)
-    tokens = passes.pack(tokens, pad_id, longest)
+    tokens = packing.pack(tokens, pad_id, longest)
     chosen_scores, rejected_scores = reward_model(tokens, pad_id).chunk(2)
     return chosen_scores, rejected_scores
 
@@ -403,7 +399,7 @@ def pair_sizes(args: Args, comparisons: int, num_processes: int) -> PairSizes:
         steps=math.ceil(comparisons / args.batch_size),
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=launch.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
+        local_micro_batch=min(args.local_micro_batch_size, local_batch),
     )
 
 
@@ -427,7 +423,7 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
     reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16").to(backbone.dtype)
     if args.gradient_checkpointing:
         layers.checkpoint_layers(reward_model)
-    models.place(reward_model, accelerator)
+    reward_model.to(accelerator.device)
     return reward_model
 
 
@@ -435,9 +431,8 @@ def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Acc
     """Refuse a model that does not read tokens as we do."""
     language_model = models.load_base_model(args)
     packing.enable(language_model)
-    models.place(language_model, accelerator)
-    with processes.gathered(language_model):
-        models.check_model(language_model, args.base_model, longest, vocab_size, read_tokens)
+    language_model.to(accelerator.device)
+    models.check_model(language_model, args.base_model, longest, vocab_size, read_tokens)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from ppo_rlhf.lib.base import checkpoints, launch, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
-from ppo_rlhf.tldr import models, packing, passes, posts
+from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.train_policy import has_stop, keyed_generator, read_tokens, scaled_logits
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -68,8 +68,6 @@ class Args(cli.MemoryArgs, cli.RunArgs):
     """weight decay of AdamW"""
     eval_posts: NonNegativeInt = 0
     """held-out posts of each split to summarise after training; 0: all"""
-    local_rollout_batch_size: PositiveInt = 64
-    """posts that one process summarises at a time; a memory knob"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses"""
 
@@ -77,7 +75,14 @@ class Args(cli.MemoryArgs, cli.RunArgs):
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
     "posts": Args(
-        preset="posts", seed=1, base_model="posts", batch_size=16, lr=5e-4, eval_posts=512, task=posts.TASKS["posts"]
+        preset="posts",
+        seed=1,
+        base_model="posts",
+        batch_size=16,
+        lr=5e-4,
+        eval_posts=512,
+        local_micro_batch_size=16,
+        task=posts.TASKS["posts"],
     ),
     "reviews": Args(
         preset="reviews",
@@ -87,6 +92,7 @@ PRESETS = {
         batch_size=32,
         lr=5e-5,
         eval_posts=128,
+        local_micro_batch_size=32,
         task=posts.TASKS["reviews"],
     ),
 }
@@ -108,21 +114,18 @@ def train(args: Args, joint: dict | None = None) -> Path:
     model = LanguageModel(lm_backbone, ids.vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         layers.checkpoint_layers(model)
-    models.place(model, accelerator)
+    model.to(accelerator.device)
     length = task.query_length + task.response_length
-    with processes.gathered(model):
-        models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
+    models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    of_pass = passes.limit(args, accelerator, model, rows=sizes.local_batch, length=length)
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes) | of_pass, joint=joint)
+    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes), joint=joint)
     info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
     info |= {"task": dataclasses.asdict(typed_args.task)}
     save = partial(models.save_language_model, lm_backbone=lm_backbone, tokenizer=tokenizer, info=info)
     this_run.rehearse(save)
     first_step = this_run.resume(partial(checkpoints.restore_training_state, model, optimizer))["step"]
     this_run.start_logging(first_step)
-    limits = {"rows": args.local_micro_batch_size, "most_tokens": args.local_micro_batch_tokens}
 
     # 1. Passes over the posts. Their order depends on the seed alone.
     with this_run.progress("SFT", sizes.steps, first_step) as advance:
@@ -141,7 +144,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
             #       tldr_dataset.py#L202-L212
             tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
             tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
-            metrics = sft_update(model, optimizer, tokens, pad_id=ids.pad, accelerator=accelerator, **limits)
+            metrics = sft_update(
+                model,
+                optimizer,
+                tokens,
+                pad_id=ids.pad,
+                accelerator=accelerator,
+                rows=args.local_micro_batch_size,
+            )
             launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
@@ -187,7 +197,7 @@ class LanguageModel(models.MixedPrecision):
             #       sft.py#L389-L399
             mask = next_token_mask(tokens, pad_id)
             targets = tokens[:, 1:].masked_fill(~mask, 0)
-            (logprobs,) = passes.few_logits_at_a_time(
+            (logprobs,) = packing.few_logits_at_a_time(
                 self.logprobs_of, targets.shape[1] * self.vocab_size, hidden_states, targets
             )
             return logprobs.masked_fill(~mask, 0.0)
@@ -213,12 +223,11 @@ def sft_update(
     accelerator: Accelerator,
     *,
     rows: int,
-    most_tokens: int,
 ) -> dict[str, float]:
     """One optimiser step on texts (local_batch, length). A row that is all padding has no effect.
 
-    rows, most_tokens: of a micro-batch, at most; 0: as many as are fast. Returns the metrics of the step: loss and
-    number of predicted tokens of the whole batch on all processes, and gradient norm.
+    rows: of a micro-batch, at most. Returns the metrics of the step: loss and number of predicted tokens of the whole
+    batch on all processes, and gradient norm.
     """
     # [T22] [X21] The loss is the mean over all tokens of the batch, so that a token of a long text counts as much as
     #       one of a short text, however the batch is split.   sft.py#L390-L409
@@ -226,13 +235,13 @@ def sft_update(
     total = torch.zeros((), device=tokens.device)
     # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
-    limits = {"pad_id": pad_id, "rows": rows, "most_tokens": most_tokens}
-    for (micro_batch,) in passes.micro_batches(model, passes.count_tokens(tokens, pad_id), tokens, **limits):
+    lengths = packing.count_tokens(tokens, pad_id)
+    for (micro_batch,) in packing.micro_batches(model, lengths, tokens, pad_id=pad_id, rows=rows):
         loss = -model(micro_batch, pad_id).sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
         total = total + loss.detach()
     processes.average_gradients(model, accelerator)
-    gradient_norm = processes.full_tensor(processes.gradient_norm(model))
+    gradient_norm = processes.gradient_norm(model)
     optimizer.step()
     # The names are the reproduction's.   sft.py#L407-L425
     metrics = launch.sum_over_processes({"train/sft/loss": total}, accelerator)
@@ -259,7 +268,7 @@ def summarise_held_out(
     generator = keyed_generator(args.seed, "evaluate", split)
     with model.sampling():
         responses, logprobs, counts = posts.summarise(
-            model.sampler,
+            model.lm_backbone,
             held_out,
             ids,
             args.task,
@@ -271,7 +280,7 @@ def summarise_held_out(
     finished = has_stop(responses, ids.stops, 0)  # (posts,)
     rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references)
     results = {f"{split}/sft/loss": -launch.widened(logprobs).sum().item() / counts.sum().item()}
-    results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge_of(rows).items()}
+    results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge(rows).items()}
     return results | {f"{split}/sft/eos_rate": launch.widened(finished).mean().item()}, rows
 
 
@@ -335,7 +344,7 @@ def sft_sizes(args: Args, posts: int, num_processes: int) -> SftSizes:
         steps=args.epochs * steps_per_epoch,
         batch=args.batch_size,
         local_batch=local_batch,
-        local_micro_batch=launch.rows_at_a_time("", args, "local_micro_batch_size", local_batch),
+        local_micro_batch=min(args.local_micro_batch_size, local_batch),
     )
 
 

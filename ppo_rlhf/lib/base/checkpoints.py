@@ -15,9 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ppo_rlhf.lib.base import errors, files
+from ppo_rlhf.lib.base import files
 from ppo_rlhf.lib.base.errors import InputError
 
 KEPT = 2  # the newest checkpoints of a run; if the last is damaged, the one before it is there
@@ -84,11 +83,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Trained weights and the optimiser's moments for a checkpoint, by flat names. Every process must call this."""
+    """Trained weights and the optimiser's moments for a checkpoint, by flat names."""
     tensors = {f"model.{name}": parameter for name, parameter in trained_parameters(model).items()}
     for index, moments in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-    return {name: gather_for_saving(tensor) for name, tensor in tensors.items()}
+    return tensors
 
 
 @torch.no_grad()
@@ -100,37 +99,17 @@ def restore_training_state(
     The optimiser must have the model's trained parameters, in their order. It needn't have made a step.
     """
     trained = trained_parameters(model)
-    parameters = list(trained.values())
     shapes = {f"model.{name}": parameter.shape for name, parameter in trained.items()}
     if shapes != {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}:
         raise InputError("the checkpoint holds other tensors than the model that its arguments name")
     for name, parameter in trained.items():
-        parameter.copy_(sliced_like(tensors[f"model.{name}"], parameter))
+        parameter.copy_(tensors[f"model.{name}"])
     state = optimizer.state_dict()
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, index, moment = name.split(".")
-            slices = tensor if moment == "step" else sliced_like(tensor, parameters[int(index)])
-            state["state"].setdefault(int(index), {})[moment] = slices
+            state["state"].setdefault(int(index), {})[moment] = tensor
     for group in state["param_groups"]:
         if "steps" in group:  # an AdamTensorFlowStyle counts them
             (group["steps"],) = {int(tensor) for name, tensor in tensors.items() if name.endswith(".step")}
     optimizer.load_state_dict(state)
-
-
-def gather_for_saving(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor from the slices of all processes, on the CPU of the first, which saves.
-
-    The others get the sum: is it finite?
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    whole = tensor.full_tensor()
-    return (whole if errors.is_first_process() else whole.sum()).cpu()
-
-
-def sliced_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The inverse of gather_for_saving: this process's slice of a tensor, if `other` is one."""
-    if isinstance(other, DTensor):
-        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
-    return tensor

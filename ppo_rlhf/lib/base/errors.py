@@ -59,7 +59,6 @@ def input_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 how_to_go_on = ""  # of the run that this process began last, for whoever stops it
-how_to_need_less = "a smaller local_micro_batch_size needs less"  # memory; a run names its own arguments
 
 
 def run_script(main: Callable[[], Any]) -> None:
@@ -76,7 +75,10 @@ def run_script(main: Callable[[], Any]) -> None:
     except (OSError, SafetensorError) as error:  # of a write; what cannot be read is an InputError
         exit_with(f"{type(error).__name__}: {error}")
     except (MemoryError, torch.OutOfMemoryError):
-        exit_with(f"the memory does not suffice; {how_to_need_less}")
+        exit_with(
+            "the memory does not suffice; a smaller local_micro_batch_size needs less in training, and a smaller "
+            "local_rollout_batch_size where nothing is trained"
+        )
     except Stopped as stopped:
         say(str(stopped))
     except KeyboardInterrupt:

@@ -3,15 +3,11 @@
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
-import ctypes
 import datetime
 import math
 import os
-import re
-import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -22,33 +18,6 @@ from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
-MUCH = 2 * 2**30  # bytes; a process that holds less keeps what is freed
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what a tensor leaves for the next tensor, instead of giving it back to the kernel.
-
-    Otherwise a large tensor is new memory each time, which the kernel clears page by page as it is touched: a fifth
-    of the training time of GPT-2 on a CPU. glibc only; elsewhere nothing happens.
-    """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(library, "mallopt"):
-        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-        library.mallopt(m_mmap_max, 0)  # large tensors too come from the heap,
-        library.mallopt(m_trim_threshold, -1)  # and the heap never shrinks
-
-
-def return_freed_memory() -> None:
-    """Give the kernel what tensors have left and none has taken, if this process holds much; see keep_freed_memory.
-
-    What stays lies among what was freed, so the process would grow, by 18 % in two updates of PPO with a model of 135
-    million parameters. Taking pages again costs time; chapters 2 and 3 hold less than expected and go without.
-    """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(library, "malloc_trim"):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        if pages * os.sysconf("SC_PAGE_SIZE") > MUCH:
-            library.malloc_trim(0)
 
 
 def default_device() -> torch.device:
@@ -72,27 +41,15 @@ def device_of_noise(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
-def advice(dtype: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """A line for the console if bfloat16 makes matrix products slower, as on processors that can't multiply it."""
-    if dtype != "bfloat16" or device.type != "cpu" or not cpuinfo.is_file():
-        return ""
-    features = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
-    if features is None or "bf16" in features[1]:  # avx512_bf16, amx_bf16, or bf16 on ARM
-        return ""
-    return "This processor has no instructions for bfloat16, which is several times as slow here; use float32."
-
-
-def make_accelerator(*, sharding: bool = True) -> Accelerator:
-    """The processes that the launcher started, on GPUs or, where there is none, on the CPU.
-
-    sharding: whether the script can shard, should the launcher ask for it.
-    """
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        raise InputError("DeepSpeed is not supported; benchmark/accelerate/zero2.yaml slices the same tensors")
-    if not sharding and os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
-        raise InputError(
-            "chapter 1 keeps whole models on every process; launch without FSDP: benchmark/accelerate/ddp.yaml"
-        )
+def make_accelerator() -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
+    for name in ("DEEPSPEED", "FSDP"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false") == "true":
+            raise InputError(
+                f"{name} is not supported: every process keeps whole models; launch with "
+                f"benchmark/accelerate/ddp.yaml; for models that do not fit, there are --frozen_bfloat16 and, in "
+                f"chapters 2 and 3, --lora.rank"
+            )
     accelerator = Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != started:
@@ -108,7 +65,6 @@ def make_accelerator(*, sharding: bool = True) -> Accelerator:
         if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
             raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
         torch.set_num_threads(int(threads))
-        keep_freed_memory()
     return accelerator
 
 
@@ -220,17 +176,3 @@ def split_evenly(field: str, value: int, parts: int, what: str) -> int:
         offer = math.ceil(value / parts) * parts
         raise InputError(f"{typed(field)} {value} does not divide by {parts} ({what}); {flag(field)} {offer} does")
     return value // parts
-
-
-def rows_at_a_time(prefix: str, group: Any, field: str, whole: int) -> int:
-    """A memory knob, a field of a dataclass: how many of the rows to take at a time; 0: all.
-
-    prefix: of its name on the command line.
-    """
-    size, name = getattr(group, field) or whole, prefix + field
-    if whole % size:
-        offer = math.gcd(size, whole)
-        raise InputError(
-            f"{typed(name)} {size} does not divide the {whole} of one process; {flag(name)} {offer} does"
-        )
-    return size

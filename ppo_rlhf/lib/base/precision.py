@@ -7,16 +7,11 @@ from torch import Tensor
 from transformers import StaticCache
 
 
-def mixed_precision(
-    device: torch.device, *, enabled: bool, keep_casts: bool = True
-) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision.
-
-    keep_casts: whether a weight is cast once for all its products in the block, and its cast kept to the end.
-    """
+def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
     if not enabled:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=keep_casts)
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 class KeyValueCache(StaticCache):

@@ -32,4 +32,3 @@ def checkpoint_layers(network: nn.Module) -> None:
 
     for layer in layers(network):
         layer.forward = checkpointed(layer.forward)
-        layer.is_checkpointed = True  # for lib/nets/memory.py

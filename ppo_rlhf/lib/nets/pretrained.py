@@ -127,35 +127,13 @@ def empty_model(base_model: str, trust_remote_code: bool, auto_class: type) -> P
         return without_weights(auto_class, config, torch.float32, trust_remote_code)
 
 
-WIDE = 512  # the least width of a layer that gains by it; those of the small worlds do not
-
-
-class FewRowsLinear(nn.Linear):
-    """The same layer but for rounding, without a bias. Sampling has few rows, often 8 to 48. For these, W x^T takes
-    half as long as x W^T (SmolLM2's layers in float32, two cores of an Intel Xeon with AVX-512).
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        here = input.device.type == "cpu" and 8 <= input.shape[:-1].numel() <= 48 and input.dtype == torch.float32
-        if not here or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return super().forward(input)
-        return (self.weight @ input.flatten(0, -2).T).T.contiguous().unflatten(0, input.shape[:-1])
-
-
-def hasten_few_rows(model: nn.Module) -> None:
-    """Make each wide layer without a bias a FewRowsLinear."""
-    for layer in model.modules():
-        if type(layer) is nn.Linear and layer.bias is None and layer.in_features >= WIDE:
-            layer.__class__ = FewRowsLinear
-
-
 def checked_model(
     model: PreTrainedModel, loading: dict[str, Any] | None, own_settings: dict[str, Any]
 ) -> PreTrainedModel:
     """A loaded model, or an OSError if its weights are not those that its configuration means.
 
     loading: what from_pretrained says; None: it has no weights yet. own_settings: what the configuration said before
-    it was changed for us, which is what is saved again. Wide layers become a FewRowsLinear.
+    it was changed for us, which is what is saved again.
     """
     if loading and loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
@@ -163,7 +141,6 @@ def checked_model(
     if loading and loading["mismatched_keys"]:
         name, there, wanted = sorted(loading["mismatched_keys"])[0]
         raise OSError(f"its weights hold {name} of shape {tuple(there)}, but config.json means {tuple(wanted)}")
-    hasten_few_rows(model)
     model.config = model.base_model.config = copy.deepcopy(model.config)  # the layers keep theirs
     for name, value in own_settings.items():
         setattr(model.config, name, value)
@@ -314,9 +291,9 @@ def find_head(folder: Path, what: str = "") -> Path:
     return head_file
 
 
-def load_head(reward_model: nn.Module, folder: Path, *, own_only: bool = False) -> None:
+def load_head(reward_model: nn.Module, folder: Path) -> None:
     """Give a reward model or critic what is not in the classifier of its folder: head, gain, bias, and what saving
-    changed in the language model. own_only: without the latter.
+    changed in the language model.
     """
     head_file = find_head(folder)
     own_names = {"reward_head.weight", "reward_head.bias", "gain", "bias"}
@@ -324,8 +301,6 @@ def load_head(reward_model: nn.Module, folder: Path, *, own_only: bool = False) 
         own.data = own.data.to(torch.promote_types(reward_model.lm_backbone.dtype, torch.float32))  # never in less
     with input_errors(f"{head_file} does not fit the model next to it", SafetensorError, RuntimeError, KeyError):
         head = load_file(head_file)
-        if own_only:
-            head = {name: head[name] for name in own_names}
         unknown = reward_model.load_state_dict(head, strict=False).unexpected_keys
         if unknown or own_names - head.keys():
             raise KeyError(*unknown, *own_names - head.keys())

@@ -75,7 +75,7 @@ class OwnTool:
     def __call__(self, call: str) -> str:
         try:
             text, problem = self.worker.ask(call)
-        except (ImportError, ChildProcessError) as error:
+        except ImportError as error:
             text, problem = None, str(error)
         if problem == worker.SLOW:
             return TOO_SLOW

@@ -10,19 +10,20 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 import weakref
 
 MEMORY = {"confined": 4 * 2**30, "free": 16 * 2**30}  # bytes of address space
 LONGEST = 2**20  # bytes of an answer
 SLOW, LONG, NONSENSE = "it takes too long", "its result is too long", "its answer makes no sense"
+ENDINGS = {-signal.SIGALRM: SLOW, -signal.SIGPROF: SLOW, None: NONSENSE}  # by the status of the process
 
 
 class Worker:
@@ -38,54 +39,41 @@ class Worker:
 
     def start(self) -> None:
         """Raises an ImportError that says why the function can't be called."""
-        self.channel, theirs = socket.socketpair()
-        with theirs:  # in a session of its own, where no Ctrl-C reaches it
+        ours, theirs = socket.socketpair()
+        with ours, theirs:  # in a session of its own, where no Ctrl-C reaches it
             self.process = subprocess.Popen(self.program, stdin=theirs, start_new_session=True)
-        self.end = weakref.finalize(self, end, self.process, self.channel)  # at the latest when the script ends
-        if problem := json.loads(self.read(None) or '"its process ends while it is imported"'):
+            theirs.close()  # so that its end of the channel ends with it
+            self.channel = ours.makefile("rwb")
+            self.end = weakref.finalize(self, end, self.process, self.channel)  # at the latest when the script ends
+            problem = json.loads(self.channel.readline() or '"its process ends while it is imported"')
+            ours.settimeout(self.seconds + 1)
+        if problem:
             self.close()
             raise ImportError(problem)
 
     def ask(self, *request: object) -> tuple[object, str]:
-        """Returns the result and an empty text, or None and why there is none. Raises an ImportError as `start` does.
+        """Returns the result and an empty text, or None and why there is none.
 
-        If the process is killed from outside, as the kernel does when memory runs out, another one is asked; if that
-        one is killed too, a ChildProcessError is raised.
+        Raises an ImportError as `start` does.
         """
-        line = json.dumps(request).encode() + b"\n"
-        for _ in range(2):
-            if self.process is None:
-                self.start()
-            try:
-                self.channel.settimeout(self.seconds + 1)
-                self.channel.sendall(line)
-                result, problem = json.loads(self.read(time.monotonic() + self.seconds + 1))
-                return result, str(problem)
-            except TimeoutError:  # the process has changed its own timers
-                status = -signal.SIGALRM
-            except (OSError, ValueError, TypeError, RecursionError):  # it has ended, or its answer makes no sense
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(1)  # it has closed its end, but may not have ended yet
-                status = self.process.returncode
-            except BaseException:
-                self.close()  # otherwise the next request would get this one's answer
-                raise
-            self.close()
-            if status in (-signal.SIGALRM, -signal.SIGPROF):
-                return None, SLOW
-            if status not in (-signal.SIGKILL, -signal.SIGTERM):
-                return None, f"its process ended with status {status}" if status is not None else NONSENSE
-        raise ChildProcessError(f"its process ended with status {status}")
-
-    def read(self, deadline: float | None) -> bytes:
-        """A line; only its beginning if the process ends in it or it is too long."""
-        line = b""
-        while not line.endswith(b"\n") and len(line) <= LONGEST:
-            self.channel.settimeout(deadline and max(deadline - time.monotonic(), 0.001))
-            if not (piece := self.channel.recv(2**16)):
-                break
-            line += piece
-        return line
+        if self.process is None:
+            self.start()
+        try:
+            self.channel.write(json.dumps(request).encode() + b"\n")
+            self.channel.flush()
+            result, problem = json.loads(self.channel.readline(LONGEST))
+            return result, str(problem)
+        except TimeoutError:  # the process has changed its own timers
+            problem = SLOW
+        except (OSError, ValueError, TypeError, RecursionError):  # it has ended, or its answer makes no sense
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)  # it has closed its end, but may not have ended yet
+            problem = ENDINGS.get(self.process.returncode, f"its process ended with status {self.process.returncode}")
+        except BaseException:
+            self.close()  # otherwise the next request would get this one's answer
+            raise
+        self.close()
+        return None, problem
 
     def close(self) -> None:
         """End the process."""
@@ -94,9 +82,10 @@ class Worker:
             self.process = None
 
 
-def end(process: subprocess.Popen, channel: socket.socket) -> None:
-    channel.close()
+def end(process: subprocess.Popen, channel: io.BufferedIOBase) -> None:
     with contextlib.suppress(OSError):  # it has ended
+        channel.close()
+    with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
     process.wait()
 

@@ -18,7 +18,7 @@ import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from ppo_rlhf.lib.base import errors, files
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.base.launch import WITHOUT_FLOAT64, default_device
 from ppo_rlhf.lib.services import run
@@ -45,8 +45,6 @@ class RunArgs:
     gradient_checkpointing: bool = False
     """keep only the inputs of each layer of a trained network and compute the rest again in the backward pass; saves
     memory, costs a forward pass"""
-    max_memory: NonNegativeFloat = 0.0
-    """GiB that a process may take, on its GPU if it has one; a memory knob; 0: as much as is free at the start"""
     resume: str = ""
     """folder of a run to resume: runs/<run>; its arguments are taken from there"""
     save_interval: NonNegativeInt = 50
@@ -82,15 +80,15 @@ class PolicyRunArgs(RunArgs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryArgs:
-    """Memory knobs. They change how rows are divided, and numbers only by rounding."""
+    """Memory knobs. They change how rows are divided, and numbers only by rounding.
 
-    local_micro_batch_size: NonNegativeInt = 0
-    """rows, such as episodes or labels, per forward and backward pass on one process; a memory knob; 0: as many as
-    are fast and fit"""
-    local_micro_batch_tokens: NonNegativeInt = 0
-    """tokens of such a pass, padding included; a memory knob; 0: any number"""
-    local_rollout_batch_size: NonNegativeInt = 0
-    """rows per pass without gradients on one process; a memory knob; 0: as many as fit, at most a batch"""
+    The defaults are for models of half a billion parameters with 150,000 tokens.
+    """
+
+    local_micro_batch_size: PositiveInt = 8
+    """rows, such as episodes or labels, per forward and backward pass on one process, at most; a memory knob"""
+    local_rollout_batch_size: PositiveInt = 64
+    """rows per pass without gradients on one process, at most; a memory knob"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,7 @@ Args = TypeVar("Args")
 
 # Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
 MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "label", "upload_model", "hf_entity", "track", "tracker"}
-MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "max_memory", "gradient_checkpointing", "ppo.share_prefixes"}
+MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "gradient_checkpointing", "ppo.share_prefixes"}
 MAY_CHANGE |= {"log_interval", "save_interval", "trace_interval", "trace_episodes"}
 MAY_CHANGE |= {"workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
 MAY_CHANGE |= {group + knob.name for knob in dataclasses.fields(MemoryArgs) for group in ("", "ppo.")}

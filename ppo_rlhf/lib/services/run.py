@@ -348,13 +348,13 @@ class Run:
         Then push models/<run>/<part> to the hub, if the arguments say so. Every process must call this.
         """
         if self.is_main:
-            from ppo_rlhf.lib.nets import memory
+            from ppo_rlhf.lib.base import processes
 
             results = files.without_nan(results)
             plots.draw_learning_curves(self.folder, self.rows, dataclasses.asdict(self.args))
             numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=len(self.rows))
-            self.save_meta(finished=True, peak_mib=round(memory.most_held() / 2**20), results=results)
+            self.save_meta(finished=True, peak_mib=round(processes.peak_memory() / 2**20), results=results)
             print(f"finished {self.folder}; what it trained is in {self.model_folder}")
             if self.args.upload_model:
                 self.accelerator.log(tracking.upload_models(self, parts), step=len(self.rows))
