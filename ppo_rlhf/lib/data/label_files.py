@@ -122,7 +122,7 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
     what = f"{flag('label_dataset')} {path}"
     vocab_size = pretrained.vocabulary_size(tokenizer)
     sidecar = path.with_suffix(".meta.json")
-    with errors.input_errors(what, OSError, ValueError):
+    with errors.input_errors(what, OSError, ValueError, RecursionError):
         rows = files.read_json(path)
         meta = files.read_json(sidecar) if sidecar.is_file() else {}
     if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
