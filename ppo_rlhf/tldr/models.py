@@ -27,7 +27,6 @@ from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.pretrained import (
-    SAFETENSORS_ONLY,
     check_reward_model,
     checked_model,
     dtype_of_weights,
@@ -69,7 +68,8 @@ def load_pretrained(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **SAFETENSORS_ONLY,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # checked_model names them
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
@@ -92,7 +92,8 @@ def read_whole(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
-        **SAFETENSORS_ONLY,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # checked_model names them
     )
 
 

@@ -302,7 +302,6 @@ class Checked:
 def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    worlds.check_names(args, unused=["task.comparisons"])
     args = worlds.find_paths(args, unused=["task.comparisons"])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_posts = partial(posts.read_posts, args.task, tokenizer)
