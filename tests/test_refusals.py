@@ -574,13 +574,9 @@ RLVR = {
     "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
 }
 ASYNC = {
-    "--rejection token --rejection_low 1.5": "--rejection_low 1.5 and --rejection_high 2.0 must have 1 between them",
-    "--rejection token --rejection_high 1": "and 0.0001 on either side for rounding; 0.5 and 2.0 would do",
-    "--rejection_low 0.4": "--rejection_low 0.4 does nothing with --rejection none; leave it at 0.5",
-    "--rejection_high 3": "--rejection_high 3.0 does nothing with --rejection none; leave it at 2.0",
+    "--rejection_low 0.4": "--rejection_low 0.4 does nothing with --correction decoupled and --rejection none",
     "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
-    "--correction bypass --ppo.loss reinforce --correction_normalised": "does nothing with --correction bypass",
-    "--staleness 0 --correction_level sequence": "--correction_level sequence does nothing with --correction none",
+    "--staleness 0 --correction_cap 3": "--correction_cap 3.0 does nothing with --correction none",
     "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 2 --ppo.filter_groups --staleness 1": (
         "--ppo.filter_groups goes with --staleness 0"
     ),

@@ -98,7 +98,6 @@ DEFAULTS = {  # of arguments that not every script has
 }
 OF_SAMPLING = {  # rlvr/asynchronous.py: an older policy may have sampled
     "correction": "none",
-    "correction_level": "token",
     "correction_cap": 0,
     "off_policy_mask": None,
     "staleness": 0,
