@@ -296,7 +296,6 @@ def numbers_of_response(rows: Mapping[str, list], settings: Mapping[str, Any]) -
     return {
         "valued_tokens": sum(rows["valued"]),
         "response_tokens": count,
-        "log_ratio_sum": moved,
         "log_ratio": moved / count,
         "too_unlikely": delta is not None and fell > delta,
         "critic_lam": settings["lam"] if settings["critic_lam"] is None else settings["critic_lam"],
