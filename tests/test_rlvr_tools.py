@@ -358,9 +358,9 @@ def test_derivations_are_equations_across_a_tools_answer(whole_run):
 
 def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
     policy = only(whole_run.parent.parent, "models/*/policy")
-    with pytest.raises(InputError, match="names the function letters:letters"):
+    with pytest.raises(InputError, match="letters:letters"):
         sample.Comparison(sample.Args(policy=str(policy)))
-    sample.Comparison(sample.Args(policy=str(policy)), trust_functions=True)
+    sample.Comparison(sample.Args(policy=str(policy)), trusted=True)
     said = capsys.readouterr().out
     assert "was trained with the tool" in said and "here nothing answers its calls" in said
 
