@@ -57,14 +57,13 @@ def make_accelerator() -> Accelerator:
             f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
             f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
         )
-    if accelerator.device.type == "cpu":
-        # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        threads = os.environ.get("PPO_RLHF_THREADS", str(share))
-        if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
-            raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
-        torch.set_num_threads(int(threads))
+    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = os.environ.get("PPO_RLHF_THREADS", str(share))
+    if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
+        raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
+    torch.set_num_threads(int(threads))
     return accelerator
 
 
