@@ -140,7 +140,7 @@ def offline(monkeypatch, tmp_path):
     """A folder with two bad modules, in which nothing can be loaded, built or downloaded."""
     (tmp_path / "needs.py").write_text(NEEDS_MORE)
     (tmp_path / "broken.py").write_text("score = (\n")
-    loads = [(pretrained, "load_tokenizer"), (models, "load_pretrained")]
+    loads = [(pretrained, "load_tokenizer"), (train_policy, "load_pretrained"), (models, "load_pretrained")]
     for module, name in (*loads, (worlds.of("smollm"), "find_model")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
     monkeypatch.chdir(tmp_path)

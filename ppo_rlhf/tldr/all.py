@@ -84,9 +84,9 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     with sequence.flags_of("reward", reward_args, SHARED):
         tldr_reward.check_arguments(reward_args, processes)
     with sequence.flags_of("policy", policy_args, SHARED):
-        tldr_policy.check(policy_args, processes, stages.joint, unmade=["rewards.trained_model"])
+        tldr_policy.check(policy_args, processes, unmade=["rewards.trained_model"])
     with sequence.flags_of("reward", reward_args, SHARED):
-        tldr_reward.check(reward_args, processes, stages.joint)
+        tldr_reward.check(reward_args, processes)
 
     sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
     reward_args = dataclasses.replace(reward_args, base_model=os.path.relpath(sft_folder, stages.root))
