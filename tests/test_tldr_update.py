@@ -912,7 +912,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
         return responses, spoil(logprobs, mask), spoil(values, value_mask), sampler_gap
 
     monkeypatch.setattr(tldr_policy, "respond", spoiling)
-    monkeypatch.setattr(templates, "end_ids", lambda tokenizer: (end,))
+    monkeypatch.setattr(templates, "end_ids", lambda *_: (end,))
     monkeypatch.chdir(tmp_path)
     write_posts(tmp_path)
     ppo = PpoArgs(total_episodes=32, batch_size=32, noptepochs=1, lr=1e-3, local_rollout_batch_size=8)

@@ -91,12 +91,19 @@ def train(args: Args, joint: dict | None = None) -> Path:
     accelerator = launch.make_accelerator()
     typed_args = args
     data = check(args, accelerator.num_processes)
-    args, sizes, tokenizer, ids, comparisons = data.args, data.sizes, data.tokenizer, data.ids, data.comparisons
+    args, tokenizer, ids, comparisons = data.args, data.tokenizer, data.ids, data.comparisons
+    steps = math.ceil(len(comparisons) / args.batch_size)
+    sizes = {
+        "comparisons": len(comparisons),
+        "steps": steps,
+        "batch": args.batch_size,
+        "local_batch": args.batch_size // accelerator.num_processes,
+    }
     reward_model = load_reward_model(args, data.longest, ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint)
+    this_run = run.Run(typed_args, accelerator, sizes, joint)
     info = {
         "kind": "reward model",
         "base_model": typed_args.base_model,
@@ -119,13 +126,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
     #       reward.py#L82, reward.py#L278-L293
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
-    with this_run.progress("reward model", sizes.steps, first_step) as advance:
-        for step in range(first_step, sizes.steps):
+    with this_run.progress("reward model", steps, first_step) as advance:
+        for step in range(first_step, steps):
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
-            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, sizes.steps)
+            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
             mb_inds, counts = processes.deal(
-                order[step * sizes.batch : (step + 1) * sizes.batch],
-                sizes.batch,
+                order[step * args.batch_size : (step + 1) * args.batch_size],
+                args.batch_size,
                 accelerator.process_index,
                 accelerator.num_processes,
             )
@@ -142,7 +149,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
             this_run.log(step, metrics | {"train/rm/lr": lr})
             advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
-            if this_run.is_time_to_save(step + 1, sizes.steps):
+            if this_run.is_time_to_save(step + 1, steps):
                 this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), {})
 
     # 2. Agreement with people.
@@ -153,15 +160,15 @@ def train(args: Args, joint: dict | None = None) -> Path:
             accuracy, table = agreement(reward_model, rows, ids.pad, chunk, accelerator)
             sides = ("chosen_reward", "rejected_reward")
             means = {f"{name}/{side}": fmean(row[side] for row in table) for side in sides}
-            launch.check_finite(means, sizes.steps, launch.anew_with_lower("lr"))
+            launch.check_finite(means, steps, launch.anew_with_lower("lr"))
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
             this_run.write_table(name, table)
             if name == "validation":
-                this_run.log_samples(sizes.steps, sample_rows(rows, table, tokenizer, ids))
+                this_run.log_samples(steps, sample_rows(rows, table, tokenizer, ids))
 
         # 3. Normalise.
         normalised = shift_to_references(reward_model, data.train_posts, ids.pad, chunk, accelerator)
-        launch.check_finite(normalised, sizes.steps, launch.anew_with_lower("lr"))
+        launch.check_finite(normalised, steps, launch.anew_with_lower("lr"))
         results |= normalised
 
     texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
@@ -333,7 +340,7 @@ def shift_to_references(
     }
 
 
-# ---- Plumbing: sizes, data, the model to start from ------------------------------------------------------------
+# ---- Plumbing: data, the model to start from -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +348,6 @@ class Data:
     """What the arguments name."""
 
     args: Args  # with paths in place of names such as `posts`
-    sizes: PairSizes
     tokenizer: PreTrainedTokenizerBase
     ids: posts.TaskIds
     comparisons: posts.Comparisons
@@ -381,7 +387,6 @@ def check(args: Args, num_processes: int) -> Data:
         )
     return Data(
         args=args,
-        sizes=pair_sizes(args, len(comparisons), num_processes),
         tokenizer=tokenizer,
         ids=ids,
         comparisons=comparisons,
@@ -398,27 +403,7 @@ def check_arguments(args: Args, num_processes: int) -> None:
         raise InputError(
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
-    pair_sizes(args, 1, num_processes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairSizes:
-    """Sizes that follow from the arguments, the number of comparisons and the number of processes."""
-
-    comparisons: int
-    steps: int
-    batch: int
-    local_batch: int
-
-
-def pair_sizes(args: Args, comparisons: int, num_processes: int) -> PairSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    return PairSizes(
-        comparisons=comparisons,
-        steps=math.ceil(comparisons / args.batch_size),
-        batch=args.batch_size,
-        local_batch=launch.split_evenly("batch_size", args.batch_size, num_processes, "processes"),
-    )
+    launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
 
 
 def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> RewardModel:
