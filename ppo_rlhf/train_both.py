@@ -24,8 +24,9 @@ from ppo_rlhf import sample, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import files
 from ppo_rlhf.lib.base.bounds import NonNegativeInt
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import foreign, pretrained, templates
+from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.services import cli, run, sequence
+from ppo_rlhf.worlds import reviews, tales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,7 @@ class Args:
     resume: str = ""
     """folder of either of the two runs to resume: runs/<run>; the arguments are those of the newest of them"""
     judge: str = ""
-    """another reward model, also one from elsewhere, which judges the texts at the end and trains nothing"""
-    label: str = ""
-    """the label whose logit is the score, for a judge from elsewhere"""
+    """another reward model of train_reward.py, which judges the texts at the end and trains nothing"""
     task: train_policy.TaskArgs = field(default_factory=train_policy.TaskArgs)
     """queries and responses of both parts"""
     reward: train_reward.Args = field(default_factory=train_reward.Args)
@@ -82,11 +81,9 @@ def train(args: Args) -> tuple[Path, Path]:
     # that the policy needs, such as a base model that is long enough, the reward model needs too.
     with sequence.flags_of("reward", reward_args, SHARED):
         train_reward.reward_sizes(reward_args, accelerator.num_processes)
-        worlds.check_names(reward_args)
     with sequence.flags_of("policy", policy_args, SHARED):
         train_policy.check_ppo_arguments(policy_args)
         train_policy.ppo_sizes(policy_args.ppo, accelerator.num_processes)
-        worlds.check_names(policy_args, unused=["rewards.trained_model"])
     templates.check_task(args.task)
     found = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
@@ -94,11 +91,9 @@ def train(args: Args) -> tuple[Path, Path]:
         train_policy.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
     texts = sample.Continuations(dataclasses.asdict(args.task), tokenizer, source="")
     texts.held_out(1)  # the report at the end needs such queries
-    if args.label and not foreign.is_foreign(args.judge):
-        raise InputError(f"--label {args.label}: only a judge from elsewhere has labels")
     if args.judge:
         no_weights = {"device": torch.device("meta"), "trust_remote_code": args.trust_remote_code}
-        sample.load_judge("judge", args.judge, args.label, texts=texts, policy=found.base_model, **no_weights)
+        sample.load_judge("judge", args.judge, "", texts=texts, policy=found.base_model, **no_weights)
     if reward_args.exp_name == policy_args.exp_name:
         raise InputError(f"--reward.exp_name and --policy.exp_name are both {policy_args.exp_name}; give two names")
 
@@ -125,7 +120,6 @@ def report(runs: Path, reward_folder: Path, policy_folder: Path, joint: Args) ->
         policy=str(policy_folder),
         reward_model=str(reward_folder),
         judge=joint.judge,
-        label=joint.label,
         trust_remote_code=joint.trust_remote_code,
     )
     comparison = sample.Comparison(args, trust_functions=True)  # they were named on the command line
@@ -164,7 +158,7 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
             f"{learned['test_labels']:,} held-out texts."
         )
     if policy_meta["args"]["task"]["query_dataset"] == "reviews":
-        people = worlds.of("reviews").facts()
+        people = reviews.facts()
         lines.append(
             f"There, a single person's rating has {people['one_person']:.3f} with the mean of the others, and VADER, "
             f"a lexicon with rules, {people['vader']:.3f} with the mean of all."
@@ -193,7 +187,7 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
             + (f": {gain:.1f} standard deviations of the language model's own." if deviation else ".")
         )
     if policy_meta["args"]["task"]["query_dataset"] == "tales":
-        shares = [worlds.of("tales").grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
+        shares = [tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
         lines.append(
             f"The grammar could have written {shares[0]:.1%} of the language model's sentences, "
             f"and {shares[1]:.1%} of the policy's."

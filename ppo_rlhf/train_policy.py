@@ -52,25 +52,24 @@ from ppo_rlhf.lib.base import checkpoints, errors, files, launch
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import foreign, layers, pretrained, templates
+from ppo_rlhf.lib.nets import layers, pretrained, templates
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import cli, run, traces
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs(templates.FormatArgs):
+class TaskArgs:
     query_dataset: str = "books"
     """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
     query_length: PositiveInt = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
-    """text before each query, and in its turn of a chat; the policy reads it, the reward model does not"""
+    """text before each query, such as a chat's marks; the policy reads it, the reward model does not"""
     query_suffix: str = ""
-    """text after each query, and in its turn of a chat; the policy reads it, the reward model does not"""
+    """text after each query; the policy reads it, the reward model does not"""
     start_text: str | None = "."
     """queries begin after the first such token of their text; None: at the beginning"""
     end_text: str | None = "."
@@ -131,18 +130,16 @@ FIXED = cli.AdaptiveKLArgs(target=None)
 @dataclass(frozen=True, kw_only=True)
 class RewardsArgs:
     trained_model: str = ""
-    """a reward model: models/<run>/reward, or any sequence classifier, in a folder or on the hub; empty: the newest
-    of this preset below models/, unless there is a function"""
-    label: str = ""
-    """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
+    """a reward model of train_reward.py: models/<run>/reward; empty: the newest of this preset below models/, unless
+    there is a function"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
     parameters named prompts, completions or answer get those, as docs/running.md says; references are None here"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: NonNegativeInt = 256
-    """samples of the language model on which scores of `function` or a model from elsewhere get mean 0 and deviation
-    1, the scale for which the KL coefficient and the critic are meant; 0: scores stay as they are"""
+    """samples of the language model on which scores of `function` get mean 0 and deviation 1, the scale for which the
+    KL coefficient and the critic are meant; 0: scores stay as they are"""
     kl_coef: NonNegativeFloat = 0.15
     """weight of the KL penalty at the start, reward per nat"""
     adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=lambda: ADAPTIVE)
@@ -264,7 +261,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     noise_device = launch.device_of_noise(device)
     check_ppo_arguments(args)
     args = with_newest_reward_model(args)
-    worlds.check_names(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args = args
     args = worlds.find_paths(args)  # names such as `tales` become paths
@@ -307,8 +303,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         monitor=monitor,
         rows=pass_rows,
     )
-    note = sources.left_out(stream)
-    this_run.start_logging(resumed["step"], pretrained.config_for_plots(typed_args, args), note)
+    this_run.start_logging(resumed["step"], config_for_plots(typed_args, args))
     rank = accelerator.process_index
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
@@ -406,7 +401,11 @@ def train(args: Args, joint: dict | None = None) -> Path:
         metrics = update_metrics(batch, stats, this_run, args, update=update, ids=ids, kl_coef=controller.value)
         # [D70] [D71] The controller sees the KL averaged over all processes.   train_policy.py#L299-L305
         controller.update(metrics["objective/kl"], sizes.batch)
-        state = {"kl_coef": controller.value, "query_position": stream.position, "score_scale": scale.to_list()}
+        state = {
+            "kl_coef": controller.value,
+            "query_position": stream.position,
+            "score_scale": [scale.mean, scale.std],
+        }
         this_run.end_of_update(
             update,
             metrics,
@@ -459,7 +458,9 @@ class TaskIds:
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
     templates.check_task(task)
-    prefix, suffix = templates.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
+    prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
+    prefix = [*templates.start_of_plain(tokenizer), *prefix]
+    suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
@@ -490,7 +491,10 @@ class QueryStream:
         self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
-            raise InputError(sources.no_query(self, split))
+            raise InputError(
+                f"{flag('task.query_dataset')} {task.query_dataset}: none of its {len(self.texts)} texts gives a "
+                f"query; give more texts, or see {flag('task.start_text')} and {flag('task.end_text')}"
+            )
 
     def tokens(self, place: int) -> list[int]:
         """Token ids of a text, by its place among all that are read, pass after pass."""
@@ -1253,7 +1257,7 @@ def make_recorder(
         )
 
     def numbers(batch: Rollout) -> dict[str, Any]:
-        """The tensors under the names that report.py knows."""
+        """The tensors under the names that report/ knows."""
         of_tokens = ("kl", "entropy", "non_score_reward", "response_length", "sampler_gap")  # a trace has these
         plural = {"score": "scores", "raw_score": "raw_scores"}
         shown = {plural.get(name, name): x for name, x in batch.objectives.items() if name not in of_tokens}
@@ -1283,6 +1287,8 @@ def check_ppo_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
     cli.check_run(args)
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+    if args.rewards.trained_model and args.rewards.function:
+        raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1356,7 +1362,8 @@ def load_pretrained(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **pretrained.SAFETENSORS_ONLY,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # checked_model names them
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
@@ -1388,13 +1395,12 @@ def load_reward(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: TaskIds, device: torch.device
 ) -> RewardModel | scorers.Scorer:
     """The source of scores, checked to fit the base model: a function of the user's, which all processes call
-    together, a model from elsewhere, or a reward model that was trained here.
+    together, or a reward model that was trained here.
     """
     if name := args.rewards.function:
         return scorers.text_scorer(name, "rewards.function", tokenizer, ids.pad, on_all_processes=True)
-    if foreign.is_foreign(args.rewards.trained_model):
-        return foreign.load_scorer(args, tokenizer, ids.pad, device=device)
     folder = args.rewards.trained_model
+    pretrained.find_head(Path(folder), f"{flag('rewards.trained_model')} {folder}")
     dtype = pretrained.dtype_of_weights(args, frozen=True)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
@@ -1412,6 +1418,49 @@ def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> 
         return scorers.text_scorer(name, field, tokenizer, pad_id, on_all_processes=True)
 
     return scorers.load_monitor(name, OBJECTIVES, of_texts)
+
+
+def config_for_plots(args_as_given: Args, args: Args) -> dict[str, Any]:
+    """An additional entry for Weights & Biases: the label file that the reward model learned from.
+
+    The plotting command of lm-human-preference-details (at ccc1953) selects runs by it. args: with the paths that
+    args_as_given means.
+    """
+    folder = args.rewards.trained_model
+    label_dataset = pretrained.read_info(Path(folder)).get("label_dataset") if folder else None
+    return {"rewards": dataclasses.asdict(args_as_given.rewards) | {"label_dataset": label_dataset}}
+
+
+class Scale:
+    """Puts scores of a function on the scale of a normalised reward model: (score - mean) / std.
+
+    KL coefficient and critic are meant for that scale. Until `fit` is called, scores stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.std = 1.0
+
+    def fit(self, scores: Tensor, accelerator: Accelerator) -> None:
+        """Take mean and biased deviation of scores (n,), on all processes together.
+
+        A function that gives all of them the same score, but for rounding, keeps its deviation.
+        """
+        scores = launch.widened(scores)
+        sums = {"n": scores.new_tensor(len(scores)), "sum": scores.sum()}
+        sums = launch.sum_over_processes(sums, accelerator)
+        if sums["n"]:
+            self.mean = sums["sum"] / sums["n"]
+            squares = {"squares": ((scores - self.mean) ** 2).sum()}
+            std = math.sqrt(launch.sum_over_processes(squares, accelerator)["squares"] / sums["n"])
+            self.std = std if std > 1e-10 * abs(self.mean) else 1.0
+
+    def apply(self, scores: Tensor) -> Tensor:
+        return (scores - self.mean) / self.std
+
+    def undo(self, scores: Tensor) -> Tensor:
+        """What the function said."""
+        return scores * self.std + self.mean
 
 
 @torch.no_grad()
@@ -1461,7 +1510,6 @@ def save_policy(
         "reward_model": args.rewards.trained_model,
         "function": args.rewards.function,
         "monitor": args.rewards.monitor,
-        "label": args.rewards.label,
         "vocab_size": vocabulary_size(tokenizer),
         "task": dataclasses.asdict(args.task),
     }

@@ -51,15 +51,15 @@ from ppo_rlhf.lib.services import cli, run
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs(templates.FormatArgs):
+class TaskArgs:
     query_dataset: str = "books"
     """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
     query_length: PositiveInt = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
-    """text before each query, and in its turn of a chat; the policy reads it, the reward model does not"""
+    """text before each query, such as a chat's marks; the policy reads it, the reward model does not"""
     query_suffix: str = ""
-    """text after each query, and in its turn of a chat; the policy reads it, the reward model does not"""
+    """text after each query; the policy reads it, the reward model does not"""
     start_text: str | None = "."
     """queries begin after the first such token of their text; None: at the beginning"""
     end_text: str | None = "."
@@ -181,7 +181,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
-    worlds.check_names(args)
     typed_args = args
     args = worlds.find_paths(args)  # names such as `tales` become paths
     label_files.find_label_file(
@@ -205,7 +204,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # Of the newest checkpoint; {"step": 0} if there is none.
     state = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))
     stream.position = state.get("query_position", stream.position)
-    this_run.start_logging(state["step"], note=sources.left_out(stream))
+    this_run.start_logging(state["step"])
 
     def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
         sample_and_normalize(
@@ -577,7 +576,9 @@ class TaskIds:
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
     templates.check_task(task)
-    prefix, suffix = templates.affixes(task, tokenizer, task.query_prefix, task.query_suffix)
+    prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
+    prefix = [*templates.start_of_plain(tokenizer), *prefix]
+    suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
@@ -608,7 +609,10 @@ class QueryStream:
         self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
         self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
         if not self.first(1, pad_id=0).numel():
-            raise InputError(sources.no_query(self, split))
+            raise InputError(
+                f"{flag('task.query_dataset')} {task.query_dataset}: none of its {len(self.texts)} texts gives a "
+                f"query; give more texts, or see {flag('task.start_text')} and {flag('task.end_text')}"
+            )
 
     def tokens(self, place: int) -> list[int]:
         """Token ids of a text, by its place among all that are read, pass after pass."""
@@ -898,7 +902,8 @@ def load_pretrained(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **pretrained.SAFETENSORS_ONLY,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # checked_model names them
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
@@ -912,7 +917,7 @@ def load_models(
     """The reward model before it learns, and the pretrained model, which never changes."""
     dtype = pretrained.dtype_of_weights(args, frozen=False)
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    longest = max(ids.context_length + args.task.response_length, labels.longest(args, language_model, ids.pad))
+    longest = max(ids.context_length + args.task.response_length, int(labels.lengths(ids.pad).max()))
     pretrained.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
     # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
     torch.manual_seed(args.seed)

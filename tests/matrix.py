@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import mistakes
 import pytest
 
 from ppo_rlhf.check import faults
@@ -153,7 +154,7 @@ def run_tests(folder: Path, files: Iterable[str], **plugin: object) -> None:
 
 def run_pytest(folder: Path, words: list[str]) -> None:
     """What `python -m pytest <words>` does in a folder, in this process, which imports nothing of ours elsewhere."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "ppo_rlhf"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("ppo_rlhf", "mistakes")]:
         del sys.modules[name]
     os.chdir(folder)
     for stream in (1, 2):
@@ -170,7 +171,7 @@ def leaving_traces(file: str, folder: Path) -> str:
     inserted = {}
     for place in PLACES:
         if place.startswith(f"{file}::"):
-            node = faults.node_of(place)
+            node = mistakes.node_of(place)
             node = (
                 next(x for x in node.body if isinstance(x, ast.FunctionDef))
                 if isinstance(node, ast.ClassDef)
@@ -198,7 +199,7 @@ def record(folder: Path, test: str) -> None:
 def reject(folder: Path, title: str, place: str, tests: dict[str, float]) -> None:
     """Add rows of matrix.csv for a mistake. tests: those that call the place, with their seconds."""
     file = place.partition("::")[0]
-    (folder / "ppo_rlhf" / file).write_text(faults.edited_file(file, {place: faults.named(title).edits[place]}))
+    (folder / "ppo_rlhf" / file).write_text(mistakes.edited_file(file, {place: mistakes.named(title).edits[place]}))
     fast = {test: seconds for test, seconds in tests.items() if seconds <= FAST}
     slow: dict[str, dict[str, float]] = defaultdict(dict)  # of each file
     for test in tests.keys() - fast.keys():

@@ -1,16 +1,35 @@
 """Mistakes of the book (ppo_rlhf/check/faults.toml) in our own functions, for tests that must reject them."""
 
+import __future__
+
+import ast
+import functools
+import importlib
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from ppo_rlhf.check import faults
 
+PACKAGE = Path(__file__).parent.parent / "ppo_rlhf"
+Node = ast.FunctionDef | ast.ClassDef
+
+
+def named(title: str) -> faults.Fault:
+    """An entry of the book by its title, such as `whiten: not scaled`."""
+    (found,) = (fault for fault in faults.BOOK if fault.title == title)
+    return found
+
 
 def places(title: str, files: tuple[str, ...]) -> Iterator[str]:
     """Where a mistake can be put in these files, such as train_policy.py::whiten."""
-    return (place for place in faults.named(title).edits if place.partition("::")[0] in files)
+    return (place for place in named(title).edits if place.partition("::")[0] in files)
 
 
 def titles(file: str, *functions: str, without: tuple[str, ...] = ()) -> list[str]:
@@ -46,7 +65,7 @@ def put(title: str, files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> 
     there = list(places(title, files))
     assert there, f"{title} is in none of {files}"
     for place in there:
-        replace(place, faults.named(title).edits[place], monkeypatch)
+        replace(place, named(title).edits[place], monkeypatch)
 
 
 def put_unchanged(some: Iterable[str], files: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +75,72 @@ def put_unchanged(some: Iterable[str], files: tuple[str, ...], monkeypatch: pyte
 
 
 def replace(place: str, edits: faults.Edits, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder, name = faults.holder_of(place)
-    right, wrong = getattr(holder, name), faults.compiled(place, edits)
+    holder, name = holder_of(place)
+    right, wrong = getattr(holder, name), compiled(place, edits)
     importers = [module for key, module in sys.modules.items() if key.startswith("ppo_rlhf.")]
     for place_of_it in [holder, *(module for module in importers if vars(module).get(name) is right)]:
         monkeypatch.setattr(place_of_it, name, wrong)
     for table in [x for x in vars(holder).values() if isinstance(x, dict)]:  # such as that of the estimators
         for key in [key for key, x in table.items() if x is right]:
             monkeypatch.setitem(table, key, wrong)
+
+
+# ---- Applying an edit ------------------------------------------------------------------------------------------
+
+
+@cache
+def definitions(file: str) -> dict[str, Node]:
+    """Every function, class and method of a file of this package, by name: whiten, Controller.update."""
+    found: dict[str, Node] = {}
+
+    def collect(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, Node):
+                found[prefix + node.name] = node
+                if isinstance(node, ast.ClassDef):
+                    collect(node.body, f"{prefix}{node.name}.")
+
+    collect(ast.parse((PACKAGE / file).read_text()).body, "")
+    return found
+
+
+def node_of(place: str) -> Node:
+    file, _, name = place.partition("::")
+    return definitions(file)[name]
+
+
+@cache
+def text_of(place: str) -> str:
+    node = node_of(place)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = (PACKAGE / place.partition("::")[0]).read_text().splitlines(keepends=True)
+    return "".join(lines[first - 1 : node.end_lineno])
+
+
+def edited_file(file: str, edits: dict[str, faults.Edits]) -> str:
+    """The text of a file with edits in some of its functions."""
+    text = (PACKAGE / file).read_text()
+    for place, of_one in edits.items():
+        if place.startswith(f"{file}::"):
+            text = text.replace(text_of(place), faults.edited(text_of(place), of_one), 1)
+    return text
+
+
+def module_of(place: str) -> ModuleType:
+    file = place.partition("::")[0].removesuffix(".py")
+    return importlib.import_module(f"ppo_rlhf.{file.replace('/', '.')}")
+
+
+def holder_of(place: str) -> tuple[Any, str]:
+    """The module or class that has a function, and its name there."""
+    *classes, name = place.partition("::")[2].split(".")
+    return functools.reduce(getattr, classes, module_of(place)), name
+
+
+@cache
+def compiled(place: str, edits: faults.Edits) -> Callable:
+    """The function or class with its edits. It sees the rest of its module as it is when it runs."""
+    name, found = place.rpartition("::")[2], {}
+    text, flags = textwrap.dedent(faults.edited(text_of(place), edits)), __future__.annotations.compiler_flag
+    exec(compile(text, f"<{name} with a fault>", "exec", flags), vars(module_of(place)), found)
+    return found[name.rpartition(".")[2]]

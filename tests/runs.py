@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmark import worlds
-from ppo_rlhf import report
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import plots
 
@@ -143,10 +142,19 @@ def only(folder: Path, pattern: str) -> Path:
     return found
 
 
+def full_names(cell: str) -> list[str]:
+    """Names in full of a cell of metrics.toml, `loss/policy; value`: a folder holds for the names after it."""
+    names: list[str] = []
+    for name in cell.split("; "):
+        folder = names[-1].rpartition("/")[0] if names and "/" not in name else ""
+        names.append(f"{folder}/{name}" if folder else name)
+    return names
+
+
 def explained_metrics(chapter: int) -> set[str]:
     """The names of the metrics that metrics.toml explains for a chapter, where <x> stands for any text."""
     (rows,) = (table["rows"] for table in plots.METRICS["meanings"] if table["chapter"] == chapter)
-    return {name for cell, _ in rows for name in report.full_names(cell)}
+    return {name for cell, _ in rows for name in full_names(cell)}
 
 
 def error_line(function, *args, **kwargs) -> str:

@@ -11,7 +11,9 @@ import torch
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib.base.files import read_json
-from ppo_rlhf.lib.services import derivation
+from ppo_rlhf.lib.services import traces
+from ppo_rlhf.report import derivation
+from ppo_rlhf.rlvr import algebra
 
 ROOT = Path(__file__).parent.parent
 RECORDED = read_json(ROOT / "benchmark/results/one_update.json")
@@ -69,6 +71,8 @@ def by_hand(told: dict) -> dict:
         shared |= {f"{name}_mean": x.mean().item(), f"{name}_deviation": (x.var(correction=0) + 1e-8).sqrt().item()}
     names = ("gamma", "lam", "cliprange", "cliprange_value", "vf_coef")
     args = {"ppo": {"whiten_rewards": True} | {name: settings[name] for name in names}}
+    of_script = derivation.settings_of(args, "train_policy")
+    steps = derivation.steps_of(of_script)
     epochs = []
     for k in range(len(told["epochs"])):
         epochs.append([])
@@ -76,28 +80,30 @@ def by_hand(told: dict) -> dict:
             tokens = {name: told[name][i] for name in ("logprobs", "ref_logprobs", "values")}
             said = {name: [one[name][i] for one in told["epochs"]] for name in ("new_logprobs", "new_values")}
             episode = {"tokens": tokens, "numbers": {"scores": score}, "places": places, "epochs": said}
-            of_script = derivation.settings_of(args, "train_policy")
-            epochs[k].append(derivation.derive(episode | {"statistics": shared}, of_script, k))
+            epochs[k].append(derivation.derive(episode | {"statistics": shared}, of_script, steps, k))
     tables = {name: name for name in ("kl", "rewards", "whitened_rewards", "returns")}
     tables |= {"advantages": "raw_advantages", "whitened_advantages": "advantages"}
-    found = {name: double([one[key] for one in epochs[0]]) for name, key in tables.items()}
+    found = {name: table(epochs[0], key) for name, key in tables.items()}
     return found | {"epochs": [logged(epoch, settings["vf_coef"]) for epoch in epochs]}
 
 
-def logged(episodes: list[dict], vf_coef: float) -> dict[str, float]:
+def table(episodes: list[list[dict]], name: str) -> torch.Tensor:
+    """A number of all tokens (episodes, tokens)."""
+    return double([[of_token[name] for of_token in episode] for episode in episodes])
+
+
+def logged(episodes: list[list[dict]], vf_coef: float) -> dict[str, float]:
     """An epoch's numbers under the names that train_policy.py logs."""
-
-    def rows(name: str) -> torch.Tensor:
-        return double([one[name] for one in episodes])
-
-    policy, value = rows("share").sum().item(), rows("value_share").sum().item()
+    policy, value = table(episodes, "share").sum().item(), table(episodes, "value_share").sum().item()
+    is_clipped = table(episodes, "clipped") > table(episodes, "unclipped")
+    value_is_clipped = table(episodes, "value_clipped") > table(episodes, "value_free")
     return {
         "ppo/loss/policy": policy,
         "ppo/loss/value": value,
         "ppo/loss/total": policy + vf_coef * value,
-        "ppo/policy/clipfrac": rows("is_clipped").mean().item(),
-        "ppo/val/clipfrac": rows("value_is_clipped").mean().item(),
-        "ppo/val/ratio": rows("ratio").mean().item(),
+        "ppo/policy/clipfrac": is_clipped.double().mean().item(),
+        "ppo/val/clipfrac": value_is_clipped.double().mean().item(),
+        "ppo/val/ratio": table(episodes, "ratio").mean().item(),
     }
 
 
@@ -123,18 +129,22 @@ def test_invented_episodes_use_every_branch():
 
 
 @pytest.mark.parametrize(
-    ("step", "mistake"),
+    ("right", "wrong"),
     [
-        ("rewards", lambda score, kl, kl_coef: [-kl_coef * part + score / len(kl) for part in kl]),
-        ("temporal_differences", lambda r, v, gamma: [a + b - c for a, b, c in zip(r, [*v[1:], v[-1]], v)]),  # noqa: B905
-        ("advantages", lambda deltas, gamma, lam, right=derivation.advantages: right(deltas, gamma, lam * gamma)),
-        ("returns", lambda advantages, values: advantages),
-        ("clip", lambda number, low, high: number),
+        ("-kl_coef * kl + score", "-kl_coef * kl"),
+        ("used_rewards + gamma * next_values - values", "used_rewards + gamma * values - values"),
+        (
+            "deltas + gamma * policy_lam * next_raw_advantages",
+            "deltas + gamma ** 2 * policy_lam * next_raw_advantages",
+        ),
+        ("target_advantages + values", "target_advantages"),
+        ("-used_advantages * clip(ratio, 1 - cliprange_low, 1 + cliprange_high)", "-used_advantages * ratio"),
+        ("(raw_advantages - advantage_mean) / advantage_deviation", "raw_advantages / advantage_deviation"),
     ],
-    ids=["score on every token", "value after the end", "gamma twice", "returns", "no clipping"],
 )
-def test_a_mistake_in_a_step_is_found(monkeypatch, step, mistake):
-    monkeypatch.setattr(derivation, step, mistake)
+def test_a_mistake_in_a_step_is_found(monkeypatch, right, wrong):
+    for row in [row for row in derivation.TABLE["step"] if row["expression"] == right]:
+        monkeypatch.setitem(row, "expression", wrong)
     assert difference(by_hand(invented(0)), with_tensors(invented(0))) > 1e-3
 
 
@@ -150,6 +160,134 @@ def test_the_recorded_run_computed_the_same():
     assert RECORDED["epochs"][0]["new_logprobs"] == [pytest.approx(row, abs=1e-5) for row in RECORDED["logprobs"]]
 
 
+# ---- The derivation and rlvr/algebra.py ------------------------------------------------------------------------
+
+
+def invented_groups(seed: int) -> dict[str, torch.Tensor]:
+    """A batch of chapter 3 in float64: eight responses of at most nine tokens, in two groups."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(8, 9, generator=generator).double() for name in ("logprobs", "values", "new_values")}
+    for name in ("ref_logprobs", "new_logprobs"):
+        drawn[name] = drawn["logprobs"] + 0.4 * torch.randn(8, 9, generator=generator).double()
+    drawn["scored"] = torch.arange(9) < torch.randint(1, 10, (8, 1), generator=generator)
+    drawn |= {"scores": torch.randint(0, 3, (8,), generator=generator).double(), "groups": torch.arange(8) // 4}
+    return drawn | {"baselines": torch.rand(8, generator=generator).double()}
+
+
+def with_algebra(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]:
+    """What rlvr/algebra.py makes of the batch with the settings of a derivation."""
+    mask = x["scored"]
+    rewards, _, kl = algebra.compute_rewards(
+        x["scores"], x["logprobs"], x["ref_logprobs"], mask, s["kl_coef"], s["kl_estimator"]
+    )
+    more = {"values": x["values"], "baselines": x["baselines"]}
+    more |= {"parts": torch.stack([x["scores"], x["baselines"]], 1), "weights": [1.0, 0.5]}
+    more |= {name: s[name] for name in ("gamma", "lam", "critic_lam", "lam_alpha")}
+    raw, returns = algebra.ESTIMATORS[s["advantage"]](rewards, mask, x["groups"], **more)
+    advantages = algebra.whiten(raw, mask, keep_mean=False) if s["whiten_advantages"] else raw
+    bounds = {"low": s["cliprange_low"], "high": s["cliprange_high"]}
+    bounds |= {name: s[name] for name in ("dual_clip", "trust_region")}
+    losses, _, _ = algebra.token_losses(x["new_logprobs"], x["logprobs"], advantages, mask, s["loss"], **bounds)
+    found = {"kl": kl, "rewards": rewards, "raw_advantages": raw, "advantages": advantages, "loss": losses}
+    found["share"] = losses / mask.sum()
+    if returns is not None:
+        of_values = algebra.value_losses(x["new_values"], x["values"], returns, mask, s["cliprange_value"])
+        found |= {"returns": returns, "value_loss": of_values[0]}
+    return found
+
+
+def episodes_of(x: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], s: dict) -> list[dict]:
+    """The batch as a trace has it."""
+    mean, deviation = (number.item() for number in traces.moments(theirs["raw_advantages"], x["scored"]))
+    episodes = []
+    for i in range(8):
+        n = int(x["scored"][i].sum())
+        rows = {name: tensor[i, :n].tolist() for name, tensor in (x | theirs).items() if tensor.dim() == 2}
+        names = ("logprobs", "ref_logprobs", "values", "rewards", "scored")
+        shared = {"kl_coef": s["kl_coef"], "baselines": x["baselines"][i].item(), "tokens": int(x["scored"].sum())}
+        score, baseline = x["scores"][i].item(), x["baselines"][i].item()
+        episodes.append(
+            {
+                "places": list(range(n)),
+                "tokens": {name: rows[name] for name in names} | {"mask": rows["scored"]},
+                "epochs": {name: [rows[name]] for name in ("new_logprobs", "new_values")},
+                "statistics": shared | {"advantage_mean": mean, "advantage_deviation": deviation},
+                "numbers": {"scores": score, "verifier": score, "format": baseline, "groups": int(x["groups"][i])},
+            }
+        )
+    return episodes
+
+
+SETTINGS = derivation.settings_of({"ppo": {"cliprange_value": 0.2, "cliprange_low": None}}, "rlvr_policy")
+SETTINGS |= {
+    "gamma": 0.9,
+    "lam": 0.7,
+    "cliprange_high": 0.2,
+    "kl_coef": 0.2,
+    "sources": {"verifier": 1.0, "format": 0.5},
+}
+CHANGES = [{"advantage": name, "whiten_advantages": name in algebra.WHITENED} for name in algebra.ESTIMATORS]
+CHANGES += [
+    {"loss": loss, "cliprange_low": 0.1, "cliprange_high": 0.3, "dual_clip": 1.4, "trust_region": 0.05}
+    for loss in ("ppo", "gspo", "cispo", "ipo", "dppo", "reinforce")
+]
+CHANGES += [{"kl_estimator": name, "kl_coef": 0.4} for name in ("abs", "k2", "k3")]
+CHANGES += [{"critic_lam": 1.0}, {"lam_alpha": 0.6}, {"critic_lam": 0.7, "lam_alpha": 0.2}]
+CHANGES += [{"whiten_advantages": False}, {"advantage": "rloo"}, {"cliprange_value": None}]
+
+
+def differences_from_algebra(changes: dict, seed: int) -> float:
+    settings, x = SETTINGS | changes, invented_groups(seed)
+    theirs, most = with_algebra(x, settings), 0.0
+    episodes, steps = episodes_of(x, theirs, settings), derivation.steps_of(settings)
+    for i, episode in enumerate(episodes):
+        group = episodes[:4] if i < 4 else episodes[4:]
+        found = derivation.derive(episode, settings, steps, group=group)
+        for name in theirs.keys() - (set() if settings["whiten_advantages"] else {"advantages"}):
+            ours = double([of_token[name] for of_token in found])
+            most = max(most, (ours - theirs[name][i, : len(ours)]).abs().nan_to_num(nan=9.0).max().item())
+    return most
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_the_derivation_computes_what_algebra_computes(changes):
+    for seed in range(3):
+        assert differences_from_algebra(changes, seed) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "right", "wrong"),
+    [
+        ({"advantage": "grpo"}, "(total - group_mean) / (group_deviation + 1e-6)", "total - group_mean"),
+        ({"advantage": "rloo"}, "group_size / (group_size - 1) * (total - group_mean)", "total - group_mean"),
+        ({"advantage": "maxrl"}, "(total - group_mean) / (group_mean + 1e-6)", "total - group_mean"),
+        ({"advantage": "opo"}, "total - group_weighted_mean", "total - group_mean"),
+        ({"advantage": "remax"}, "sums - baselines", "sums"),
+        ({"lam_alpha": 0.6}, "max(0, 1 - 1 / (lam_alpha * valued_tokens))", "lam"),
+        ({"critic_lam": 1.0}, "deltas + gamma * critic_lam * next_own_targets", "raw_advantages"),
+        (
+            {"loss": "cispo"},
+            "-clip(ratio, 1 - cliprange_low, 1 + cliprange_high) * used_advantages * new_logprobs",
+            "0",
+        ),
+    ],
+)
+def test_a_mistake_in_an_estimator_is_found(changes, right, wrong, monkeypatch):
+    changes = {"whiten_advantages": False} | changes
+    for row in [row for row in derivation.TABLE["step"] if row["expression"] == right]:
+        monkeypatch.setitem(row, "expression", wrong)
+    assert differences_from_algebra(changes, 0) > 1e-3
+
+
+def test_each_place_of_a_step_exists():
+    """File, function and mark."""
+    for row in derivation.TABLE["step"]:
+        for place in row["where"]:
+            file, function, mark = place.split()
+            text = (ROOT / "ppo_rlhf" / file).read_text()
+            assert f"def {function}(" in text and re.search(rf"\[{mark}\]", text), place
+
+
 # ---- Chapters 2 and 3: the recorded runs -----------------------------------------------------------------------
 
 EXAMPLES = {
@@ -163,16 +301,16 @@ def section(chapter: int) -> str:
     return page.partition("## One update by hand\n")[2].partition("\n## ")[0]
 
 
-def derived(told: dict, epoch: int = 0) -> list[dict]:
+def derived(told: dict, epoch: int = 0) -> list[list[dict]]:
     """Every number of the episodes of a recording in an epoch."""
     settings, episodes = derivation.settings_of(told["args"], told["script"]), told["episodes"]
-    group = episodes if settings["chapter"] == 3 else ()
-    return [derivation.derive(episode, settings, epoch, group) for episode in episodes]
+    steps, group = derivation.steps_of(settings), episodes if settings["chapter"] == 3 else ()
+    return [derivation.derive(episode, settings, steps, epoch, group) for episode in episodes]
 
 
-def counted(found: list[dict], name: str, flag: str) -> list[float]:
-    """The entries of all rows where a flag is set."""
-    return [x for one in found for x, keep in zip(one[name], one[flag], strict=True) if keep]
+def counted(found: list[list[dict]], name: str, flag: str) -> list[float]:
+    """A number of all tokens where a flag is set."""
+    return [of_token[name] for one in found for of_token in one if of_token[flag]]
 
 
 def over_episodes(told: dict, name: str, mask: str) -> np.ndarray:
@@ -190,20 +328,20 @@ def test_later_chapters_computed_the_same(chapter):
     rows |= {"rewards": ("valued", "value_mask"), "returns": ("valued", "value_mask")} if chapter == 2 else {}
     rows |= {"rewards": ("valued", "scored")} if chapter == 3 else {}
     for name, (flag, mask) in rows.items():
-        assert np.abs(np.array(counted(epochs[0], name, flag)) - over_episodes(told, name, mask)).max() < 2e-5, name
+        ours = "raw_advantages" if (chapter, name) == (3, "advantages") else name
+        assert np.abs(np.array(counted(epochs[0], ours, flag)) - over_episodes(told, name, mask)).max() < 2e-5, name
     logged = {"loss/policy_avg": ("share", "learns"), "loss/value_avg": ("value_share", "value_learns")}
     for metric, names in logged.items():
         if metric in told["logged"]:
             mean = np.mean([sum(counted(one, *names)) for one in epochs])
             assert mean == pytest.approx(told["logged"][metric], abs=2e-6)
-    tokens = sum(sum(one["learns"]) for one in epochs[0])
-    for metric, (name, flag) in {
-        "val/ratio": ("ratio", "learns"),
-        "policy/clipfrac_avg": ("is_clipped", "learns"),
+    for metric, ours in {
+        "val/ratio": lambda of_token: of_token["ratio"],
+        "policy/clipfrac_avg": lambda of_token: of_token["clipped"] > of_token["unclipped"],
     }.items():
-        mean = np.mean([sum(counted(one, name, flag)) / tokens for one in epochs])
-        assert mean == pytest.approx(told["logged"][metric], abs=2e-6)
-    scores = [one["score"] for one in epochs[0]]
+        learn = [of_token for one in epochs for episode in one for of_token in episode if of_token["learns"]]
+        assert np.mean([*map(ours, learn)]) == pytest.approx(told["logged"][metric], abs=2e-6)
+    scores = [one[0]["score"] for one in epochs[0]]
     assert np.mean(scores) == pytest.approx(told["logged"]["objective/scores"], abs=1e-6)
 
 
@@ -222,7 +360,7 @@ def test_chapter_2_shows_moments_of_the_tokens():
 def test_chapter_3_shows_the_moments_of_the_group():
     totals = np.array([episode["numbers"]["scores"] for episode in EXAMPLES[3]["episodes"]])
     expected = (totals - totals.mean()) / totals.std(ddof=1)
-    ours = [one["advantages"][0] for one in derived(EXAMPLES[3])]
+    ours = [one[0]["raw_advantages"] for one in derived(EXAMPLES[3])]
     assert ours == pytest.approx(expected.tolist(), abs=1e-5)
     assert f"{expected.max():.2f}" == "2.47" and f"{expected.min():.2f}" == "-0.35"
 

@@ -142,16 +142,13 @@ def test_torchrun_with_two_processes_gives_the_run_of_one(both_run: Path, tiny_w
 
 
 def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tiny_reward: Path, tmp_path: Path) -> None:
-    """And a judge from elsewhere, here what the library sees of a reward model of ours."""
+    """And a judge, another reward model."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
     tiny_models("llama", len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     dtypes = ["--reward.dtype", "bfloat16", "--policy.dtype", "bfloat16"]
-    ours = ("ppo_rlhf.json", "reward_head.safetensors")
-    shutil.copytree(tiny_reward, tmp_path / "judge", ignore=lambda *_: ours)
-    label = next(iter(json.loads((tmp_path / "judge/config.json").read_text())["id2label"].values()))
     arguments = [*both_arguments(tiny_world), "--base_model", str(tmp_path / "base"), *dtypes]
-    arguments += ["--judge", str(tmp_path / "judge"), "--label", label]
+    arguments += ["--judge", str(tiny_reward)]
     run_script("train_both.py", *arguments, folder=tmp_path)  # both parts sample
     for row in metrics_of(only(tmp_path, "runs/train_policy__*")):
         # The resolution of log-probs between -8 and -4.

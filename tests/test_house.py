@@ -169,7 +169,7 @@ def test_what_a_small_file_must_not_import_is_found(source, package):
 
 # ---- Mass ------------------------------------------------------------------------------------------------------
 
-AT_MOST = {"ppo_rlhf": 156_500, "benchmark": 30_500, "tests": 283_000}  # tokens; it may only fall
+AT_MOST = {"ppo_rlhf": 153_500, "benchmark": 29_000, "tests": 283_000}  # tokens; it may only fall
 
 
 @pytest.mark.parametrize("folder", AT_MOST)
@@ -182,16 +182,6 @@ def test_comments_and_docstrings_are_no_tokens():
     """Six in the assignment, five in the head of the function, two in its body."""
     source = '"""Of a module."""\n\nx = f(1)  # one\n\n\ndef g():\n    """Twice."""\n    return x\n'
     assert mass.tokens_of(source) == 6 + 5 + 2
-
-
-def test_functions_of_a_run_are_counted_where_they_are(tmp_path, monkeypatch):
-    """Two of ours, one of which has three lines; classes, modules and lambdas are none."""
-    script = tmp_path / "script.py"
-    text = "from ppo_rlhf.lib.services import run\n\nclass A:\n    x = 1\n\n"
-    script.write_text(text + "def f():\n    return (lambda: run.one_line('x'))()\n\nf()\n")
-    monkeypatch.setattr("sys.argv", [])
-    found = mass.functions_of_run(script, [])
-    assert found == {"lib/services/run.py": {"functions": 1, "lines": 3}}
 
 
 # ---- Paths of older versions -----------------------------------------------------------------------------------

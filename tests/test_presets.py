@@ -1,16 +1,14 @@
 """Presets and sizes of both scripts, against the published hyperparameters written out by hand."""
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 
 import pytest
 from transformers import GPT2Config
 
-from ppo_rlhf import train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import errors
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets.templates import FormatArgs
 from ppo_rlhf.lib.services.cli import parse_args
 from ppo_rlhf.train_policy import PpoArgs, ppo_sizes
 from ppo_rlhf.train_reward import learning_rate_at, reward_sizes
@@ -100,8 +98,7 @@ def test_policy_training(name, field, value):
 
 
 def test_the_table_leaves_no_task_field_out():
-    of_chats = {field.name for field in fields(FormatArgs)}  # all of these presets are plain
-    assert set(vars(train_policy.PRESETS["sentiment"].task)) == set(TASK) | of_chats
+    assert set(vars(train_policy.PRESETS["sentiment"].task)) == set(TASK)
 
 
 def test_the_librarys_gpt2_is_the_published_network():
@@ -134,29 +131,6 @@ def test_tales_needs_no_network(name, annotator):
     assert (policy.base_model, policy.task.query_dataset) == ("tales", "tales")
     assert reward.label_dataset == f"{annotator}/offline_5k.json"
     assert policy.rewards.monitor == f"ppo_rlhf.worlds.tales:{annotator}.gold_scores"
-
-
-LABELS = {  # what is typed; the preset that comes of it
-    "others": ("--preset tales --reward.label-dataset=descriptiveness/offline_5k.json", "tales-descriptiveness"),
-    "the default preset": ("--reward.label_dataset descriptiveness/offline_5k.json", "descriptiveness"),
-    "its own labels": ("--preset tales --reward.label_dataset sentiment/online_45k.json", "tales"),
-    "a file of one's own": ("--preset tales --reward.label_dataset mine.json", "tales"),
-    "another task": ("--preset tales --reward.label_dataset cnndm/online_45k.json", "tales"),
-}
-
-
-@pytest.mark.parametrize(("words", "preset"), LABELS.values(), ids=LABELS)
-def test_labels_bring_their_preset_along(words, preset, capsys):
-    errors.say_once.cache_clear()
-    words = [*words.split(), "--reward.lr", "0.5"]
-    args, defaults = train_both.parse(words), train_both.PRESETS[preset]
-    assert args.preset == preset and args.policy.rewards == defaults.policy.rewards
-    assert args.reward.lr == 0.5 and args.reward.label_dataset in " ".join(words)
-    lines = {"tales-descriptiveness": "the preset is tales-descriptiveness", "descriptiveness": "the preset is desc"}
-    said = capsys.readouterr().out
-    assert lines.get(preset, "") in said and len(said.splitlines()) == (preset in lines or "cnndm" in words[-3])
-    if "cnndm" in words[-3]:
-        assert "does not fit the preset tales" in said and "--preset cnndm" in said
 
 
 # ---- What follows from the presets -----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 from pyarrow import parquet
 from test_problems import TOKENIZER, byte_tokenizer
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.scoring.worker import Worker
@@ -328,7 +327,7 @@ def test_answers_that_only_the_generator_can_judge(gym):
 )
 def test_a_generator_that_is_not_there(library, tmp_path, name, message):
     with pytest.raises(InputError, match=message) as raised:
-        worlds.check_name("task.problems", name)
+        problem_rows.check_name(name, "problems")
     assert "\n" not in str(raised.value)
 
 

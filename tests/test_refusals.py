@@ -33,7 +33,6 @@ from refusals import (
     flip,
     link,
     make_folder,
-    not_finite,
     other_words,
     remove,
     run,
@@ -120,9 +119,6 @@ NAMES = {
     "both: experiment with a very long name": both(
         f"--policy.exp_name {'x' * 300}", "--policy.exp_name xxx", "too long"
     ),
-    "both: the policy's reward model has a label": both(
-        "--policy.rewards.label GOOD", "--policy.rewards.label GOOD: only a reward model from elsewhere has labels"
-    ),
     "both: monitor's name is taken": both(
         "--policy.rewards.monitor rewards:scores", "--policy.rewards.monitor", "the name scores is taken"
     ),
@@ -157,11 +153,10 @@ def long_texts(*too_long: int) -> Damage:
 
 LABELS = {
     "without a name": reward("--label_dataset ''", "--label_dataset"),
-    "a folder": bad_labels(make_folder("labels.json"), "folder"),
+    "a folder": bad_labels(make_folder("labels.json"), "no such file"),
     "ratings that are all the same": reward(
         "--label_dataset ratings.json", "score 0.5", damage=every_row("ratings.json", "score", to=0.5)
     ),
-    "sidecar is a folder": reward("", "labels.meta.json", "directory", damage=make_folder("labels.meta.json")),
     "both: cut": both("", "--reward.label_dataset", "labels.json", damage=cut("labels.json")),
     "both: too few": both("--reward.num_train 800", "--reward.num_train 800", "24 labels"),
     "more held out than there are": reward(
@@ -170,8 +165,11 @@ LABELS = {
         "24 labels, and its held_out is 400",
         damage=edit("labels.meta.json", "held_out", to=400),
     ),
-    "texts longer than the model": bad_labels(
-        long_texts(5, 7), "row 5 has 200 tokens", "--base_model model reads at most 160", "2 of 24 rows"
+    "texts longer than the model": reward(
+        "--label_dataset labels.json",
+        "reads at most 160 tokens",
+        "are 200",
+        damage=long_texts(5, 7),
     ),
 }
 
@@ -189,9 +187,9 @@ TEXTS = {
     "unknown suffix": bad_texts("texts.csv", "Mara found a bell. She sang.", ".txt, .jsonl or .json"),
     "no text is short enough": bad_texts("texts.txt", "A. " + "bell " * 40 + ".", "1 texts", "--task.end_text"),
     "bytes that are no text": bad_texts("texts.txt", b"Mara \xff found."),
-    "a broken line": bad_texts("texts.jsonl", '"Mara. She sang."\n{"text": "Mara\n', "item 2"),
+    "a broken line": bad_texts("texts.jsonl", '"Mara. She sang."\n{"text": "Mara\n', "row 2"),
     "both: none to hold out": both(
-        "--task.query_dataset x.txt", "x.txt", "0 texts that are held out", damage=write("x.txt", "A. B.\n" * 49)
+        "--task.query_dataset x.txt", "x.txt", "none of its 0 texts", damage=write("x.txt", "A. B.\n" * 49)
     ),
 }
 
@@ -210,19 +208,11 @@ def only_a_pickle(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
 
 
-ADAPTER = all_of(make_folder("adapter"), write("adapter/adapter_config.json", {"base_model_name_or_path": "gpt2"}))
-MERGE = "it is an adapter of gpt2; merge it first (peft: merge_and_unload)"
-
 MODELS = {
-    "an adapter": policy("--base_model adapter", MERGE, damage=ADAPTER),
-    "an adapter of a reward model": policy("--rewards.trained_model adapter", MERGE, damage=ADAPTER),
     "no such name": policy("--base_model some-gpt", "--base_model some-gpt", "network", "--preset tales"),
     "empty name": policy("--base_model ''", "--base_model"),
-    "the folder of a run": policy(
-        "--base_model models/train_policy__tales__1__7", "config.json", "give models/train_policy__tales__1__7/policy"
-    ),
+    "the folder of a run": policy("--base_model models/train_policy__tales__1__7", "no config.json"),
     "the folder of a reward model's run": reward("--base_model models/train_reward__tales__1__7", "no config.json"),
-    "damaged generation_config.json": reward("", "model is not", damage=write("model/generation_config.json", "{")),
     "a reward model": reward("--base_model reward", "--base_model reward is a reward model", "policy"),
     "config is not JSON": bad_model(write("model/config.json", "{"), "config.json"),
     "config has a text for a number": bad_model(edit("model/config.json", "n_embd", to="wide"), "n_embd"),
@@ -234,7 +224,6 @@ MODELS = {
     "a tensor is missing": bad_model(
         edit_tensors(WEIGHTS, lambda tensors: tensors.pop("transformer.ln_f.weight")), "ln_f.weight"
     ),
-    "weights that are not finite": bad_model(edit_tensor(WEIGHTS, "ln_f.weight", not_finite), "finite"),
     "too short": bad_model(fewer_positions("model", 40), "40 tokens", "48", "--task.query_length", command=reward),
     "fewer rows than tokens": bad_model(fewer_tokens("model", 500), "500 rows"),
     "no tokenizer": bad_model(all_of(remove("model/tokenizer.json"), remove("model/tokenizer_config.json")), "token"),
@@ -254,7 +243,7 @@ def bad_reward_model(damage: Damage, *words: str) -> Row:
 LARGER_VOCABULARY = edit("reward/tokenizer.json", "model", "vocab", "a", to=50_256)
 
 REWARD_MODELS = {
-    "a policy": policy("--rewards.trained_model policy", "policy is not a reward model"),
+    "a policy": policy("--rewards.trained_model policy", "policy is no reward model"),
     "cut head": bad_reward_model(cut(HEAD), "reward_head.safetensors"),
     "head of another width": bad_reward_model(
         edit_tensor(HEAD, "reward_head.weight", lambda tensor: tensor[:, :8]),
@@ -262,14 +251,10 @@ REWARD_MODELS = {
         "reward_head.weight",
     ),
     "head without a gain": bad_reward_model(edit_tensors(HEAD, lambda tensors: tensors.pop("gain")), HEAD, "gain"),
-    "head that is not finite": bad_reward_model(edit_tensor(HEAD, "gain", not_finite), "finite"),
     "a critic": bad_reward_model(edit("reward/ppo_rlhf.json", "kind", to="critic"), "critic", "be a reward model"),
     "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "is None, that of model 'a'", "they have 882"),
     "no ppo_rlhf.json": bad_reward_model(remove("reward/ppo_rlhf.json"), "ppo_rlhf.json"),
     "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),
-    "ppo_rlhf.json with a text for a number": bad_reward_model(
-        edit("reward/ppo_rlhf.json", "vocab_size", to="1024"), "ppo_rlhf.json"
-    ),
 }
 
 # ---- Judges of train_both.py: all that is wrong with one is said before the first of two trainings ---------------
@@ -286,25 +271,17 @@ def bad_judge(damage: Damage, *words: str, arguments: str = "") -> Row:
 
 # A classifier from elsewhere is what ours is without what only ours has.
 FROM_ELSEWHERE = (remove("judge/ppo_rlhf.json"), remove("judge/reward_head.safetensors"))
-TWO_LABELS = edit("judge/config.json", "id2label", to={"0": "BAD", "1": "GOOD"})
 JUDGES = {
-    "not there": both("--judge nowhere", "--judge nowhere: no such folder"),
-    "a policy": bad_judge(copied("policy"), "--judge judge is a policy; it must be a reward model"),
+    "not there": both("--judge nowhere", "--judge nowhere is no reward model"),
+    "a policy": bad_judge(copied("policy"), "--judge judge is no reward model"),
     "a critic": bad_judge(copied("reward", edit("judge/ppo_rlhf.json", "kind", to="critic")), "be a reward model"),
     "another vocabulary": bad_judge(copied("reward", other_words("judge")), "that of model", "the same kind"),
     "too short": bad_judge(copied("reward", edit("judge/config.json", "n_positions", to=40)), "40 tokens", "are 48"),
     "without a head": bad_judge(copied("reward", remove("judge/reward_head.safetensors")), "reward_head.safetensors"),
-    "a label of ours": bad_judge(copied("reward"), "only a judge from elsewhere", arguments="--label GOOD"),
     "no tokenizer": bad_judge(
         copied("reward", *(remove(f"judge/{name}") for name in ("tokenizer.json", "tokenizer_config.json"))), "token"
     ),
-    "from elsewhere: two labels": bad_judge(copied("reward", *FROM_ELSEWHERE, TWO_LABELS), "--label GOOD"),
-    "from elsewhere: another label": bad_judge(
-        copied("reward", *FROM_ELSEWHERE, TWO_LABELS), "the labels BAD, GOOD", arguments="--label FINE"
-    ),
-    "from elsewhere: too short": bad_judge(
-        copied("reward", *FROM_ELSEWHERE, edit("judge/config.json", "n_positions", to=40)), "40 tokens", "are 48"
-    ),
+    "from elsewhere": bad_judge(copied("reward", *FROM_ELSEWHERE), "no reward model that was trained here"),
 }
 
 # ---- Functions in place of a reward model ----------------------------------------------------------------------
@@ -317,8 +294,8 @@ def bad_function(code: str, *words: str, name: str = "mine:scores") -> Row:
 
 
 FUNCTIONS = {
-    "no colon": bad_function("def scores(queries, responses): ...", "as in mine:name", name="mine.py"),
-    "relative module": bad_function("", "as in mine:scores", name=".mine:scores"),
+    "no colon": bad_function("def scores(queries, responses): ...", "write package.module:name", name="mine.py"),
+    "relative module": bad_function("", "invalid format", name=".mine:scores"),
     "not a function": bad_function("scores = [1.0, 2.0]", "no function"),
     "a module that ends the process": bad_function("import sys\nsys.exit(0)", "SystemExit"),
     "raises several lines": bad_function(
@@ -434,8 +411,8 @@ SAMPLES = {
         "", "--base_model model", "that of policy", "the same kind of model", damage=other_words("model")
     ),
     "a function of nobody's": sample("", "boxed", "--trust_remote_code", damage=edit(INFO, "function", to="boxed")),
-    "no such reward model": sample("--reward_model nowhere", "nowhere", "no such folder"),
-    "reward model is a policy": sample("--reward_model policy", "policy is not a reward model"),
+    "no such reward model": sample("--reward_model nowhere", "nowhere is no reward model"),
+    "reward model is a policy": sample("--reward_model policy", "policy is a policy; it must be a reward model"),
     "reward model of other words": sample("", "--reward_model reward", "'a'", damage=other_words("reward")),
     "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
     "no such texts": sample("--query_dataset no.txt", "--query_dataset no.txt"),
@@ -478,14 +455,13 @@ CHAPTER_2 = {
     "all: a reward model": all_three("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
     "all: a function": all_three("--policy.rewards.function m:f", "--policy.rewards.function", "tldr/policy.py"),
     # what only a later stage needs
-    "all: the policy's reward model has a label": all_three(
-        "--policy.rewards.label GOOD", "--policy.rewards.label GOOD: only a reward model from elsewhere has labels"
-    ),
     "all: experiment with a very long name": all_three(f"--reward.exp_name {'x' * 300}", "--reward.exp_name xxx"),
     "all: adapters for no layer": all_three(
         "--policy.lora.rank 2 --policy.lora.target_modules q", "--policy.lora.target_modules 'q': ", "no layer 'q'"
     ),
-    "all: a critic that is not there": all_three("--policy.rewards.value_model nowhere", "nowhere: no such folder"),
+    "all: a critic that is not there": all_three(
+        "--policy.rewards.value_model nowhere", "nowhere is no reward model"
+    ),
     "all: critic of another tokenizer": all_three(
         "--policy.rewards.value_model critic",
         "--policy.rewards.value_model critic",
@@ -532,7 +508,7 @@ CHAPTER_2 = {
     "policy: no base model": summary_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
     "neither reward model nor function": summary_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
     "critic that is a language model": summary_policy(
-        "--rewards.value_model sft", "--rewards.value_model sft is not a reward model", "models/<run>/reward"
+        "--rewards.value_model sft", "--rewards.value_model sft is no reward model", "models/<run>/reward"
     ),
     "critic of another tokenizer": summary_policy(
         "--rewards.value_model critic",

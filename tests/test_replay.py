@@ -1,6 +1,5 @@
 """benchmark/curves/replay.py: openrlbenchmark draws two small runs against OpenAI's curves without a network."""
 
-import dataclasses
 import json
 import re
 import shlex
@@ -14,8 +13,6 @@ from processes import Result, launch
 from runs import only, policy_arguments, world_arguments
 
 from benchmark.curves import replay
-from ppo_rlhf.rlvr import policy as rlvr_policy
-from ppo_rlhf.tldr import policy as tldr_policy
 
 pytest.importorskip("openrlbenchmark", reason="openrlbenchmark needs Python 3.11 to 3.13")
 REPLAY = Path(replay.__file__)
@@ -83,33 +80,6 @@ def test_the_published_command(two_runs, tiny_world):
     assert cells(table, "ppo_rlhf") == cells(default, "ppo_rlhf, train_policy")
     theirs = "openrlbenchmark/lm-human-preferences/124M ({})"
     assert cells(table, theirs) == cells(default, "openai/lm-human-preferences, 124M")
-
-
-@pytest.mark.parametrize("script", [tldr_policy, rlvr_policy], ids=["chapter 2", "chapter 3"])
-def test_runs_of_the_later_chapters(tmp_path, script):
-    """With TRL's metrics, of which chapter 3 has most; the first 100 of 150 updates are not in the table."""
-    (preset, args) = list(script.PRESETS.items())[1]
-    exp_name = args.exp_name
-    left_out = "val/num_stop_token_ids" if script is tldr_policy else "val/num_eos_tokens"
-    metrics = [name for name in replay.LATER_METRICS if name != left_out]
-    assert len(metrics) == 16
-    for seed in (1, 2):
-        folder = tmp_path / f"runs/{exp_name}__{preset}__{seed}__17"
-        folder.mkdir(parents=True)
-        meta = {"args": dataclasses.asdict(args), "finished": True}
-        (folder / "meta.json").write_text(json.dumps(meta))
-        table = pd.DataFrame({name: np.arange(150.0) * (place + 1) * seed for place, name in enumerate(metrics)})
-        table = table.assign(step=range(150), episode=np.arange(150) * 64, time=np.arange(150) + 1.0)
-        table.to_csv(folder / "metrics.csv", index=False)
-    (_, filters, *_) = replay.default_arguments([replay.our_run(folder)])
-    assert re.findall("metrics=([^&]+)", filters) == metrics
-    if script is tldr_policy:  # what follows is the same for both
-        return
-    result = run(tmp_path)
-    assert result.status == 0, result.stderr[-2000:]
-    found = cells(tmp_path / f"replay/{preset}.csv", f"ppo_rlhf, {exp_name}")
-    middle = np.arange(50.0, 150.0).mean()  # of seed 1; that of seed 2 is twice as much
-    assert [mean for mean, _ in found] == pytest.approx([1.5 * middle * (place + 1) for place in range(16)], rel=1e-4)
 
 
 def test_the_stand_ins_have_the_published_mean_and_deviation():

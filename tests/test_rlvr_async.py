@@ -27,10 +27,10 @@ from test_rlvr_math import ALONE, numbers, rollout_of
 from test_rlvr_runs import LETTERS, sums_arguments
 from torch.testing import assert_close
 
-from ppo_rlhf import report
 from ppo_rlhf.lib.base import checkpoints
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli, derivation, plots, traces
+from ppo_rlhf.lib.services import cli, plots, traces
+from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import asynchronous as rlvr_async, engine, episodes as rlvr_episodes, policy as rlvr_policy
 from ppo_rlhf.rlvr.asynchronous import Args, Workers, correct
 from ppo_rlhf.tldr import responses as tldr_responses
@@ -278,15 +278,17 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         expected["val/explained_var"] = 1 - (returns - values).var() / returns.var()
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert partly
-    one_run = report.read_run(only(folder, "runs/*"))
-    settings, checked = derivation.settings_of(one_run.meta["args"], "rlvr_async"), 0
-    for update in one_run.traced(10**9):
-        for episode in update["episodes"]:
-            group = report.group_of(episode, update["episodes"])
-            for lines, _ in derivation.explain(episode, settings, 0, range(len(episode["places"])), group):
-                for line in lines:
-                    assert not line.wrong, (update["update"], line)
-                    checked += bool(line.step.recorded)
+    one_run, checked = page.read_run(only(folder, "runs/*")), 0
+    settings = page.settings_of(one_run)
+    steps = derivation.steps_of(settings)
+    for update in one_run.kept():
+        episodes = one_run.episodes(update)
+        for episode in episodes:
+            group = page.group_of(episode, episodes)
+            numbers = derivation.derive(episode, settings, steps, epoch=0, group=group)
+            for line in (line for lines in derivation.lines_of(episode, steps, numbers, 0) for line in lines):
+                assert not line.wrong, (update, line)
+                checked += bool(line.step.recorded)
     assert checked > 500
 
 
@@ -295,21 +297,21 @@ def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny
     words = "--staleness 2 --correction bypass --off_policy_mask 0.002 --ppo.nminibatches 1 --ppo.noptepochs 1"
     words += " --trace_interval 1 --trace_episodes 16"
     folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split())
-    one_run, some = report.read_run(only(folder, "runs/*")), 0
-    settings = derivation.settings_of(one_run.meta["args"], "rlvr_async")
-    updates = {update["update"]: update for update in one_run.traced(10**9)}
+    one_run, some = page.read_run(only(folder, "runs/*")), 0
+    settings = page.settings_of(one_run)
+    steps = derivation.steps_of(settings)
     for number, row in enumerate(numbers_of(folder)):
         x = {name: tensor.numpy() for name, tensor in traces.read(only(folder, "runs/*"), number).tokens.items()}
         gaps = ((x["sampler_logprobs"] - x["logprobs"]) * x["mask"]).sum(1) / x["mask"].sum(1)
         masked = (gaps[:, None] > 0.002) & (x["advantages"] < 0) & x["mask"]
         assert row["async/masked_share"] == pytest.approx(masked.sum() / x["mask"].sum(), abs=1e-9)
         some += 0 < masked.sum() < x["mask"].sum()
-        episodes = [episode for episode in updates[number]["episodes"] if not episode["again"]]
+        episodes = [episode for episode in one_run.episodes(number) if not episode["again"]]
         for episode, expected in zip(episodes, masked, strict=True):
-            found = derivation.derive(episode, settings, 0, report.group_of(episode, episodes))
-            length = len(episode["places"])
-            assert found["is_masked"] == expected[:length].tolist()
-            assert all(found["share"][t] == 0 for t in range(length) if expected[t])
+            group = page.group_of(episode, episodes)
+            found = derivation.derive(episode, settings, steps, epoch=0, group=group)
+            for of_token, is_masked in zip(found, expected, strict=False):
+                assert not of_token["learns"] or is_masked == (of_token["share"] == 0 != of_token["loss"])
     assert some
 
 

@@ -16,11 +16,12 @@ from runs import TINY_TOOLS, explained_metrics, metrics_of, only
 from transformers import AutoTokenizer
 
 from benchmark import worlds
-from ppo_rlhf import report, sample
+from ppo_rlhf import sample
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.scoring import tools
-from ppo_rlhf.lib.services import cli, derivation, traces
+from ppo_rlhf.lib.services import cli, traces
+from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
     episodes as rlvr_episodes,
     metrics as rlvr_metrics,
@@ -331,7 +332,7 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     trace = traces.read(whole_run, 0)
     assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
     texts = ["".join(pieces) for pieces in trace.responses]
-    shown = report.traced_episodes(trace, None)
+    shown = page.episodes_of(trace, None)
     assert ["".join(episode["pieces"]) for episode in shown] == list(
         map(errors.visible, texts)
     )  # the tool's words too
@@ -340,14 +341,15 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
 
 def test_derivations_are_equations_across_a_tools_answer(whole_run):
     """Before an answer, the next value is that of the token after it: the tool's tokens have none."""
-    meta = json.loads((whole_run / "meta.json").read_text())
-    settings = derivation.settings_of(meta["args"], meta["script"])
-    before_an_answer = 0
-    for episode in report.traced_episodes(traces.read(whole_run, 0), 0.1):
+    one_run = page.read_run(whole_run)
+    settings = page.settings_of(one_run)
+    steps, before_an_answer = derivation.steps_of(settings), 0
+    for episode in page.episodes_of(traces.read(whole_run, 0), 0.1):
         wrote = episode["tokens"]["tool"]
-        for t, (lines, _) in enumerate(derivation.explain(episode, settings, 0, range(len(wrote) - 1))):
-            for line in (line for line in lines if line.step.result in ("deltas", "raw_advantages")):
-                computed = eval(line.numbers.replace("·", "*").replace("−", "-"))
+        numbers = derivation.derive(episode, settings, steps)
+        for t, lines in enumerate(derivation.lines_of(episode, steps, numbers)[:-1]):
+            for line in (line for line in lines if line.step.name in ("deltas", "raw_advantages")):
+                computed = eval(line.filled.replace("·", "*").replace("−", "-"))
                 assert computed == pytest.approx(line.value, abs=2e-3)
                 before_an_answer += wrote[t + 1]
     assert before_an_answer

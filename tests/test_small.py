@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from mistakes import titles
+from mistakes import edited_file, named, titles
 from processes import launch
 from runs import TINY_SUMS, build_tiny_sums, metrics_of, only
 from safetensors.torch import load_file
@@ -30,7 +30,6 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import ppo_rlhf
 from benchmark import worlds
 from ppo_rlhf import train_both, train_policy, worlds as packaged
-from ppo_rlhf.check import faults
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.data import label_files
 from ppo_rlhf.lib.services import run
@@ -82,8 +81,8 @@ def flags_of(constants: dict) -> list[str]:
 
 def source_of(name: str, *mistakes: str) -> str:
     """A small file's text, with mistakes of the book."""
-    edits = {place: pair for title in mistakes for place, pair in faults.named(title).edits.items()}
-    return faults.edited_file(f"small/{name}.py", edits)
+    edits = {place: pair for title in mistakes for place, pair in named(title).edits.items()}
+    return edited_file(f"small/{name}.py", edits)
 
 
 def small_file(name: str, constants: dict, *mistakes: str) -> ModuleType:

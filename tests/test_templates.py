@@ -1,4 +1,4 @@
-"""lib/nets/templates.py in all chapters: chat templates, the first token, marks that people write, how texts end."""
+"""lib/nets/templates.py: chat templates, the first token, marks that people write, how texts end."""
 
 import copy
 import dataclasses
@@ -63,14 +63,13 @@ def row_of(tokens: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("script", [train_policy, train_reward])
-def test_chapter_1_puts_a_query_into_the_user_s_turn(script):
-    """Prefix and suffix are in the turn; the query's tokens, which may end in padding, are between them."""
-    chat = {"prompt_format": "chat", "system_prompt": "Add.", "query_prefix": "A: ", "query_suffix": "!"}
-    task = script.TaskArgs(**chat, query_length=4, truncate_text="<|im_end|>")
-    ids = script.task_ids(task, TOKENIZER)
+def test_marks_of_a_chat_around_chapter_1_s_query_are_special_tokens(script):
+    """The recipe of docs/running.md: prefix and suffix are typed, so the names in them are tokens."""
+    chat = {"query_prefix": USER, "query_suffix": REPLY}
+    ids = script.task_ids(script.TaskArgs(**chat, query_length=4, truncate_text="<|im_end|>"), TOKENIZER)
     contexts = script.add_affixes(torch.tensor([[104, 105, PAD, PAD]]), ids.prefix, ids.suffix)
-    before, after = parsed(f"{SYSTEM}Add.<|im_end|>\n{USER}A: "), parsed(f"!{REPLY}")
-    assert contexts.tolist() == [[*before, 104, 105, PAD, PAD, *after]] and contexts.shape[1] == ids.context_length
+    assert contexts.tolist() == [[*parsed(USER), 104, 105, PAD, PAD, *parsed(REPLY)]]
+    assert END in parsed(REPLY) and contexts.shape[1] == ids.context_length
 
 
 def test_chapter_2_puts_a_post_into_the_user_s_turn(tmp_path):
@@ -102,10 +101,10 @@ def test_functions_of_chapter_2_read_the_post_alone(tmp_path, monkeypatch):
 
 
 def test_variables_reach_the_template():
-    for options, said in (("", "<think>\n"), ("think=false", "no <think>\n"), ("think=False, x=1", "no <think>\n")):
+    for options, said in (("", "<think>\n"), ("think=false", "no <think>\n"), ("think=false, x=1", "no <think>\n")):
         tokenizer = byte_tokenizer("{# x #}" + THINKING)
         chat = {"prompt_format": "chat", "template_options": options}
-        _, suffix = templates.affixes(train_policy.TaskArgs(**chat), tokenizer)
+        _, suffix = templates.affixes(posts.TaskArgs(**chat), tokenizer)
         assert suffix == parsed(REPLY + said)
         assert problems.render_prompt("Why?", of_chapter_3(**chat), tokenizer).endswith(REPLY + said)
 
@@ -118,15 +117,14 @@ def test_variables_reach_the_template():
         ({"prompt_format": "chat", "template_options": "think"}, THINKING, "'think' is not name=value"),
         ({"prompt_format": "chat", "template_options": "thin=1"}, THINKING, "--task.template_options thin: "),
         ({"prompt_format": "chat"}, None, "no chat template"),
-        ({"prompt_format": "chat"}, "{{ raise_exception('no') }}", "fails on these messages"),
+        ({"prompt_format": "chat"}, "{{ raise_exception('no') }}", "template fails on messages of user"),
         ({"prompt_format": "chat"}, "{{ messages[0].content * 2 }}", "shows a message 2 times"),
     ],
 )
 def test_what_cannot_be_a_chat_is_refused_in_one_line(changes, template, words):
-    for of_chapter in (train_policy.TaskArgs, posts.TaskArgs):
-        with pytest.raises(InputError) as caught:
-            templates.affixes(of_chapter(**changes), byte_tokenizer(template))
-        assert words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        templates.affixes(posts.TaskArgs(**changes), byte_tokenizer(template))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_template_leaves_room_for_a_post():
@@ -182,22 +180,9 @@ def test_plain_prompts_begin_as_the_tokenizer_s_texts_do(tmp_path, capsys):
     assert "every prompt begins with <|endoftext|>" in capsys.readouterr().out
     assert problems.encode_prompt("Why?", of_chapter_3(), llama) == in_letters("Why?")
     for tokenizer in (TOKENIZER, with_first_token(TOKENIZER)):
-        chat, _ = templates.affixes(train_policy.TaskArgs(prompt_format="chat"), tokenizer)
+        chat, _ = templates.affixes(posts.TaskArgs(prompt_format="chat"), tokenizer)
         assert 256 not in chat
-    assert templates.affixes(train_policy.TaskArgs(), TOKENIZER) == ([], [])
-
-
-def test_a_judge_of_token_ids_reads_the_first_token_once():
-    read = []
-    judge = SimpleNamespace(longest=99, shares_tokens=lambda _: True, of_ids=read.append)
-    judge.tokenizer, judge.try_out, judge.device = byte_tokenizer(None), lambda *_: None, torch.device("cpu")
-    task = posts.TaskArgs(query_length=2, response_length=2)
-    score = foreign.scorer_of(judge, with_first_token(), PAD, task)
-    score(torch.tensor([[PAD, 1], [256, 2]]), torch.tensor([[3, PAD], [4, PAD]]))
-    assert read[-1] == [[256, 1, 3], [256, 2, 4]]
-    score = foreign.scorer_of(judge, TOKENIZER, PAD, task)
-    score(torch.tensor([[PAD, 1]]), torch.tensor([[3, PAD]]))
-    assert read[-1] == [[1, 3]]
+    assert templates.affixes(posts.TaskArgs(), TOKENIZER) == ([], [])
 
 
 # ---- What verifiers read ---------------------------------------------------------------------------------------
@@ -306,9 +291,9 @@ def test_ids_outside_the_vocabulary_are_not_saved(of_two_ends, tmp_path, tiny_mo
     for folder in ("chapter 1", "policy"):
         saved = json.loads((tmp_path / folder / "generation_config.json").read_text())
         assert saved["eos_token_id"] == [256, END] and not {"pad_token_id", "bos_token_id"} & saved.keys()
-    config = LlamaConfig(vocab_size=300, eos_token_id=[-1, 2], pad_token_id=300, bos_token_id=-1)
+    config = LlamaConfig(vocab_size=300, eos_token_id=2, pad_token_id=300, bos_token_id=-1)
     pretrained.drop_outside_ids(config, 300)
-    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == ([2], None, None)
+    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (2, None, None)
 
 
 def test_sampling_a_policy_of_chapter_2_shows_posts_without_their_template(tmp_path):

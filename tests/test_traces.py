@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, samples_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf import report, train_policy
+from ppo_rlhf import train_policy
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services import derivation, traces
+from ppo_rlhf.lib.services import traces
+from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import policy as tldr_policy
 
@@ -196,7 +198,7 @@ def test_a_monitor_that_fails_is_nan_and_changes_nothing_else(summaries, tmp_pat
         json.loads(file.read_text(), parse_constant=pytest.fail)
     for line in (run / "evaluation.jsonl").read_text().splitlines():
         assert json.loads(line, parse_constant=pytest.fail)["own"] is None
-    assert report.report(report.Args(run=str(run))).exists()
+    assert page.render(page.read_run(run))
 
 
 def test_without_a_reference_nothing_is_said_of_one(tiny_sums, tmp_path):
@@ -205,13 +207,12 @@ def test_without_a_reference_nothing_is_said_of_one(tiny_sums, tmp_path):
     run = start("rlvr/policy.py", [*arguments, "--trace_interval", "1"], tmp_path / "run").run
     for again in (False, True):
         assert not {"ref_logprobs", "kl"} & traces.read(run, 0, again).tokens.keys()
-    one_run = report.read_run(run)
-    settings = derivation.settings_of(one_run.meta["args"], "rlvr_policy")
-    episode = one_run.traced_update(one_run.kept()[0])["episodes"][0]
-    (lines, _), *_ = derivation.explain(episode, settings, 0, [len(episode["places"]) - 1], [episode])
-    told = {line.step.result: line for line in lines}
-    assert told["rewards"].value == episode["numbers"]["scores"] and not told["rewards"].wrong
-    assert not {"ref_logprobs", "kl"} & told.keys() and "KL" not in told["rewards"].step.formula
+    one_run = page.read_run(run)
+    rendered = page.render(one_run)
+    text = page.explained(one_run, 0, 1, 1)
+    assert "reward: r_t = " in text and "WRONG" not in text
+    for said in (text, rendered.partition('"steps":')[2].partition("</script>")[0]):
+        assert "log-prob, reference" not in said and 'title":"KL"' not in said and "\nKL: " not in said
 
 
 def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
@@ -228,24 +229,55 @@ def test_two_processes_leave_the_traces_of_one(traced, tmp_path):
             torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
-def test_numbers_of_a_trace_follow_from_each_other(traced, monkeypatch):
-    """KL, rewards, advantages and returns, as a report has them: derivation.py shares no code with the scripts."""
-    monkeypatch.setattr(report, "rounded", lambda value: value if math.isfinite(value) else None)
-    one_run, found = report.read_run(traced.run), set()
-    settings = derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
-    for kept in one_run.kept():
-        episodes = one_run.traced_update(kept)["episodes"]
-        assert [episode["again"] for episode in episodes] == [False] * 8 + [True] * 8
+def exactly(value, digits=8):
+    """What page.rounded does, without rounding."""
+    if isinstance(value, list):
+        return [exactly(one) for one in value]
+    return value if math.isfinite(value) else None
+
+
+def derived(run: Path) -> Iterator[tuple[dict, list[derivation.Line]]]:
+    """The derivation of every token in the traces of a run, in each epoch, with its episode."""
+    one_run = page.read_run(run)
+    settings = page.settings_of(one_run)
+    steps = derivation.steps_of(settings)
+    for update in one_run.kept():
+        episodes = one_run.episodes(update)
         for episode in episodes:
-            for name in {"advantages", "returns"} & episode.get("epochs", {}).keys():  # these are what is derived
-                for row in episode["epochs"][name]:
-                    assert row == pytest.approx(episode["tokens"][name], abs=1e-9), name
-            tokens, group = range(len(episode["places"])), report.group_of(episode, episodes)
-            for lines, missing in derivation.explain(episode, settings, 0, tokens, group):
-                assert episode["again"] or not missing
-                assert max(abs(line.difference) for line in lines) < 1e-12
-                found |= {line.step.recorded for line in lines}
-    assert {"kl", "rewards", "advantages"} <= found and ("returns" in found) == (traced.script != "rlvr/policy.py")
+            for epoch in range(max(len(episode["epochs"].get("new_logprobs", [])), 1)):
+                group = page.group_of(episode, episodes)
+                numbers = derivation.derive(episode, settings, steps, epoch, group)
+                for lines in derivation.lines_of(episode, steps, numbers, epoch):
+                    yield episode, lines
+
+
+def test_numbers_of_a_trace_follow_from_each_other(traced, monkeypatch):
+    """Every token of a trace of each chapter: KL, rewards, advantages and returns are those that the run recorded."""
+    monkeypatch.setattr(page, "rounded", exactly)
+    checked = dict.fromkeys(derivation.RECORDED, 0)
+    for episode, lines in derived(traced.run):
+        for line in lines:
+            assert episode["again"] or line.result != "?", line.step.title
+            if line.recorded == line.recorded:
+                assert line.value == pytest.approx(line.recorded, rel=0, abs=1e-12), line.step.name
+                checked[line.step.recorded] += 1
+    assert min(checked[name] for name in ("kl", "rewards", "advantages")) > 400
+    assert (checked["returns"] > 500) == (traced.script != "rlvr/policy.py")
+
+
+MISTAKES = {  # in the text of an expression, which every chapter has
+    "score on every token": ("-kl_coef * kl", "-kl_coef * kl + score"),
+    "no score": ("-kl_coef * kl + score", "-kl_coef * kl"),
+    "another estimate of the KL": ("kl_form", "abs(kl_form)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_differs_from_what_was_recorded(mistake, traced, monkeypatch):
+    right, wrong = MISTAKES[mistake]
+    for row in [row for row in derivation.TABLE["step"] if row["expression"] == right]:
+        monkeypatch.setitem(row, "expression", wrong)
+    assert sum(line.wrong for _, lines in derived(traced.run) for line in lines) > 5
 
 
 def test_clipping_and_samples_of_continuations(continuations):
@@ -335,8 +367,7 @@ def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
 def test_a_trace_that_is_damaged_is_named(continuations, tmp_path):
     (tmp_path / "traces").mkdir()
     whole = traces.path_of(continuations.run, 0).read_bytes()
-    flipped = [whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :] for place in (-8, len(whole) // 2)]
-    for content in (b"", whole[:100], whole[:-1], *flipped):
+    for content in (b"", whole[:100], whole[:-1]):
         traces.path_of(tmp_path, 0).write_bytes(content)
         with pytest.raises(InputError, match=r"0\.safetensors is damaged"):
             traces.read(tmp_path, 0)

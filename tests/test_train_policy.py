@@ -32,7 +32,6 @@ from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import errors, launch
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import plots, run
 from ppo_rlhf.lib.services.cli import AdaptiveKLArgs, parse_args
 from ppo_rlhf.tldr.models import load_reward_model
@@ -42,6 +41,7 @@ from ppo_rlhf.train_policy import (
     PolicyWithValueHead,
     PpoArgs,
     RewardsArgs,
+    Scale,
     TaskArgs,
     compute_gae,
     draw_permutations,

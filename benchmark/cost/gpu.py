@@ -27,7 +27,6 @@ from typing import Any, Literal
 import pandas as pd
 import torch
 import tyro
-from transformers import AutoModelForCausalLM
 
 from benchmark import worlds
 from benchmark.cost import speed, speed_runs
@@ -35,8 +34,6 @@ from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.launch import default_device
 from ppo_rlhf.lib.services.run import commit, cpu_name
-from ppo_rlhf.tldr import packing
-from ppo_rlhf.train_policy import read_tokens
 
 ROOT = speed.ROOT
 
@@ -45,7 +42,7 @@ ROOT = speed.ROOT
 class Args:
     rehearse: bool = False
     """make every step tiny, on the CPU: to find mistakes of this script before the day"""
-    steps: tuple[Literal["machine", "numbers", "ppo", "grpo", "padding"], ...] = ()
+    steps: tuple[Literal["machine", "numbers", "ppo", "grpo"], ...] = ()
     """which steps, even if they were done before; none: all that were not"""
     trl_1_12: str = ""
     """absolute path of an interpreter that has TRL 1.12, for ppo; `make`: one is made, from the package index"""
@@ -245,41 +242,11 @@ def speeds(args: Args, outcome: Outcome) -> None:
         outcome.save()
 
 
-def padding(args: Args, outcome: Outcome) -> None:
-    """Rows of 100 to 500 tokens forward and backward: all at the longest; in passes of similar length; packed."""
-    device, pad_id = default_device(), 0
-    shape, count = ("tales", 1) if args.rehearse else ("gpt2", 10)
-    model = AutoModelForCausalLM.from_config(speed.SHAPES[shape]()).eval().to(device)
-    lengths = torch.arange(4, 16, 2) if args.rehearse else torch.arange(100, 500, 6)
-    columns = torch.arange(int(lengths.max()))
-    tokens = torch.randint(1, model.config.vocab_size, (len(lengths), len(columns)))
-    tokens = tokens.masked_fill(columns < len(columns) - lengths.unsqueeze(1), pad_id)
-
-    def read(plan: list[packing.Pass]) -> None:
-        for one in plan:
-            rows = packing.pack(tokens[one.rows], pad_id, one.longest).to(device)
-            with torch.autocast(device.type, torch.bfloat16):
-                read_tokens(model, rows, pad_id, slice(None)).sum().backward()
-
-    whole = [packing.Pass(rows=torch.arange(len(lengths)), longest=len(columns))]
-    plan = packing.plan_passes(lengths, model)
-    seconds = {"padded": speed_runs.seconds_of(lambda: read(whole), device, count)}
-    seconds["in passes"] = speed_runs.seconds_of(lambda: read(plan), device, count)
-    packing.enable(model)
-    if packing.is_packed(model):
-        seconds["packed"] = speed_runs.seconds_of(lambda: read(whole), device, count)
-    seconds["if only tokens took time"] = seconds["padded"] * int(lengths.sum()) / tokens.numel()
-    outcome.tables["rows of different lengths, forward and backward"] = [
-        {"": way, "ms": f"{1e3 * x:.3g}", "speed": f"{seconds['padded'] / x:.2f}"} for way, x in seconds.items()
-    ]
-
-
 STEPS: dict[str, tuple[Callable[[Args, Outcome], None], float]] = {  # and the minutes that each may take
     "machine": (machine, 1),
     "numbers": (numbers, 9),
     "ppo": (speeds, 9),
     "grpo": (speeds, 8),
-    "padding": (padding, 4),
 }
 
 

@@ -108,6 +108,23 @@ def log_times(updates: list[float], lengths: list[float]) -> None:
     Run.log = log
 
 
+def shared_flags(settings: Settings) -> dict[str, Any]:
+    """The arguments of a run of ours that both chapters have."""
+    micro_batch_size = settings["micro_batch_size"] or settings["batch_size"]
+    return {
+        "base_model": settings["model"],
+        "dtype": settings["dtype"],
+        "log_interval": 0,
+        "save_interval": 0,
+        "task.response_length": settings["response_length"],
+        "ppo.total_episodes": settings["batch_size"] * settings["updates"],
+        "ppo.batch_size": settings["batch_size"],
+        "ppo.noptepochs": settings["epochs"],
+        "ppo.local_micro_batch_size": micro_batch_size // settings["processes"],
+        "ppo.local_rollout_batch_size": settings["batch_size"],
+    }
+
+
 def ours(settings: Settings) -> Result:
     """ppo_rlhf/train_policy.py as it is."""
     from ppo_rlhf import train_policy
@@ -116,25 +133,14 @@ def ours(settings: Settings) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     updates = []
     log_times(updates, [])
-    micro_batch_size = settings["micro_batch_size"] or settings["batch_size"]
-    flags = {
-        "base_model": settings["model"],
-        "dtype": settings["dtype"],
-        "log_interval": 0,
-        "save_interval": 0,
+    flags = shared_flags(settings) | {
         "task.query_dataset": settings["texts"],
         "task.query_length": settings["query_length"],
         "task.start_text": None,
         "task.end_text": None,
-        "task.response_length": settings["response_length"],
         "task.truncate_after": 0,
         "rewards.trained_model": settings["reward"],
-        "ppo.total_episodes": settings["batch_size"] * settings["updates"],
-        "ppo.batch_size": settings["batch_size"],
-        "ppo.noptepochs": settings["epochs"],
         "ppo.whiten_groups": settings["whiten_groups"],
-        "ppo.local_micro_batch_size": micro_batch_size // settings["processes"],
-        "ppo.local_rollout_batch_size": settings["batch_size"],
     }
     argv = as_argv(flags) + (["--compile"] if settings["compile"] else [])
     train_policy.train(cli.parse_args(train_policy.PRESETS, argv))
@@ -155,13 +161,8 @@ def rlvr(settings: Settings) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     updates, responses = [], []
     log_times(updates, responses)
-    micro_batch_size = settings["micro_batch_size"] or settings["batch_size"]
-    flags = {
+    flags = shared_flags(settings) | {
         "preset": "sums-grpo",
-        "base_model": settings["model"],
-        "dtype": settings["dtype"],
-        "log_interval": 0,
-        "save_interval": 0,
         "trace_interval": 0,
         "eval_interval": 0,
         "eval_problems": 8,
@@ -170,15 +171,9 @@ def rlvr(settings: Settings) -> Result:
         "task.kind_column": "",
         "task.prompt_suffix": "\n",
         "task.prompt_length": settings["query_length"],
-        "task.response_length": settings["response_length"],
-        "ppo.total_episodes": settings["batch_size"] * settings["updates"],
-        "ppo.batch_size": settings["batch_size"],
         "ppo.samples_per_prompt": settings["samples_per_prompt"],
         "ppo.nminibatches": settings["minibatches"],
-        "ppo.noptepochs": settings["epochs"],
         "ppo.lr": 1e-6,
-        "ppo.local_micro_batch_size": micro_batch_size // settings["processes"],
-        "ppo.local_rollout_batch_size": settings["batch_size"],
     }
     argv = [*as_argv(flags), "--ppo.share_prefixes" if settings["share_prefixes"] else "--ppo.no-share_prefixes"]
     rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv))

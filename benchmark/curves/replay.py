@@ -3,9 +3,7 @@
     # our runs against OpenAI's curves, all metrics of the published figure; draws replay.png and more.
     # Runs of tales are drawn next to OpenAI's task sentiment: another task and another model, for the shapes only
     python benchmark/curves/replay.py --runs 'benchmark/runs/sentiment/*/runs/train_policy*'
-    # runs of chapter 2 or 3: the metrics of TRL's published figure, against episodes
-    python benchmark/curves/replay.py --runs 'runs/tldr_policy*'
-    # any arguments of openrlbenchmark.rlops_multi_metrics in place of ours, after two dashes
+    # other arguments of openrlbenchmark.rlops_multi_metrics, which chapters 2 and 3 need, after two dashes
     python benchmark/curves/replay.py --runs 'runs/train_policy*' -- --env-ids tales --filters \\
         '?we=local&wpn=ppo_rlhf&xaxis=_step&ceik=preset&cen=exp_name&metrics=objective/kl' train_policy
 
@@ -75,13 +73,6 @@ METRICS = (
     ("ppo/returns/var", "ppo/ppo/returns/var", "ppo/returns/var"),
     ("ppo/val/vpred", "ppo/ppo/val/vpred", "ppo/val/vpred"),
 )
-
-# Of TRL's published figure (at f2cd577), where the names begin with train/. In chapter 3, stop ids have another name,
-# and runs without a critic or without a KL penalty lack some.
-LATER_METRICS = tuple(f"objective/{name}" for name in ("rlhf_reward", "scores", "kl", "non_score_reward", "entropy"))
-LATER_METRICS += ("policy/approxkl_avg", "policy/clipfrac_avg", "loss/policy_avg", "loss/value_avg")
-LATER_METRICS += ("val/clipfrac_avg", "policy/entropy_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens")
-LATER_METRICS += ("val/num_stop_token_ids", "lr", "eps")
 
 
 @dataclass(frozen=True)
@@ -212,7 +203,9 @@ def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
 
 
 def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
-    """The published command: our runs against OpenAI's, all metrics, one column per task. Later chapters alone."""
+    """The published command: our runs against OpenAI's, all metrics, one column per task."""
+    if "elapsed/time" not in ours[0].table:
+        raise InputError("runs of chapters 2 and 3 have other metrics: name them after two dashes, as README.md says")
     presets = sorted({run.config["preset.value"] for run in ours}, key=lambda preset: preset != "sentiment")
     names = sorted({run.config["exp_name.value"] for run in ours})
     columns = max(1, 6 // len(presets)) * len(presets)  # a metric's panels side by side, about six in a line
@@ -222,19 +215,6 @@ def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
 
     our_place = "we=local&wpn=ppo_rlhf&ceik=preset&cen=exp_name"
     labels = [f"{name}?cl=ppo_rlhf, {name}" for name in names]
-    if "elapsed/time" not in ours[0].table:
-        found = [f"metrics={name}" for name in LATER_METRICS if all(name in run.table for run in ours)]
-        arguments = ["--filters", f"?{our_place}&xaxis=episode&{'&'.join(found)}", *labels, "--env-ids", *presets]
-        return [
-            *arguments,
-            "--no-check-empty-runs",
-            "--pc.ncols",
-            "4",
-            "--pc.ncols-legend",
-            "1",
-            "--pc.xlabel",
-            "episode",
-        ]
     their_place = "we=openrlbenchmark&wpn=lm-human-preferences&ceik=task_id&cen=task.value.policy.initial_model"
     arguments = ["--filters", query(our_place, 0), *labels]
     arguments += ["--filters", query(their_place, 1), f"124M?cl={OPENAI}, 124M"]
@@ -263,8 +243,6 @@ def main(args: Args, tool_arguments: list[str]) -> int:
     ours = [our_run(folder) for folder in folders]
     if twice := [run.name for i, run in enumerate(ours) if run.name in {other.name for other in ours[:i]}]:
         raise InputError(f"--runs: {twice[0]} is there twice")
-    if len({"elapsed/time" in run.table for run in ours}) > 1:
-        raise InputError("--runs: chapter 1 has other metrics than the later ones; give runs of one of them")
     mark = args.folder / MARK
     if args.folder.exists() and not mark.exists():
         raise InputError(f"--folder {args.folder} was not made by this script; give another one")

@@ -8,7 +8,6 @@ reads the first row of each, but of archives. The big files are not downloaded, 
 The exit status is 1 if something is missing, and 2 without a network.
 """
 
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 from ppo_rlhf import train_both
 from ppo_rlhf.lib.base.errors import InputError, run_script
 from ppo_rlhf.lib.base.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
-from ppo_rlhf.lib.data.published import HUB_FILES, read_json_array
+from ppo_rlhf.lib.data.published import HUB_FILES
 from ppo_rlhf.lib.nets.pretrained import load_tokenizer
 from ppo_rlhf.rlvr.problems import GSM8K_FILES
 from ppo_rlhf.tldr import all as tldr_all
@@ -46,7 +45,8 @@ def first_row(file: BinaryIO, name: str, keys: tuple[str, ...]) -> Any:
         case ".txt":
             return file.readline().decode()
         case ".json":
-            return next(read_json_array(io.TextIOWrapper(file, encoding="utf-8"), chunk=2**20))
+            beginning = file.read(2**20).decode(errors="ignore").lstrip("[ \n")
+            return json.JSONDecoder().raw_decode(beginning)[0]
         case ".parquet":
             from pyarrow.parquet import ParquetFile
 

@@ -6,22 +6,21 @@
     python -m ppo_rlhf.check --list                # functions, and the known faults with their numbers
     python -m ppo_rlhf.check --exercise 7          # writes a broken function, and says later whether it is fixed
 
-The adapter's code runs in a process of its own, which is stopped if a call takes longer than --timeout seconds. Exit
-status: 0 if everything matches, 1 if something does not, 2 if the adapter cannot be used.
+The adapter's code runs in a process of its own, which is stopped if a call takes longer than two minutes. Exit
+status: 0 if everything matches, 1 if something does not, 2 if the adapter cannot be used or ends its process.
 """
 
 import argparse
 import inspect
-import json
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
-from importlib import metadata
-from multiprocessing import Pipe
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ from ppo_rlhf.check.diagnosis import Report
 from ppo_rlhf.lib.base.errors import InputError
 
 PACKAGE = Path(ppo_rlhf.__file__).parent
-IMPORT_SECONDS = 300  # some libraries take long
+LIMIT = 120  # seconds for a call, or for importing the adapter with its libraries
 MOST = 3  # diagnoses, failed cases, and so on that are printed of one function
 WRAPPER = textwrap.TextWrapper(116, "  ", "    ", break_on_hyphens=False, break_long_words=False)
 EXERCISES = [fault for fault in faults.FAULTS if not fault.choice]
@@ -59,63 +58,35 @@ def require(python: str) -> None:
         raise InputError(f"--python {python} lacks what the check needs: {said[-1]}")
 
 
-def messages(adapter: Path, names: list[str], case: str, timeout: float, python: str) -> Iterator[tuple]:
-    """The messages of the child. The last one is `done`, `failed`, or `stopped` with a reason."""
-    receiver, sender = Pipe(duplex=False)
-    command = [python, "-W", "ignore::UserWarning", "-m", "ppo_rlhf.check.child"]  # torch's would be above the table
-    command += [str(sender.fileno()), str(adapter), case, *names]
-    child = subprocess.Popen(command, env=environment(), pass_fds=[sender.fileno()])
-    sender.close()
-    limit, more = IMPORT_SECONDS, ""
-    try:
-        while receiver.poll(limit):
-            message = pickle.loads(receiver.recv_bytes())
-            yield message
-            if message[0] in ("done", "failed"):
-                return
-            limit, more = (timeout, "; --timeout allows more") if message[0] == "asked" else (IMPORT_SECONDS, "")
-        yield "stopped", f"took longer than {limit:g} seconds{more}"
-    except (EOFError, OSError):  # OSError within a message
-        yield "stopped", f"ended its process with status {child.wait()}"
-    finally:
-        child.kill()
-        child.wait()
-        receiver.close()
-
-
 def ask(
-    adapter: Path, timeout: float, only: str = "", case: str = "", python: str = sys.executable
+    adapter: Path, only: str = "", case: str = "", python: str = sys.executable
 ) -> tuple[dict[str, dict[int, Answer]], list[str]]:
     """What each function of the adapter answers in each case, and the names of those that mean nothing here.
 
     only: one function; case: one case of each.
     """
-    answers: dict[str, dict[int, Answer]] = {}
-    others: list[str] = []
-    todo = [only] if only else cases.NAMES
-    while todo:
-        at = None
-        for kind, *said in messages(adapter, todo, case, timeout, python):
-            if kind == "failed":
-                raise InputError(f"{adapter} {said[0]}")
-            elif kind == "provided":
-                provided, others = said
-                todo = [name for name in todo if name in provided]
-                if not todo:
-                    raise InputError(nothing_to_check(adapter, only, others))
-            elif kind == "asked":
-                at, index = said
-                answers.setdefault(at, {})
-            elif kind == "answer":
-                answers[at][index] = said[0]
-            elif kind == "stopped":
-                if at is None:
-                    raise InputError(f"{adapter} {said[0]} while it was imported")
-                answers[at][index] = said[0]
-                todo = todo[todo.index(at) + 1 :]  # the function's other cases are not tried
-            else:
-                todo = []
-    return answers, others
+    with tempfile.TemporaryDirectory() as folder:
+        answers, place = Path(folder) / "answers", Path(folder) / "place"
+        place.write_text("importing it")
+        command = [
+            python,
+            "-W",
+            "ignore::UserWarning",
+            "-m",
+            "ppo_rlhf.check.child",
+        ]  # torch's would be above the table
+        command += [folder, str(LIMIT), str(adapter), case, *([only] if only else cases.NAMES)]
+        status = subprocess.run(command, env=environment()).returncode
+        if not answers.exists():
+            slow = status == -signal.SIGALRM
+            reason = f"took longer than {LIMIT} seconds" if slow else f"ended its process with status {status}"
+            raise InputError(f"{adapter}: {place.read_text()} {reason}")
+        found = pickle.loads(answers.read_bytes())
+    if isinstance(found, str):
+        raise InputError(f"{adapter} cannot be imported: {found}")
+    if not found[0]:
+        raise InputError(nothing_to_check(adapter, only, found[1]))
+    return found
 
 
 def nothing_to_check(adapter: Path, only: str, others: list[str]) -> str:
@@ -128,14 +99,14 @@ def nothing_to_check(adapter: Path, only: str, others: list[str]) -> str:
 # ---- Output ----------------------------------------------------------------------------------------------------
 
 
-def print_case(adapter: Path, which: str, timeout: float, python: str) -> bool:
+def print_case(adapter: Path, which: str, python: str) -> bool:
     """Print the arguments of a case, what is expected, and what the adapter gave. Returns whether they agree."""
     name, _, number = which.partition(":")
     known = cases.all_cases().get(name, [])
     if not number.isdecimal() or int(number) >= len(known):
         raise InputError(f"--case {which}: name a function and a number of a case, such as gae:18")
     index, case = int(number), known[int(number)]
-    answers, _ = ask(adapter, timeout, name, str(index), python)
+    answers, _ = ask(adapter, name, str(index), python)
     answer = answers[name][index]
     print(f"{name}:{index}: {case.name} ({case.source}). {' '.join((case.run.__doc__ or '').split())}".rstrip())
     for key, x in case.arguments.items():
@@ -210,26 +181,7 @@ def findings(report: Report, solve: bool) -> Iterator[str]:
 
 def explained(fault: faults.Fault) -> str:
     kind = "A choice, not a fault: " if fault.choice else ""
-    return f"{kind}{fault.says} [{fault.mark}] {place_of(fault)}{f'; see {fault.source}' if fault.source else ''}"
-
-
-def place_of(fault: faults.Fault) -> str:
-    """Where the register explains it: in the checkout, or on the web, because a wheel has no pages."""
-    if Path("docs/reference").is_dir():
-        return fault.page
-    if (PACKAGE.parent / "docs/reference").is_dir():
-        return str(PACKAGE.parent / fault.page)
-    return f"{home()}/{fault.page}" if home() else f"{fault.page} of the repository"
-
-
-def home() -> str:
-    """Where the pages are on the web: the repository and commit that the package was installed from, if from one."""
-    try:
-        origin = json.loads(metadata.distribution("ppo_rlhf").read_text("direct_url.json") or "{}")
-    except metadata.PackageNotFoundError:
-        return ""
-    url, commit = origin.get("url", "").removesuffix(".git"), origin.get("vcs_info", {}).get("commit_id")
-    return f"{url}/blob/{commit}" if url.startswith("https://") and commit else ""
+    return f"{kind}{fault.says} [{fault.mark}] {fault.page}{f'; see {fault.source}' if fault.source else ''}"
 
 
 def print_list() -> None:
@@ -243,7 +195,7 @@ def print_list() -> None:
 # ---- Exercises -------------------------------------------------------------------------------------------------
 
 
-def exercise(number: int, timeout: float) -> int:
+def exercise(number: int) -> int:
     """Write a broken function to a file, or say whether the one in the file is fixed. Returns the exit status."""
     if not 1 <= number <= len(EXERCISES):
         raise InputError(f"--exercise {number}: there are exercises 1 to {len(EXERCISES)}")
@@ -257,11 +209,11 @@ def exercise(number: int, timeout: float) -> int:
             raise InputError(f"{path.absolute()}: {error.strerror}") from error
         print(f"{text}\nThis is in {path}. Fix it there, then run the command again.")
         return 0
-    answers, _ = ask(path, timeout, fault.function)
+    answers, _ = ask(path, fault.function)
     report = diagnosis.judge(fault.function, answers[fault.function])
     print_table([report], [], False, solve=False)
     if report.ok:
-        print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {place_of(fault)}")
+        print(f"{fault.function} is fixed. What was wrong: {fault.says} [{fault.mark}] {fault.page}")
         if fault.source:
             print(f"Whom it happened to: {fault.source}")
         return 0
@@ -286,7 +238,6 @@ def main() -> int:
     )
     parser.add_argument("adapter", nargs="?", type=Path, help="Python file with the functions to check")
     parser.add_argument("--quiet", action="store_true", help="print only what does not match")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds that a call may take; default: 10")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs the adapter; it needs torch")
     parser.add_argument("--list", action="store_true", help="print the functions and the known faults")
     parser.add_argument(
@@ -294,14 +245,12 @@ def main() -> int:
     )
     parser.add_argument("--exercise", type=int, metavar="N", help="write broken function N, or check your correction")
     args = parser.parse_args()
-    if not 0 < args.timeout < math.inf:
-        parser.error(f"--timeout {args.timeout}: must be above 0 and finite")
     if args.list:
         print_list()
         return 0
     try:
         if args.exercise is not None:
-            return exercise(args.exercise, args.timeout)
+            return exercise(args.exercise)
         if args.adapter is None:
             parser.error("name an adapter, or --list or --exercise N")
         if not args.adapter.is_file():
@@ -311,8 +260,8 @@ def main() -> int:
         if args.python != sys.executable:
             require(args.python)
         if args.case:
-            return 0 if print_case(args.adapter, args.case, args.timeout, args.python) else 1
-        answers, others = ask(args.adapter, args.timeout, python=args.python)
+            return 0 if print_case(args.adapter, args.case, args.python) else 1
+        answers, others = ask(args.adapter, python=args.python)
         reports = [diagnosis.judge(name, found) for name, found in answers.items()]
         if not any(report.cases for report in reports):
             raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")

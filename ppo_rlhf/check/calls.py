@@ -1,9 +1,7 @@
-"""Calling somebody else's function: the arguments that it takes, in the form that it takes, and what it returned."""
+"""Calling somebody else's function: the arguments that its signature names, and what it returned."""
 
-import dataclasses
 import inspect
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any
 
@@ -32,11 +30,11 @@ Answer = dict[str, Tensor] | str | LeftOut
 def outputs_of(function: Callable, case: Any, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The results of a function in a case, by the names of what is expected: float64 tensors on the CPU.
 
-    It is called with float32 tensors. Where that raises, it is called again with float64, without gradients, and with
-    arrays; a dtype asks for that one only.
+    It is called with float32 tensors of which one requires a gradient. If that raises, as in code that converts them
+    to NumPy arrays, it is called with float64 tensors and without gradients. A dtype asks for a single call.
     """
     first: Exception | None = None
-    for attempt in [(dtype, True, False)] if dtype else ATTEMPTS:
+    for attempt in [(dtype, True)] if dtype else ATTEMPTS:
         try:
             return attempted(function, case, *attempt)
         except (LeftOut, Wrong):
@@ -48,27 +46,19 @@ def outputs_of(function: Callable, case: Any, dtype: torch.dtype | None = None) 
     raise first
 
 
-ATTEMPTS = [  # dtype, with gradients, as arrays
-    (torch.float32, True, False),
-    (torch.float64, True, False),
-    (torch.float32, False, False),
-    (torch.float64, False, False),
-    (torch.float64, False, True),
-]
+ATTEMPTS = ((torch.float32, True), (torch.float64, False))  # dtype, with gradients
 
 
-def attempted(
-    function: Callable, case: Any, dtype: torch.dtype, with_gradient: bool, as_arrays: bool
-) -> dict[str, Tensor]:
+def attempted(function: Callable, case: Any, dtype: torch.dtype, with_gradient: bool) -> dict[str, Tensor]:
     arguments = converted(case.arguments, dtype)
     before = converted(arguments, dtype)
     leaves = leaves_of(arguments, case.gradient_of) if case.gradient_of and with_gradient else []
     with torch.set_grad_enabled(with_gradient):
-        found = results_of(case.run(bound(function, case.function, as_arrays), arguments), case, leaves)
+        results = results_of(case.run(bound(function, case.function), arguments), case, leaves)
     changed = [name for name, x in arguments.items() if not same(x, before[name])]
     if changed:
         raise Wrong(f"it changed its argument {', '.join(changed)}")
-    return found
+    return results
 
 
 def results_of(returned: Any, case: Any, leaves: list[Tensor]) -> dict[str, Tensor]:
@@ -131,15 +121,16 @@ def same(one: Any, other: Any) -> bool:
 
 
 def several(returned: Any, names: list[str]) -> list[Any]:
-    """The results that a function returned: one, or those of a tuple, list, dict or object, by name if possible."""
+    """The results that a function returned: one, or those of a tuple, list, dict or object, by name if possible.
+
+    Where one result is expected, a list is that result, and the first entry of a tuple is.
+    """
     fields = fields_of(returned)
     if fields is not None:
         named = next((keys for keys in (names, ["loss"]) if any(key in fields for key in keys)), None)
         return [fields.get(name) for name in named] if named else list(fields.values())
     if isinstance(returned, list) and len(names) == 1:
-        if returned and all(isinstance(x, Tensor) and x.shape == returned[0].shape for x in returned):
-            return [torch.stack(returned)] if returned[0].ndim or len(returned) > 2 else returned
-        return returned if returned and isinstance(returned[0], Tensor) else [returned]
+        return [torch.stack(returned) if returned and isinstance(returned[0], Tensor) else returned]
     return list(returned) if isinstance(returned, tuple | list) else [returned]
 
 
@@ -149,10 +140,7 @@ def fields_of(returned: Any) -> dict[str, Any] | None:
         return returned
     if hasattr(returned, "_asdict"):
         return returned._asdict()
-    if dataclasses.is_dataclass(returned):
-        return {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)}
-    plain = not isinstance(returned, Tensor | np.ndarray | tuple | list) and hasattr(returned, "__dict__")
-    return vars(returned) or None if plain else None
+    return None if isinstance(returned, Tensor | np.ndarray) else getattr(returned, "__dict__", None)
 
 
 def fitted(x: Any, expected: Tensor | None) -> Tensor:
@@ -178,74 +166,39 @@ def as_tensor(x: Any) -> Tensor:
         raise Wrong(f"it returned {type(x).__name__}, which holds no numbers") from error
 
 
-def bound(function: Callable, name: str, as_arrays: bool) -> Callable:
-    """The function, for calls with all arguments of its form: it gets those that it takes."""
+def bound(function: Callable, name: str) -> Callable:
+    """The function, for calls with all arguments of its form: it gets those that its signature names."""
     form = inspect.signature(getattr(forms, name)).parameters
     defaults = {key: p.default for key, p in form.items() if p.default is not p.empty}
-    takes = parameters_of(function, form)
-    if takes is None or any(p.kind is p.VAR_KEYWORD for p in takes):
-        names = list(form)
-    else:
-        names = [p.name for p in takes if p.kind is not p.VAR_POSITIONAL]
-    strange = [p.name for p in takes or [] if p.name in names and p.name not in form and p.default is p.empty]
-    positional = form if takes is None else {p.name for p in takes if p.kind is p.POSITIONAL_ONLY}
-    optional = {p.name for p in takes or [] if p.default is None}
-    by_size = "group_size" in names and ("groups" not in names or "groups" in optional)
-
-    def passed(x: Any) -> Any:
-        if as_arrays and isinstance(x, list):
-            return [passed(part) for part in x]
-        return x.numpy() if as_arrays and isinstance(x, Tensor) else x
-
-    def leave_out(key: str, arguments: dict[str, Any]) -> None:
-        in_groups = key == "groups" and "group_size" in names and arguments.get("group_size")
-        if key not in EXTRA and not in_groups and not is_neutral(arguments[key], form[key].default):
-            raise LeftOut(f"no {key}")
+    takes = parameters_of(function, ", ".join(form))
+    names = {*form} if any(p.kind is p.VAR_KEYWORD for p in takes.values()) else {*takes}
+    strange = [key for key, p in takes.items() if key in names - {*form} and p.default is p.empty]
+    if strange:
+        raise Wrong(f"it takes {', '.join(strange)}; the arguments of {name} are {', '.join(form)}")
+    by_size = "group_size" in names and ("groups" not in names or takes["groups"].default is None)
 
     def call(**arguments: Any) -> Any:
         arguments = defaults | arguments  # the function's own defaults may be others
         if "groups" in arguments and arguments["groups"] is None and not by_size:
             raise LeftOut("no group_size alone")
-        if strange:
-            raise Wrong(f"it takes {', '.join(strange)}; the arguments of {name} are {', '.join(form)}")
-        kept = {}
-        for key in form:
-            if key in arguments and key in names:
-                kept[key] = passed(arguments[key])
-            elif key in arguments:
-                leave_out(key, arguments)
-        while True:
-            first = [key for key in names if key in positional and key in kept]
-            rest = {key: x for key, x in kept.items() if key not in first}
-            try:
-                return function(*(kept[key] for key in first), **rest)
-            except TypeError as error:  # which may be the only way in which it says what it takes
-                refused = re.search(r"(?:unexpected|[Uu]nknown) keyword argument '(\w+)'", str(error))
-                key = refused[1] if refused else next(reversed(kept)) if takes is None and len(kept) > 1 else ""
-                if key not in kept:
-                    raise
-                leave_out(key, arguments)
-                del kept[key]
+        for key in [key for key in form if key in arguments and key not in names]:
+            in_groups = key == "groups" and "group_size" in names and arguments.get("group_size")
+            if key not in EXTRA and not in_groups and not is_neutral(arguments[key], form[key].default):
+                raise LeftOut(f"no {key}")
+        return function(**{key: x for key, x in arguments.items() if key in names})
 
     return call
 
 
-def parameters_of(function: Any, known: Any) -> list[Parameter] | None:
-    """What a function takes. None if that cannot be read, as in compiled code, and arguments go by position."""
-    if isinstance(function, torch.nn.Module):
-        function = getattr(function, "_orig_mod", function).forward
+def parameters_of(function: Callable, expected: str) -> Mapping[str, Parameter]:
+    """What a function takes, if its signature has it all by name."""
     try:
-        found = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
-        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell.cell_contents]
-        for inner in filter(callable, cells):  # what a decorator without functools.wraps hides
-            takes = parameters_of(inner, known)
-            if takes and any(p.name in known for p in takes):
-                return takes
-        return found if any(p.kind is p.VAR_KEYWORD for p in found) else None
-    return found
+        takes = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin, such as torch.sub
+        takes = {}
+    if not takes or any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in takes.values()):
+        raise Wrong(f"its signature does not name its arguments; wrap it in a function of ({expected})")
+    return takes
 
 
 def is_neutral(x: Any, default: Any) -> bool:

@@ -12,6 +12,7 @@ rounding more than a hundredfold.
 import inspect
 import itertools
 import json
+import re
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -70,8 +71,14 @@ def once(function: Callable, arguments: Arguments) -> Any:
 
 
 def first(returned: Any, name: str = "result") -> Any:
-    found = calls.several(returned, [name])[0]
-    return found[0] if isinstance(found, list) else found
+    return calls.several(returned, [name])[0]
+
+
+def with_gradient(returned: Any) -> Tensor:
+    result = first(returned)
+    if not getattr(result, "requires_grad", False):
+        raise calls.LeftOut("no gradient")
+    return result
 
 
 def in_parts(function: Callable, arguments: Arguments) -> Any:
@@ -120,24 +127,19 @@ def expected_gradient(function: Callable, arguments: Arguments) -> Tensor:
     """Expected gradient (4, 3) of a loss per token, over all sequences as often as the sampler draws them."""
     logits = arguments["logits"].detach().requires_grad_()
     logprobs, ref_logprobs, sampler = (of_sequences(x) for x in (logits, *(arguments[n] for n in TABLES[1:])))
-    mask = arguments.get("mask", torch.ones(9, 2, dtype=torch.bool))
-    inputs = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": mask}
+    inputs = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": arguments["mask"]}
     if "name" in arguments:
         inputs["name"] = arguments["name"]
     else:
         inputs["sampler_logprobs"] = sampler
-    losses = first(function(**inputs))
-    if not getattr(losses, "requires_grad", False):
-        raise calls.LeftOut("no gradient")
+    losses = with_gradient(function(**inputs))
     return torch.autograd.grad((sampler.sum(1).exp().detach() * losses.sum(1)).sum(), logits)[0]
 
 
 def pull(function: Callable, arguments: Arguments) -> Tensor:
     """Which way the gradient of the estimate points at each token: -1, 0 or 1."""
     logprobs = arguments["logprobs"].detach().requires_grad_()
-    values = first(function(**(arguments | {"logprobs": logprobs})))
-    if not getattr(values, "requires_grad", False):
-        raise calls.LeftOut("no gradient")
+    values = with_gradient(function(**(arguments | {"logprobs": logprobs})))
     return torch.autograd.grad(values.sum(), logprobs)[0].sign()
 
 
@@ -149,7 +151,7 @@ def gradient_in_reward(function: Callable, arguments: Arguments) -> Tensor:
         scores=torch.zeros(9, dtype=logprobs.dtype),
         logprobs=logprobs.detach(),
         ref_logprobs=ref_logprobs,
-        mask=torch.ones(9, 2, dtype=torch.bool),
+        mask=arguments["mask"],
         kl_coef=1.0,
     )
     to_go = torch.as_tensor(first(rewards)).flip(1).cumsum(1).flip(1).detach()
@@ -182,9 +184,7 @@ def language_model(weights: dict[str, Tensor], heads: int) -> Any:
         eos_token_id=None,
     )
     model = GPT2LMHeadModel(config).eval()
-    missing, unexpected = model.transformer.load_state_dict(weights, strict=False)
-    if unexpected or [name for name in missing if not name.endswith("attn.bias")]:
-        raise ValueError(f"weights of another model: {missing} {unexpected}")
+    model.transformer.load_state_dict(weights)
     if weights["wpe.weight"].requires_grad:  # the one that a gradient is asked of
         del model.transformer.wpe.weight
         model.transformer.wpe.weight = weights["wpe.weight"]
@@ -196,8 +196,13 @@ def language_model(weights: dict[str, Tensor], heads: int) -> Any:
 
 @cache
 def arrays(name: str) -> dict[str, Tensor]:
+    """The arrays of a file. Texts, such as those that name a prompt, become numbers."""
     with np.load(GOLDEN / f"{name}.npz") as file:
-        return {key: torch.from_numpy(file[key]) for key in file.files if file[key].dtype.kind not in "US"}
+        return {key: torch.from_numpy(numbers_of(x)) for key, x in file.items()}
+
+
+def numbers_of(x: np.ndarray) -> np.ndarray:
+    return np.unique(x, return_inverse=True)[1] if x.dtype.kind in "US" else x
 
 
 @cache
@@ -213,13 +218,21 @@ def golden(
     function: str,
     name: str,
     expected: Tensor | Outputs,
+    stored: Outputs,
     run: Callable[[Callable, Arguments], Any] = once,
     source: str = "golden",
-    /,
     gradient_of: str = "",
-    **arguments: Any,
+    /,
+    **others: Any,
 ) -> Case:
-    """A case whose numbers are stored."""
+    """A case whose numbers are stored: those arguments that `stored` has under their names, and others.
+
+    The mask is full if there is none.
+    """
+    names = inspect.signature(getattr(forms, function)).parameters
+    arguments = {key: stored[key] for key in names if key in stored} | others
+    if "mask" in names and "mask" not in arguments:
+        arguments["mask"] = full(arguments[next(key for key in names if key != "scores")])
     return Case(
         function=function,
         name=name,
@@ -242,67 +255,39 @@ def chapter_1() -> Iterator[Case]:
         x = under("case1_whiten", f"{name}/")
         for keep_mean in (False, True):
             expected = x["shift_mean_false" if keep_mean else "shift_mean_true"]
-            yield golden("whiten", name, expected, values=x["input"], mask=full(x["input"]), keep_mean=keep_mean)
+            yield golden("whiten", name, expected, {"values": x["input"]}, keep_mean=keep_mean)
     for name in ("default", "gamma_lam", "no_whiten", "no_noise_first_epoch", "constant_rewards", "rlen1"):
         x, settings = arrays(f"case2_loss_{name}"), table("case2_loss_meta")[name]
-        mask = full(x["values"])
-        yield golden(
-            "gae",
-            name,
-            {"advantages": x["advantages_raw"], "returns": x["returns"]},
-            rewards=x["rewards_after_whitening"],
-            values=x["values"],
-            mask=mask,
-            gamma=float(settings["gamma"]),
-            lam=settings["lam"],
-        )
-        yield golden(
-            "policy_loss",
-            name,
-            x["stats/loss/policy"],
-            logprobs=x["logprobs"],
-            new_logprobs=x["new_logprobs"],
-            advantages=x["advantages"],
-            mask=mask,
-            cliprange=settings["cliprange"],
-        )
-        yield golden(
-            "value_loss",
-            name,
-            x["stats/loss/value"],
-            new_values=x["new_values"],
-            values=x["values"],
-            returns=x["returns"],
-            mask=mask,
-            cliprange=settings["cliprange_value"],
-        )
+        rewards = {"rewards": x["rewards_after_whitening"]}
+        expected = {"advantages": x["advantages_raw"], "returns": x["returns"]}
+        yield golden("gae", name, expected, x | rewards, gamma=float(settings["gamma"]), lam=settings["lam"])
+        yield golden("policy_loss", name, x["stats/loss/policy"], x, cliprange=settings["cliprange"])
+        yield golden("value_loss", name, x["stats/loss/value"], x, cliprange=settings["cliprange_value"])
     x = arrays("case1b_logits_helpers")
-    yield golden("token_logprobs", "temperature 1", x["logprobs"], logits=x["logits"], tokens=x["labels"].long())
-    yield golden("entropy", "temperature 1", x["entropies"], logits=x["logits"])
+    yield golden("token_logprobs", "temperature 1", x["logprobs"], x, tokens=x["labels"].long())
+    yield golden("entropy", "temperature 1", x["entropies"], x)
     for name in ("test_nopad_t07", "test_nopad_t1"):
         x = arrays(f"case3_forward_{name}")
-        weights, tokens = openai_weights("weights_test_policy"), x["full_tokens"].long()
-        context, temperature = x["queries"].shape[1], round(x["temperature"].item(), 6)
+        tokens, context = x["full_tokens"].long(), x["queries"].shape[1]
+        temperature = round(x["temperature"].item(), 6)
         rows = (tokens != 0).all(1)  # code may take any 0 for padding
+        inputs = {"tokens": tokens[rows], "attention_mask": full(tokens[rows]), "context_length": context}
         yield golden(
             "response_logprobs",
             name,
             x["logprobs"][rows],
+            inputs,
             read_by_model,
-            tokens=tokens[rows],
-            attention_mask=full(tokens[rows]),
-            context_length=context,
-            weights=weights,
+            weights=openai_weights("weights_test_policy"),
             heads=table("models")["test"]["hparams"]["n_head"],
             temperature=temperature,
         )
-        logits, responses = x["full_logits"][:, context - 1 : -1], x["responses"].long()
-        expected = x["logprobs"]
-        yield golden("token_logprobs", name, expected, logits=logits, temperature=temperature, tokens=responses)
-        yield golden("entropy", name, x["entropies"], logits=logits, temperature=temperature)
+        inputs = {"logits": x["full_logits"][:, context - 1 : -1], "tokens": x["responses"].long()}
+        yield golden("token_logprobs", name, x["logprobs"], inputs, temperature=temperature)
+        yield golden("entropy", name, x["entropies"], inputs, temperature=temperature)
     x = arrays("case4_reward_loss_best_of_4_test")
-    best = x["labels/best"].long()
-    yield golden("best_of_n_loss", "best of 4", x["stats/loss"], scores=x["rewards_per_sample"], best=best)
+    inputs = {"scores": x["rewards_per_sample"], "best": x["labels/best"].long()}
+    yield golden("best_of_n_loss", "best of 4", x["stats/loss"], inputs)
     responses = arrays("case5_postprocess")["responses"].long()
     for name, settings in table("case5_postprocess_meta").items():
         if name != "crafted_rows" and settings["truncate_token"] is not None:
@@ -311,63 +296,34 @@ def chapter_1() -> Iterator[Case]:
                 "responses": responses,
                 "stop_id": settings["truncate_token"],
                 "after": settings["truncate_after"],
+                "pad_id": settings["padding_token"],
             }
-            yield golden("truncate", name, x["postprocessed"], **inputs, pad_id=settings["padding_token"])
-            yield golden("has_stop", name, x["filter_on_raw"], **inputs)
+            yield golden("truncate", name, x["postprocessed"], inputs)
+            yield golden("has_stop", name, x["filter_on_raw"], inputs)
     for name, x in table("case6_kl_controller").items():
         if x.get("target"):
-            kl = torch.tensor(x["kl"], dtype=torch.float64)
-            yield golden(
-                "kl_controller",
-                name,
-                torch.tensor(x["values"][1:], dtype=torch.float64),
-                controlled,
-                kl_coef=x["init"],
-                kl=kl,
-                target=x["target"],
-                episodes=torch.tensor(x["n_steps"]).expand(len(kl)).clone(),
-                horizon=x["horizon"],
-            )
+            kl, expected = (torch.tensor(values, dtype=torch.float64) for values in (x["kl"], x["values"][1:]))
+            episodes = torch.tensor(x["n_steps"]).expand(len(kl)).clone()
+            inputs = x | {"kl_coef": x["init"], "kl": kl, "episodes": episodes}
+            yield golden("kl_controller", name, expected, inputs, controlled)
     for name in sorted({key.partition("/")[0] for key in arrays("case7_adam")}):
         x = under("case7_adam", f"{name}/")
+        inputs = {key: x[key] for key in ("x0", "target", "curvature", "lr")}
         for style, key in (("tensorflow", "trajectory_tf"), ("torch", "trajectory_torch_adam_eps1e-5")):
-            yield golden(
-                "adam_step",
-                f"{style}, {name}",
-                x[key][1:],
-                descended,
-                x0=x["x0"],
-                target=x["target"],
-                curvature=x["curvature"],
-                lr=x["lr"],
-                style=style,
-                eps=1e-5,
-            )
+            yield golden("adam_step", f"{style}, {name}", x[key][1:], {}, descended, **inputs, style=style, eps=1e-5)
     for name in ("coef015", "coef0", "coef02_len1"):
         x = under("case8_compute_rewards", f"{name}/")
-        yield golden(
-            "token_rewards",
-            name,
-            x["rewards"],
-            scores=x["scores"],
-            logprobs=x["logprobs"],
-            ref_logprobs=x["ref_logprobs"],
-            mask=full(x["logprobs"]),
-            kl_coef=round(x["kl_coef"].item(), 6),
-        )
+        yield golden("token_rewards", name, x["rewards"], x, kl_coef=round(x["kl_coef"].item(), 6))
 
 
 def openai_weights(name: str) -> dict[str, Tensor]:
     """Weights of the language model under the names of GPT2Model."""
     found = {}
-    for key, x in arrays(name).items():
-        if key.startswith("model/") and "/heads/" not in key:
-            parts = key.removeprefix("model/").split("/")
-            if parts[-1] in ("wte", "wpe"):
-                parts += ["w"]
-            leaf = {"g": "weight", "w": "weight", "b": "bias"}[parts.pop()]
-            parts = [f"h.{part[1:]}" if part[0] == "h" and part[1:].isdigit() else part for part in parts]
-            found[".".join([*parts, leaf])] = x[0] if x.ndim == 3 else x
+    for key, x in under(name, "model/").items():
+        if not key.startswith("heads/"):
+            key = re.sub(r"^h(\d+)", r"h.\1", key.replace("/", "."))  # h0/ln_1/g: the gain of a norm in layer 0
+            key = re.sub(r"\.[gw]$|(?<=wte|wpe)$", ".weight", key)
+            found[re.sub(r"\.b$", ".bias", key)] = x[0] if x.ndim == 3 else x
     return found
 
 
@@ -375,60 +331,39 @@ def chapter_2() -> Iterator[Case]:
     """Numbers of vwxyzjn/summarize_from_feedback_details."""
     for i in range(4):
         x = under("tldr/helpers", f"whiten{i}/")
-        yield golden("whiten", f"masked {i}", x["shifted"], values=x["values"], mask=x["mask"])
-        yield golden("whiten", f"masked {i}", x["kept"], values=x["values"], mask=x["mask"], keep_mean=True)
+        yield golden("whiten", f"masked {i}", x["shifted"], x)
+        yield golden("whiten", f"masked {i}", x["kept"], x, keep_mean=True)
         x = under("tldr/helpers", f"truncate{i}/")
-        responses = x["responses"].long()
-        yield golden("truncate", f"responses {i}", x["truncated"], responses=responses, stop_id=0, pad_id=40)
+        inputs = {"responses": x["responses"].long(), "stop_id": 0, "pad_id": 40}
+        yield golden("truncate", f"responses {i}", x["truncated"], inputs)
     for name in ("default", "gamma_lam", "full", "all_missing", "one_token", "whiten_rewards", "no_penalty"):
         x, settings = arrays(f"tldr/advantages_{name}"), table("tldr/cases")[f"advantages_{name}"]["ppo"]
-        mask, value_mask = ~x["out/padding_mask"], ~x["out/padding_mask_p1"]
+        inputs = under(f"tldr/advantages_{name}", "in/")
         if not settings["whiten_rewards"]:  # those that are stored are whitened
             yield golden(
                 "token_rewards",
                 name,
                 x["out/rewards"],
-                scores=x["out/scores"],
+                inputs | {"scores": x["out/scores"], "mask": ~x["out/padding_mask"]},
                 kl_coef=settings["kl_coef"],
                 score_at="next",
-                logprobs=x["in/logprobs"],
-                ref_logprobs=x["in/ref_logprobs"],
-                mask=mask,
             )
         yield golden(
             "gae",
             f"chapter 2, {name}",
             {"advantages": x["out/returns"] - x["out/values"], "returns": x["out/returns"]},
-            rewards=x["out/rewards"],
-            values=x["in/values"],
-            mask=value_mask,
+            inputs | {"rewards": x["out/rewards"], "mask": ~x["out/padding_mask_p1"]},
             gamma=float(settings["gamma"]),
             lam=settings["lam"],
         )
     for name in ("default", "wide", "full"):
-        x, settings = arrays(f"tldr/losses_{name}"), table("tldr/cases")[f"losses_{name}"]["ppo"]
-        context = table("tldr/cases")[f"losses_{name}"]["context"]
-        mask, value_mask = ~x["in/padding_mask"], ~x["in/padding_mask_p1"]
-        yield golden(
-            "policy_loss",
-            name,
-            x["out/pg_loss_stats"],
-            logprobs=x["in/logprobs"],
-            new_logprobs=x["out/new_logprobs"],
-            advantages=x["in/advantages"],
-            mask=mask,
-            cliprange=settings["cliprange"],
-        )
-        yield golden(
-            "value_loss",
-            name,
-            x["out/vf_loss_stats"],
-            new_values=x["in/vpred"][:, context - 1 : -1, 0],
-            values=x["in/values"],
-            returns=x["in/returns"],
-            mask=value_mask,
-            cliprange=settings["cliprange_value"],
-        )
+        x, settings = arrays(f"tldr/losses_{name}"), table("tldr/cases")[f"losses_{name}"]
+        inputs, ppo = under(f"tldr/losses_{name}", "in/"), settings["ppo"]
+        inputs |= {"new_logprobs": x["out/new_logprobs"], "mask": ~inputs["padding_mask"]}
+        yield golden("policy_loss", name, x["out/pg_loss_stats"], inputs, cliprange=ppo["cliprange"])
+        new_values = inputs["vpred"][:, settings["context"] - 1 : -1, 0]
+        inputs |= {"new_values": new_values, "mask": ~inputs["padding_mask_p1"]}
+        yield golden("value_loss", name, x["out/vf_loss_stats"], inputs, cliprange=ppo["cliprange_value"])
     x = arrays("tldr/forward_gpt2_leftpad")
     tokens = torch.cat([x["in/queries"], x["in/responses"]], 1).long()
     mask = tokens != 40
@@ -438,16 +373,14 @@ def chapter_2() -> Iterator[Case]:
     tokens = renamed[tokens.masked_fill(~mask, 4)]
     weights["wte.weight"] = weights["wte.weight"][renamed]
     context = x["in/queries"].shape[1]
+    inputs = {"tokens": tokens, "attention_mask": mask, "context_length": context, "temperature": 0.7}
     case = golden(
         "response_logprobs",
         "padded on the left",
         x["out/unpadded_logprobs"],
+        inputs,
         read_by_model,
-        tokens=tokens,
-        attention_mask=mask,
-        temperature=0.7,
         weights=weights,
-        context_length=context,
         heads=2,
     )
     case = replace(case, mask=mask[:, context:])
@@ -464,92 +397,67 @@ def chapter_2() -> Iterator[Case]:
     )
 
 
+VERL = {  # its names for what an adapter's functions get
+    "response_mask": "mask",
+    "loss_mask": "mask",
+    "loss_mat": "losses",
+    "token_level_rewards": "rewards",
+    "logprob": "logprobs",
+    "ref_logprob": "ref_logprobs",
+    "log_prob": "new_logprobs",
+    "old_log_prob": "logprobs",
+    "log_ratio": "logprobs",
+    "vpreds": "new_values",
+    "response_id": "responses",
+    "index": "groups",
+}
+
+
 def verl(name: str) -> dict[str, Tensor]:
     """A stored case: masks as bool, numbers in float32 and expected ones in float64."""
-    found = {key.removeprefix("in/"): x for key, x in arrays(f"verl/{name}").items()}
-    inputs = {key: x.float() if x.is_floating_point() else x for key, x in found.items() if "/" not in key}
-    masks = {key: x.bool() for key, x in inputs.items() if "mask" in key}
-    with np.load(GOLDEN / f"verl/{name}.npz") as file:
-        if "in/index" in file:
-            masks["groups"] = torch.from_numpy(np.unique(file["in/index"], return_inverse=True)[1])
-    return found | inputs | masks
+    found = {}
+    for key, x in arrays(f"verl/{name}").items():
+        if key.startswith("in/"):
+            key = VERL.get(key.removeprefix("in/"), key.removeprefix("in/"))
+            x = x.float() if x.is_floating_point() else x
+        found[key] = x.bool() if key == "mask" else x
+    return found
 
 
 def chapter_3() -> Iterator[Case]:
     """Numbers of verl. Where verl differs on purpose, those that the specification asks for."""
     for name, keep_mean in (("whiten_shift", False), ("whiten_keep_mean", True), ("whiten_one_token", False)):
         x = verl(name)
-        expected = x["spec/whitened"]
-        yield golden("whiten", name, expected, values=x["values"], mask=x["mask"], keep_mean=keep_mean)
+        yield golden("whiten", name, x["spec/whitened"], x, keep_mean=keep_mean)
     for name, lam in (("gae_ragged", 0.95), ("gae_gamma1_lam1", 1.0)):
         x = verl(name)
-        yield golden(
-            "gae",
-            name,
-            {"advantages": x["spec/advantages_raw"], "returns": x["out/returns"]},
-            rewards=x["token_level_rewards"],
-            values=x["values"],
-            mask=x["response_mask"],
-            lam=lam,
-        )
+        expected = {"advantages": x["spec/advantages_raw"], "returns": x["out/returns"]}
+        yield golden("gae", name, expected, x, lam=lam)
     for name in ("reinforce_pp", "reinforce_pp_interior_mask"):
         x = verl(name)
-        rewards, mask, expected = x["token_level_rewards"], x["response_mask"], x["spec/returns"]
-        yield golden("reward_to_go", name, expected, rewards=rewards, mask=mask)
-        yield golden(
-            "gae",
-            f"{name}, values 0",
-            {"advantages": expected, "returns": expected},
-            rewards=rewards,
-            mask=mask,
-            values=rewards * 0,
-            gamma=1.0,
-            lam=1.0,
-        )
+        expected, values = x["spec/returns"], x["rewards"] * 0
+        yield golden("reward_to_go", name, expected, x)
+        expected = {"advantages": expected, "returns": expected}
+        yield golden("gae", f"{name}, values 0", expected, x, values=values, gamma=1.0, lam=1.0)
     for name, form in (("grpo_std", "grpo"), ("grpo_no_std", "dr_grpo"), ("rloo", "rloo")):
         x = verl(name)
-        scores = x["token_level_rewards"].masked_fill(~x["response_mask"], 0).sum(1)
-        expected = x["spec/advantages"].gather(1, x["response_mask"].long().argmax(1, keepdim=True)).squeeze(1)
-        yield golden("group_advantages", name, expected, scores=scores, groups=x["groups"], name=form)
+        scores = x["rewards"].masked_fill(~x["mask"], 0).sum(1)
+        expected = x["spec/advantages"].gather(1, x["mask"].long().argmax(1, keepdim=True)).squeeze(1)
+        yield golden("group_advantages", name, expected, x, scores=scores, name=form)
     for stored in ("kl_values_and_gradients", "kl_extreme"):
         x = verl(stored)
         for form in ("k1", "abs", "k2", "k3"):
             if (stored, form) == ("kl_extreme", "k3"):  # where a slope is a choice
                 continue
-            yield golden(
-                "kl_estimate",
-                f"{stored}, {form}",
-                {"result": x[f"out/{form}/value"], "gradient": x[f"out/{form}/grad"]},
-                gradient_of="logprobs",
-                logprobs=x["logprob"],
-                ref_logprobs=x["ref_logprob"],
-                mask=full(x["logprob"]),
-                name=form,
-            )
+            expected = {"result": x[f"out/{form}/value"], "gradient": x[f"out/{form}/grad"]}
+            inputs = x | {"name": form}
+            yield golden("kl_estimate", f"{stored}, {form}", expected, inputs, once, "golden", "logprobs")
     d = torch.tensor([[-12.0, -4.0, -1.0], [1.0, 4.0, 12.0]])  # beyond clamps that some code has
-    yield golden(
-        "kl_estimate",
-        "k3 pulls back",
-        d.sign(),
-        pull,
-        "far from the reference",
-        logprobs=d - 20,
-        ref_logprobs=torch.full_like(d, -20.0),
-        mask=full(d),
-        name="k3",
-    )
+    inputs = {"logprobs": d - 20, "ref_logprobs": torch.full_like(d, -20.0), "name": "k3"}
+    yield golden("kl_estimate", "k3 pulls back", d.sign(), inputs, pull, "far from the reference")
     x = verl("adaptive_kl")
-    yield golden(
-        "kl_controller",
-        "adaptive_kl",
-        x["out/coef"],
-        controlled,
-        kl_coef=0.2,
-        kl=x["kl"].double(),
-        target=6.0,
-        episodes=x["n"],
-        horizon=10000,
-    )
+    inputs = {"kl_coef": 0.2, "kl": x["kl"].double(), "target": 6.0, "episodes": x["n"], "horizon": 10000}
+    yield golden("kl_controller", "adaptive_kl", x["out/coef"], inputs, controlled)
     for name, function, settings in (
         ("policy_vanilla", "policy_loss", {"dual_clip": 3.0}),
         ("policy_dual_clip", "policy_loss", {"dual_clip": 1.5}),
@@ -557,92 +465,40 @@ def chapter_3() -> Iterator[Case]:
         ("policy_cispo", "cispo_loss", {}),
     ):
         x = verl(name)
-        yield golden(
-            function,
-            name,
-            {"result": x["out/loss"], "gradient": x["out/grad_log_prob"]},
-            gradient_of="new_logprobs",
-            new_logprobs=x["log_prob"],
-            logprobs=x["old_log_prob"],
-            advantages=x["advantages"],
-            mask=x["response_mask"],
-            **settings,
-        )
+        expected = {"result": x["out/loss"], "gradient": x["out/grad_log_prob"]}
+        yield golden(function, name, expected, x | settings, once, "golden", "new_logprobs")
     x = verl("value_loss")
-    yield golden(
-        "value_loss",
-        "verl",
-        {"result": x["out/loss"], "gradient": x["out/grad_vpreds"]},
-        gradient_of="new_values",
-        new_values=x["vpreds"],
-        values=x["values"],
-        returns=x["returns"],
-        mask=x["response_mask"],
-        cliprange=0.5,
-    )
+    expected = {"result": x["out/loss"], "gradient": x["out/grad_vpreds"]}
+    yield golden("value_loss", "verl", expected, x, once, "golden", "new_values", cliprange=0.5)
     for name in ("agg_modes", "agg_all_masked"):
         x = verl(name)
         for mode in MODES:
             expected = x.get(f"spec/{mode}", x[f"out/{mode}"])
-            yield golden(
-                "aggregate", f"{name}, {mode}", expected, losses=x["loss_mat"], mask=x["loss_mask"], mode=mode
-            )
+            yield golden("aggregate", f"{name}, {mode}", expected, x, mode=mode)
     x = verl("agg_micro_batches")
+    counts = {"tokens": int(x["mask"].sum()), "sequences": int(x["mask"].any(1).sum())}
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
-        yield golden(
-            "aggregate",
-            f"in parts, {mode}",
-            x[f"out/{mode}"],
-            in_parts,
-            "parts add up",
-            losses=x["loss_mat"],
-            mask=x["loss_mask"],
-            mode=mode,
-            tokens=int(x["loss_mask"].sum()),
-            sequences=int(x["loss_mask"].any(1).sum()),
-        )
-    yield golden(
-        "accumulate",
-        "parts of 1 and 3 rows",
-        x["out/token-mean"],
-        losses=list(x["loss_mat"].split([1, 3])),
-        masks=list(x["loss_mask"].split([1, 3])),
-        generation_tokens=50,
-    )
+        inputs = x | counts | {"mode": mode}
+        yield golden("aggregate", f"in parts, {mode}", x[f"out/{mode}"], inputs, in_parts, "parts add up")
+    inputs = {"losses": list(x["losses"].split([1, 3])), "masks": list(x["mask"].split([1, 3]))}
+    yield golden("accumulate", "parts of 1 and 3 rows", x["out/token-mean"], inputs, generation_tokens=50)
     for kind in ("token", "sequence"):
         x = verl(f"is_{kind}")
-        yield golden(
-            "importance_weights",
-            kind,
-            x["out/weights"],
-            logprobs=x["log_ratio"],
-            sampler_logprobs=x["log_ratio"] * 0,
-            mask=x["response_mask"],
-            kind=kind,
-            cap=2.0,
-        )
+        inputs = x | {"sampler_logprobs": x["logprobs"] * 0, "kind": kind, "cap": 2.0}
+        yield golden("importance_weights", kind, x["out/weights"], inputs)
     for name, kind, low, high in (
         ("reject_token_k1", "token", 0.5, 2.0),
         ("reject_seq_mean_k1", "sequence", 0.8, 1.25),
         ("reject_token_k1_asymmetric", "token", 1 / 3, 1 / 0.9),
     ):
         x = verl(name)
-        yield golden(
-            "rejection_mask",
-            name,
-            x["out/mask"].bool(),
-            logprobs=x["log_ratio"],
-            sampler_logprobs=x["log_ratio"] * 0,
-            mask=x["response_mask"],
-            kind=kind,
-            low=low,
-            high=high,
-        )
+        inputs = x | {"sampler_logprobs": x["logprobs"] * 0, "kind": kind, "low": low, "high": high}
+        yield golden("rejection_mask", name, x["out/mask"].bool(), inputs)
     x = verl("response_mask_one_eos")
-    yield golden("response_mask", "one stop id", x["out/mask"].bool(), responses=x["response_id"], stop_id=2)
+    yield golden("response_mask", "one stop id", x["out/mask"].bool(), x, stop_id=2)
     x = verl("overlong_punishment")
-    lengths, expected = x["lengths"].long(), x["out/reward"] - 1
-    yield golden("overlong_penalty", "verl", expected, lengths=lengths, max_length=20, buffer=4, factor=1.0)
+    inputs = {"lengths": x["lengths"].long(), "max_length": 20, "buffer": 4, "factor": 1.0}
+    yield golden("overlong_penalty", "verl", x["out/reward"] - 1, inputs)
 
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -651,33 +507,32 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 def enumeration() -> Iterator[Case]:
     """Expected gradients over all 9 sequences of two tokens out of three, in closed form."""
     stored = table("verl/kl_enumeration")
-    tables = {name: torch.tensor(stored[name]) for name in TABLES}
+    tables = {name: torch.tensor(stored[name]) for name in TABLES} | {"mask": full(SEQUENCES)}
     on_policy = tables | {"sampler_logits": tables["logits"]}
 
-    def gradient(where: str, name: str) -> Tensor:
-        (found,) = [one for one in stored[where] if one["name"] == name]
-        return torch.tensor(found["grad"], dtype=torch.float64)
+    def gradient(
+        function: str,
+        title: str,
+        stored_as: str,
+        inputs: Arguments = on_policy,
+        run: Callable[[Callable, Arguments], Any] = expected_gradient,
+    ) -> Case:
+        where = "on_policy" if inputs["sampler_logits"] is tables["logits"] else "off_policy"
+        (found,) = [one for one in stored[where] if one["name"] == stored_as]
+        expected = torch.tensor(found["grad"], dtype=torch.float64)
+        return golden(function, title, expected, {}, run, "enumeration", **inputs)
 
-    for form, name in (
-        ("k1", "k1 per token as loss"),
-        ("abs", "abs per token as loss"),
-        ("k2", "k2 per token as loss"),
-        ("k3", "k3 per token as loss"),
-        ("k1+", "k1+ (value of k1, gradient of k2) as loss"),
-        ("k3+", "k3+ (value of k3, gradient of k2) as loss"),
-    ):
-        inputs = on_policy | {"name": form}
-        expected = gradient("on_policy", name)
-        yield golden("kl_estimate", f"{form} as a loss", expected, expected_gradient, "enumeration", **inputs)
-    expected = gradient("on_policy", "k1 in the reward, gamma = lambda = 1")
-    yield golden("token_rewards", "the penalty", expected, gradient_in_reward, "enumeration", **on_policy)
-    expected = gradient("off_policy", "true gradient, prefixes of the sampler held fixed")
-    yield golden("kl_loss", "another sampler", expected, expected_gradient, "enumeration", **tables)
-    expected = gradient("on_policy", "true gradient, prefixes held fixed")
-    yield golden("kl_loss", "the policy samples", expected, expected_gradient, "enumeration", **on_policy)
+    for form in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
+        what = f"(value of {form[:2]}, gradient of k2)" if form.endswith("+") else "per token"
+        yield gradient("kl_estimate", f"{form} as a loss", f"{form} {what} as loss", on_policy | {"name": form})
+    in_reward = "k1 in the reward, gamma = lambda = 1"
+    yield gradient("token_rewards", "the penalty", in_reward, run=gradient_in_reward)
+    held = "true gradient, prefixes of the sampler held fixed"
+    yield gradient("kl_loss", "another sampler", held, tables)
+    yield gradient("kl_loss", "the policy samples", "true gradient, prefixes held fixed")
     ended = torch.stack([torch.ones(9, dtype=torch.bool), SEQUENCES[:, 0] != 0], 1)  # the token 0 stops a response
     yield like_the_form("kl_loss", "padding", tables | {"mask": ended}, run=expected_gradient)
-    apart = {name: 4 * x for name, x in tables.items()}
+    apart = {name: 4 * x if name in TABLES else x for name, x in tables.items()}
     yield like_the_form("kl_loss", "far apart", apart, run=expected_gradient)
 
 
@@ -734,7 +589,7 @@ def random_arguments(
     """
     found, base = {}, -3 * torch.rand(shape, generator=generator) - 0.1
     for name, parameter in inspect.signature(getattr(forms, function)).parameters.items():
-        if parameter.annotation is Tensor:
+        if parameter.annotation is Tensor and name != "mask":
             x = torch.randn(shape[0] if name == "scores" else shape, generator=generator)
             found[name] = (base + apart * x).clamp(max=-0.01) if name in LOGPROBS else x
     if function == "gspo_loss":
@@ -773,7 +628,7 @@ def like_the_form(
     function: str, name: str, arguments: Arguments, source: str = "", run: Callable[[Callable, Arguments], Any] = once
 ) -> Case:
     """A case whose numbers forms.py computes in float64."""
-    case = golden(function, name, {}, run, source or name, gradient_of=GRADIENT_OF.get(function, ""), **arguments)
+    case = golden(function, name, {}, {}, run, source or name, GRADIENT_OF.get(function, ""), **arguments)
     return replace(case, expected=Computed(case))
 
 

@@ -1,22 +1,21 @@
-"""The process that runs somebody else's code: it calls the functions of an adapter and sends what they return.
+"""The process that runs somebody else's code: it calls the functions of an adapter and leaves what they return.
 
-    python -m ppo_rlhf.check.child pipe adapter.py case function [function ...]
+    python -m ppo_rlhf.check.child folder seconds adapter.py case function [function ...]
 
-A message goes into the pipe, a file descriptor, before each case and after it. If a case is named, it is the only
-one. The adapter's own output goes to stderr.
+The folder gets a file `answers`. Until then, its file `place` says which case is being tried; one that takes longer
+than some seconds ends the process. If a case is named, it is the only one. The adapter's own output goes to stderr.
 """
 
 import importlib.util
 import inspect
 import os
 import pickle
+import signal
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -64,30 +63,28 @@ def one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    pipe, path, only, *names = sys.argv[1:]
-    parent = Connection(int(pipe), readable=False)
+    folder, limit, path, only, *names = sys.argv[1:]
+    answers_file, place, seconds = Path(folder) / "answers", Path(folder) / "place", int(limit)
     os.dup2(2, 1)
     torch.set_num_threads(1)
-
-    def say(*message: Any) -> None:
-        parent.send_bytes(pickle.dumps(message))
-
     known = cases.all_cases()  # before code runs that may change how tensors are made
     path = Path(path).resolve()
     sys.argv = [str(path)]  # which the adapter may parse
+    signal.alarm(seconds)
     try:
         module = load(path)
     except BaseException as error:
-        say("failed", f"cannot be imported: {one_line(error)}")
+        answers_file.write_bytes(pickle.dumps(one_line(error)))
         return
-    functions = {name: vars(module)[name] for name in cases.NAMES if callable(vars(module).get(name))}
-    say("provided", list(functions), others(module))
-    for name in [name for name in names if name in functions]:
+    answers: dict[str, dict[int, Answer]] = {}
+    for name in [name for name in names if callable(vars(module).get(name))]:
+        answers[name] = {}
         for index, case in enumerate(known[name]):
             if only in ("", str(index)):
-                say("asked", name, index)
-                say("answer", answer(functions[name], case))
-    say("done")
+                place.write_text(f"{name}:{index}")
+                signal.alarm(seconds)
+                answers[name][index] = answer(vars(module)[name], case)
+    answers_file.write_bytes(pickle.dumps((answers, others(module))))
 
 
 if __name__ == "__main__":

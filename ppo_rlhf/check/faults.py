@@ -1,4 +1,4 @@
-"""The book of mistakes: faults.toml, and the one way in which its edits are applied.
+"""The book of mistakes: faults.toml.
 
 An entry is named after the function that it breaks. It says what is wrong, with its mark in docs/reference. `source`
 is a published report, or project and release in which the mistake was read. With `choice = true` it isn't a mistake
@@ -6,24 +6,19 @@ but another project's convention, with other numbers.
 
 `edit` is a list: a part of that function of forms.py, what the wrong one has in its place, and so on for more parts.
 Those entries are the faults that check knows by their numbers, and an exercise is the faulty text. A key such as
-"small/ppo.py::whiten" has the same mistake in another function, for tests.
+"small/ppo.py::whiten" has the same mistake in another function, for tests (tests/mistakes.py).
 """
 
-import __future__
-
-import ast
-import functools
-import importlib
-import textwrap
+import inspect
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-PACKAGE = Path(__file__).parent.parent
+from ppo_rlhf.check import forms
+
 Edits = tuple[tuple[str, str], ...]
 
 
@@ -52,10 +47,17 @@ class Fault:
     @cached_property
     def text(self) -> str:
         """The faulty function of forms.py."""
-        return edited(form(self.function), self.edits[form(self.function)])
+        return edited(inspect.getsource(getattr(forms, self.function)), self.edits[form(self.function)])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return compiled(form(self.function), self.edits[form(self.function)])(*args, **kwargs)
+    @cached_property
+    def compiled(self) -> Callable:
+        """The faulty function. It sees the rest of forms.py, without a fault."""
+        namespace: dict[str, Any] = {}
+        exec(compile(self.text, f"<{self.function} with a fault>", "exec"), vars(forms), namespace)
+        return namespace[self.function]
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.compiled(**arguments)
 
 
 def form(function: str) -> str:
@@ -95,87 +97,15 @@ BOOK = read_all(Path(__file__).with_suffix(".toml"))
 FAULTS = [fault for fault in BOOK if form(fault.function) in fault.edits]
 
 
-# ---- Applying an edit ------------------------------------------------------------------------------------------
-
-
-Node = ast.FunctionDef | ast.ClassDef
-
-
-@cache
-def definitions(file: str) -> dict[str, Node]:
-    """Every function, class and method of a file of this package, by name: whiten, Controller.update."""
-    found: dict[str, Node] = {}
-
-    def collect(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, Node):
-                found[prefix + node.name] = node
-                if isinstance(node, ast.ClassDef):
-                    collect(node.body, f"{prefix}{node.name}.")
-
-    collect(ast.parse((PACKAGE / file).read_text()).body, "")
-    return found
-
-
-def node_of(place: str) -> Node:
-    file, _, name = place.partition("::")
-    return definitions(file)[name]
-
-
-@cache
-def text_of(place: str) -> str:
-    node = node_of(place)
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    lines = (PACKAGE / place.partition("::")[0]).read_text().splitlines(keepends=True)
-    return "".join(lines[first - 1 : node.end_lineno])
-
-
-@cache
-def edited(place: str, edits: Edits) -> str:
+def edited(text: str, edits: Edits) -> str:
     """The text of a function with parts of it replaced, each of which it must have exactly once."""
-    text = text_of(place)
     for right, wrong in edits:
         if text.count(right) != 1:
-            raise ValueError(f"{place} has {text.count(right)} times {right!r}")
+            raise ValueError(f"{right!r} is there {text.count(right)} times: {text}")
         text = text.replace(right, wrong)
     return text
-
-
-def edited_file(file: str, edits: dict[str, Edits]) -> str:
-    """The text of a file with edits in some of its functions."""
-    text = (PACKAGE / file).read_text()
-    for place, of_one in edits.items():
-        if place.startswith(f"{file}::"):
-            text = text.replace(text_of(place), edited(place, of_one), 1)
-    return text
-
-
-def module_of(place: str) -> ModuleType:
-    file = place.partition("::")[0].removesuffix(".py")
-    return importlib.import_module(f"ppo_rlhf.{file.replace('/', '.')}")
-
-
-def holder_of(place: str) -> tuple[Any, str]:
-    """The module or class that has a function, and its name there."""
-    *classes, name = place.partition("::")[2].split(".")
-    return functools.reduce(getattr, classes, module_of(place)), name
-
-
-@cache
-def compiled(place: str, edits: Edits) -> Callable:
-    """The function or class with its edits. It sees the rest of its module as it is when it runs."""
-    name, found = place.rpartition("::")[2], {}
-    text, flags = textwrap.dedent(edited(place, edits)), __future__.annotations.compiler_flag
-    exec(compile(text, f"<{name} with a fault>", "exec", flags), vars(module_of(place)), found)
-    return found[name.rpartition(".")[2]]
 
 
 def of(function: str) -> list[Fault]:
     """The faults that check knows of a function of forms.py."""
     return [fault for fault in FAULTS if fault.function == function]
-
-
-def named(title: str) -> Fault:
-    """An entry of the book by its title, such as `whiten: not scaled`."""
-    (found,) = (fault for fault in BOOK if fault.title == title)
-    return found

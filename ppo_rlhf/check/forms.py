@@ -1,7 +1,7 @@
 """The functions that `python -m ppo_rlhf.check` asks an adapter for, in their plainest correct form.
 
 Names, arguments and defaults are those of the adapter's functions; docs/check.md has them as a table. Tensors are
-(batch, response_length) unless a docstring says otherwise. A mask is True where an entry counts; None counts all.
+(batch, response_length) unless a docstring says otherwise. A mask is True where an entry counts.
 
 Each function is complete: an entry of faults.toml replaces a part of its text, and an exercise shows that
 text. So nothing here is imported by the training scripts, and nothing is imported from them.
@@ -63,13 +63,12 @@ def response_logprobs(
 # ---- Rewards ---------------------------------------------------------------------------------------------------
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None, name: str = "k1") -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str = "k1") -> Tensor:
     """Estimate of KL(policy || reference) at each sampled token, in nats. name: k1, abs, k2, k3, k1+, k2+ or k3+.
 
     With a plus, the value is that of the name and the gradient is that of k2.
     """
-    d = logprobs - ref_logprobs
-    d = d if mask is None else d.masked_fill(~mask, 0)
+    d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
     value = {"k1": d, "abs": d.abs(), "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[name.removesuffix("+")]
     if name.endswith("+"):
         value = value.detach() + d**2 / 2 - (d**2 / 2).detach()
@@ -80,7 +79,7 @@ def token_rewards(
     scores: Tensor,
     logprobs: Tensor,
     ref_logprobs: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor,
     kl_coef: float = 0.1,
     score_at: str = "last",
 ) -> Tensor:
@@ -88,7 +87,6 @@ def token_rewards(
 
     score_at: "last" is the last token; "next" the entry after it, if there is one (chapter 2's convention).
     """
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
     rewards = -kl_coef * d
     columns = torch.arange(mask.shape[1])
@@ -122,9 +120,8 @@ def best_of_n_loss(scores: Tensor, best: Tensor) -> Tensor:
 # ---- Advantages ------------------------------------------------------------------------------------------------
 
 
-def whiten(values: Tensor, mask: Tensor | None = None, keep_mean: bool = False) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, keep_mean: bool = False) -> Tensor:
     """Shift and scale to mean 0 and variance 1 over all entries that count. keep_mean adds the mean back."""
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     values = values.masked_fill(~mask, 0)
     count = mask.sum().clamp(min=1)
     mean = values.sum() / count
@@ -134,11 +131,8 @@ def whiten(values: Tensor, mask: Tensor | None = None, keep_mean: bool = False) 
     return whitened.masked_fill(~mask, 0)
 
 
-def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor | None = None, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
     """Advantages, not whitened, and returns. The value after the last token is 0. Masked tokens are skipped."""
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
@@ -151,9 +145,8 @@ def gae(
     return advantages.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
 
 
-def reward_to_go(rewards: Tensor, mask: Tensor | None = None, gamma: float = 1.0) -> Tensor:
+def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """The discounted sum of the rewards from each token on. Masked tokens are skipped, without a step of gamma."""
-    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     returns, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         later = torch.where(mask[:, t], rewards[:, t] + gamma * later, later)
@@ -192,7 +185,7 @@ def policy_loss(
     new_logprobs: Tensor,
     logprobs: Tensor,
     advantages: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor,
     cliprange: float = 0.2,
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
@@ -203,7 +196,6 @@ def policy_loss(
     cliprange_high: the upper bound's, if it differs. dual_clip: where A < 0, a token's loss is at most -A dual_clip.
     tokens: the tokens of the whole minibatch, if this is only a part of it; the losses of the parts then add up.
     """
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     advantages = advantages.masked_fill(~mask, 0)
     ratio = torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0))
     high = cliprange if cliprange_high is None else cliprange_high
@@ -218,7 +210,7 @@ def gspo_loss(
     new_logprobs: Tensor,
     logprobs: Tensor,
     advantages: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor,
     cliprange: float = 0.2,
     cliprange_high: float | None = None,
 ) -> Tensor:
@@ -226,7 +218,6 @@ def gspo_loss(
 
     The ratio is exp(mean of new - old). advantages: (batch, response_length), equal within a response.
     """
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     lengths = mask.sum(1).clamp(min=1)
     log_ratio = (new_logprobs - logprobs).masked_fill(~mask, 0)
     ratio = torch.exp(log_ratio.sum(1) / lengths).unsqueeze(1)
@@ -240,12 +231,11 @@ def cispo_loss(
     new_logprobs: Tensor,
     logprobs: Tensor,
     advantages: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor,
     cliprange: float = 0.2,
     cliprange_high: float | None = None,
 ) -> Tensor:
     """CISPO's loss, 0-d: the mean over tokens of -clip(ratio) A log p, with no gradient through the ratio."""
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     new_logprobs, advantages = new_logprobs.masked_fill(~mask, 0), advantages.masked_fill(~mask, 0)
     ratio = torch.exp(new_logprobs - logprobs.masked_fill(~mask, 0))
     high = cliprange if cliprange_high is None else cliprange_high
@@ -257,12 +247,11 @@ def value_loss(
     new_values: Tensor,
     values: Tensor,
     returns: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor,
     cliprange: float = 0.2,
     tokens: int | None = None,
 ) -> Tensor:
     """Half the larger of (V - R)^2 and (clip(V, V_old +- cliprange) - R)^2, summed and divided by the tokens: 0-d."""
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     new_values, values, returns = (x.masked_fill(~mask, 0) for x in (new_values, values, returns))
     clipped_values = torch.clamp(new_values, values - cliprange, values + cliprange)
     losses = 0.5 * torch.maximum((new_values - returns) ** 2, (clipped_values - returns) ** 2)
@@ -272,7 +261,7 @@ def value_loss(
 
 def aggregate(
     losses: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor,
     mode: str = "token-mean",
     tokens: int | None = None,
     sequences: int | None = None,
@@ -287,7 +276,6 @@ def aggregate(
     all responses in seq-mean-token-sum-norm, where the weight of a token doesn't depend on the other responses.
     length: the longest that may be; None is the width. Without a token, the result is 0.
     """
-    mask = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
     losses, lengths = losses.masked_fill(~mask, 0), mask.sum(1)
     tokens = max(lengths.sum(), 1) if tokens is None else tokens
     sequences = len(mask) if sequences is None and mode == "seq-mean-token-sum-norm" else sequences
@@ -315,7 +303,7 @@ def accumulate(losses: list[Tensor], masks: list[Tensor], generation_tokens: int
     return total
 
 
-def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
     """A loss per token whose gradient is that of KL(policy || reference), though another policy has sampled.
 
     Only the expected gradient is checked, by enumeration, so any form with that gradient is correct. Here it is k2
@@ -324,7 +312,7 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, sampler_logprobs: Tensor, ma
     d = logprobs - ref_logprobs
     ratio = torch.exp(logprobs - sampler_logprobs).detach()
     losses = ratio * d**2 / 2
-    return losses if mask is None else losses.masked_fill(~mask, 0)
+    return losses.masked_fill(~mask, 0)
 
 
 # ---- Corrections for another sampler ---------------------------------------------------------------------------
@@ -333,12 +321,11 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, sampler_logprobs: Tensor, ma
 def importance_weights(
     logprobs: Tensor,
     sampler_logprobs: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor,
     kind: str = "token",
     cap: float = math.inf,
 ) -> Tensor:
     """min(p / q, cap) of each token, or of its whole response (kind "sequence"), without a gradient."""
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     log_ratio = (logprobs - sampler_logprobs).masked_fill(~mask, 0).detach()
     if kind == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True).expand(mask.shape)
@@ -346,10 +333,9 @@ def importance_weights(
 
 
 def rejection_mask(
-    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor | None, kind: str, low: float, high: float
+    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, kind: str, low: float, high: float
 ) -> Tensor:
     """The tokens with low <= p / q <= high. kind "sequence": those of responses whose geometric mean is within."""
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     log_ratio = (logprobs - sampler_logprobs).masked_fill(~mask, 0)
     if kind == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

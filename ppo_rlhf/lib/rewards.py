@@ -12,7 +12,6 @@ import re
 import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
 
 import torch
 
@@ -311,15 +310,6 @@ def import_verifier(name: str, field: str) -> Callable:
     if ":" not in name:
         raise InputError(f"{flag(field)} {name}: unknown; there are {', '.join(VERIFIERS)} and package.module:name")
     return scorers.import_function(name, field)
-
-
-def import_functions(shaping: Any) -> None:
-    """As in lib/scoring/scorers.py; chapter 3's arguments may also name verifiers."""
-    scorers.import_functions(shaping)
-    for field in ("verifier", "format"):
-        name = getattr(shaping, field, "")
-        if name and name not in VERIFIERS:
-            import_verifier(name, f"rewards.{field}")
 
 
 def keeps_nothing(*names: str) -> bool:

@@ -671,7 +671,6 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     """Check the arguments, read the problems and load the networks. Nothing is written yet."""
     accelerator = launch.make_accelerator()
     rlvr_checks.check_arguments(args)
-    worlds.check_names(args)
     for doubt in rlvr_checks.doubts(args):
         errors.say(doubt)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)

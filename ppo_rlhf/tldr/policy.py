@@ -51,12 +51,12 @@ from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveF
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, layers, pretrained
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.scoring.scale import Scale
 from ppo_rlhf.lib.services import cli, run, traces
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
+    Scale,
     episode_noise,
     has_stop,
     keyed_generator,
@@ -1057,7 +1057,9 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
     sizes = ppo_sizes(args.ppo, num_processes)
-    worlds.check_names(args, unused=["task.comparisons", *unmade])
+    has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
+    if not has_one_source and "rewards.trained_model" not in unmade:
+        raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
     typed_args = args
     args = worlds.find_paths(args, unused=["task.comparisons", *unmade])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -1066,6 +1068,7 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
         base = pretrained.empty_model(args.base_model, args.trust_remote_code, AutoModelForCausalLM)
         models.add_adapters(base, args.lora, args.seed)
     if folder := args.rewards.value_model:
+        pretrained.find_head(Path(folder), f"{errors.flag('rewards.value_model')} {folder}")
         critic = pretrained.empty_model(folder, args.trust_remote_code, AutoModel)
         pretrained.check_reward_model(critic, args, ids.vocab_size, "value_model")
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)

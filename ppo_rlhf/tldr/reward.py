@@ -359,7 +359,6 @@ class Data:
 def check(args: Args, num_processes: int) -> Data:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    worlds.check_names(args)
     args = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)

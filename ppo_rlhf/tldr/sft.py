@@ -103,7 +103,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = launch.make_accelerator()
     check_arguments(args, accelerator.num_processes)
-    worlds.check_names(args, unused=["task.comparisons"])
     typed_args = args
     args = worlds.find_paths(args, unused=["task.comparisons"])  # names such as `posts` become paths
     task, device = args.task, accelerator.device

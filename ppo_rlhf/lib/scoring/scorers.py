@@ -1,20 +1,13 @@
-"""Scorers of texts that are the user's functions: import them, call them, and say in one line what they do wrong.
+"""Scorers of texts that are the user's functions: import them, call them, and say in one line what they do wrong."""
 
-Such a function may raise anything and return anything, so its results are checked and its side effects undone.
-"""
-
-import contextlib
-import functools
 import importlib
-import importlib.util
 import inspect
 import math
+import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -28,9 +21,6 @@ Scorer = Callable[..., torch.Tensor]
 
 # Losses add up the squares of scores, in float32.
 LARGEST_SCORE = 1e15
-
-# Older runs name these modules as they were called then.
-MOVED = {"ppo_rlhf.tales": "ppo_rlhf.worlds.tales", "ppo_rlhf.tldr_tales": "ppo_rlhf.worlds.posts"}
 
 
 def text_scorer(
@@ -61,14 +51,15 @@ def text_scorer(
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
         ends = responses.new_tensor(templates.end_ids(tokenizer))
         written = responses.masked_fill(torch.isin(responses, ends).cumsum(1) > 0, pad_id)
-        decoded = [decode(tokens) for tokens in (queries, written)]
         answers = [None] * len(queries) if references is None else decode(references)
-        scores = scores_of(function, what, *decoded, answers, on_all_processes=on_all_processes)
+        scores = scores_of(
+            function, what, decode(queries), decode(written), answers, on_all_processes=on_all_processes
+        )
         return torch.tensor(scores).to(queries.device)
 
+    # A function that cannot be called is refused before the run begins.
     answers = ["A reference."] * 2 if with_references else [None] * 2
-    with contextlib.chdir("."):
-        scores_of(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
+    scores_of(function, what, ["A query."] * 2, ["A response.", "Another one."], answers)
     return score
 
 
@@ -102,101 +93,62 @@ def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str
 
 def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
-    module, _, path = name.partition(":")
-    module = MOVED.get(module, module)
-    if not path or module.endswith(".py") or module.startswith("."):
-        module = ".".join(Path(module.removesuffix(".py")).parts).lstrip(".")
-        wanted = f"{module}:{path or 'name'}"
-        raise InputError(f"{flag(field)} {name}: write a module and the name of a function in it, as in {wanted}")
+    if not re.fullmatch(r"[\w.]+:[\w.]+", name):
+        raise InputError(f"{flag(field)} {name}: write package.module:name, a module and a function in it")
+    if "" not in sys.path:
+        sys.path.append("")
     try:
-        if importlib.util.find_spec(module.split(".")[0]) is None:
-            sys.path.append("")
-        with contextlib.chdir("."), contained():  # the import may change the current folder
-            function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        function = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
-        said = f"{type(error).__name__}: {error}"
-        if place := place_in_code(error):
-            raise InputError(f"{flag(field)} {name}: {module} could not be imported: {said} ({place})") from error
-        raise InputError(f"{flag(field)} {name}: {said}; write package.module:name") from error
+        raise InputError(f"{flag(field)} {name}: {in_one_line(error)}") from error
     if not callable(function):
         raise InputError(f"{flag(field)} {name}: that is no function")
     return function
 
 
-def import_functions(shaping: Any) -> None:
-    """Import the functions that these arguments of a script, its `rewards`, name, and drop them.
-
-    An InputError says which is not there, before a script loads or downloads anything else.
-    """
-    for field in ("function", "monitor"):
-        if name := getattr(shaping, field, ""):
-            import_function(name, f"rewards.{field}")
-
-
-def place_in_code(error: BaseException) -> str:
-    """File and line of the user's code that raised an error, or of its syntax error; empty if it is from here."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    machinery = ("<frozen ", __file__, importlib.__file__)
+def in_one_line(error: BaseException) -> str:
+    """What the user's code raised, and the file and line where it did."""
+    machinery = ("<frozen ", __file__, importlib.__file__, pkgutil.__file__)
     frames = traceback.extract_tb(error.__traceback__)
-    places = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(machinery)]
-    return places[-1] if places else ""
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not frame.filename.startswith(machinery)]
+    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
 
 
 def scores_of(
-    function: Callable, what: str, *texts: Sequence, none: float | None = None, on_all_processes: bool = False
-) -> list[float]:
-    """The scores that score_texts returns. If it says what is wrong, that is an InputError, with on_all_processes on
-    every process, all of which must then call this. texts: queries, responses and references.
-    """
-    scores, problem = score_texts(function, what, *texts, none=none)
-    if on_all_processes:
-        launch.fail_together(problem)
-    elif problem:
-        raise InputError(problem)
-    return scores
-
-
-def score_texts(
     function: Callable,
     what: str,
     queries: list[str],
     responses: list[str],
     references: Sequence[str | None],
+    *,
     none: float | None = None,
-) -> tuple[list[float], str]:
-    """Returns a function's scores, one finite number per response, and an empty text; or no scores and a line that
-    says what is wrong.
+    on_all_processes: bool = False,
+) -> list[float]:
+    """A function's scores, one finite number per response. Raises an InputError that says what is wrong.
 
-    The function gets copies of the lists that it asks for (see arguments_of). what: the function as the line names
-    it. none: the number that replaces None among the scores; if none is None, the function must not return None. If
-    none is NaN, the function may return NaN too.
+    The function gets copies of the lists that it asks for (see arguments_of). what: the function as messages name
+    it. none: the number that replaces None among the scores; if it is None, the function must not return None. If it
+    is NaN, the function may return NaN too. on_all_processes: all processes call this, and fail together.
     """
+    scores, problem = [], ""
     try:
-        called_with = arguments_of(function, queries, responses, references)
-    except TypeError as error:
-        return [], f"{what}: {error}"
-    try:
-        with contained():
-            returned = function(*called_with.args, **called_with.kwargs)
-            # A loop over a text, a dict or a set gives no scores.
-            if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
-                kind = type(returned).__name__
-                return [], f"{what} returned a {kind}; it must return a list, one number per response"
-            scores = [float(none if score is None else score) for score in returned]
+        arguments = arguments_of(function, queries, responses, references)
+        returned = function(*arguments.args, **arguments.kwargs)
+        scores = [float(none if score is None else score) for score in returned]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
-        where = f" ({place})" if (place := place_in_code(error)) else ""
-        return [], f"{what} failed when called with {len(queries)} texts: {type(error).__name__}: {error}{where}"
-    if len(scores) != len(responses):
-        return [], f"{what} returned {len(scores)} scores for {len(responses)} responses"
-    nan_counts_nowhere = none is not None and math.isnan(none)
-    for number, score in enumerate(scores):
-        if not abs(score) <= LARGEST_SCORE and not (math.isnan(score) and nan_counts_nowhere):
-            allowed = f"at most {LARGEST_SCORE:g} in size" + (", NaN or None" if nan_counts_nowhere else "")
-            return [], f"{what} returned {score} for text {number + 1} of {len(scores)}; scores must be {allowed}"
-    if sys.stdout.closed:
-        return [], f"{what} closed sys.stdout, which the run prints to; it must leave that open"
-    return scores, ""
+        problem = f"{what} failed when called with {len(queries)} texts: {in_one_line(error)}"
+    may_be_nan = none is not None and math.isnan(none)
+    wrong = [score for score in scores if not (abs(score) <= LARGEST_SCORE or (may_be_nan and math.isnan(score)))]
+    if not problem and len(scores) != len(responses):
+        problem = f"{what} returned {len(scores)} scores for {len(responses)} responses"
+    elif wrong:
+        allowed = f"at most {LARGEST_SCORE:g} in size{', NaN or None' if may_be_nan else ''}"
+        problem = f"{what} returned {wrong[0]} for text {scores.index(wrong[0]) + 1}; scores must be {allowed}"
+    if on_all_processes:
+        launch.fail_together(problem)
+    elif problem:
+        raise InputError(problem)
+    return scores
 
 
 # The names of parameters that say what they get: texts of queries, texts of responses, or reference answers.
@@ -225,40 +177,16 @@ def arguments_of(function: Callable, *texts: Sequence) -> inspect.BoundArguments
     has, it gets queries and responses by position and, with a third positional parameter, the references. Raises a
     TypeError if the function cannot be called like that.
     """
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    named = {p.name: list(texts[NAMES[p.name]]) for p in parameters if p.name in NAMES}
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        signature = inspect.signature(lambda *texts: None)
-    own, fixed = [*signature.parameters.values()], getattr(function, "keywords", {})  # fixed by functools.partial
-    own = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in fixed]
-    if named := {p.name: list(texts[NAMES[p.name]]) for p in own if p.name in NAMES}:
-        if unknown := [p.name for p in own if p.name not in NAMES and p.default is p.empty]:
-            raise TypeError(
-                f"its parameter {unknown[0]} has neither a default nor a known name; a function is called with "
-                f"{', '.join(NAMES)}, whichever its parameters are named after"
-            )
-        return inspect.BoundArguments(signature, named)
-    wants_references = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in own) > 2
-    try:
-        return signature.bind(*map(list, texts[: 3 if wants_references else 2]))
+        if named:
+            return signature.bind(**named)
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return signature.bind(*map(list, texts[: 3 if len(positional) > 2 else 2]))
     except TypeError as error:
         raise TypeError(
-            f"{error}; its parameters have none of the names {', '.join(NAMES)}, so it is called by position with "
-            f"the texts of queries and of responses{', and references' if wants_references else ''}"
+            f"{error}; a function is called by the names of its parameters, any of {', '.join(NAMES)}, or, if it "
+            f"has none of these, with two lists"
         ) from error
-
-
-@contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """Undo side effects of the user's code.
-
-    These are whether gradients are computed, where print() writes to, and the default dtype and device of tensors.
-    """
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()), contextlib.redirect_stdout(sys.stdout):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(device)

@@ -72,7 +72,7 @@ class PolicyRunArgs(RunArgs):
     log_interval: NonNegativeInt = 10
     """updates between printed samples; 0: none"""
     trace_interval: NonNegativeInt = 0
-    """updates between episodes that are kept with all their numbers, which report.py shows; 0: none"""
+    """updates between episodes that are kept with all their numbers, which report/ shows; 0: none"""
     trace_episodes: PositiveInt = 8
     """episodes of the batch that such a trace keeps, at most those of one process; in chapter 1 at most one
     whitened group, in chapter 3 whole groups"""
@@ -127,12 +127,7 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
     if preset is not None and preset not in presets:
         raise InputError(f"--preset {preset}: unknown; there are {', '.join(presets)}")
     default = presets[preset] if preset else next(iter(presets.values()))
-    args = parse(type(default), argv, description, default=default)
-    from ppo_rlhf.lib.data import label_files
-
-    if (fitting := label_files.preset_of(args, presets, default)) is default:
-        return args
-    return dataclasses.replace(parse(type(default), argv, description, default=fitting), preset=fitting.preset)
+    return parse(type(default), argv, description, default=default)
 
 
 COMMAND = re.compile(r"^ +(?:python|torchrun|accelerate launch) .*\n?", re.MULTILINE)

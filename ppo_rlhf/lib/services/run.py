@@ -6,7 +6,7 @@ A run leaves `runs/<exp_name>__<preset>__<seed>__<time>/` with
     metrics.csv           one row per step, all metrics; TensorBoard event files hold the same
     samples.jsonl         the samples that were printed
     learning_curves.png   a picture of metrics.csv
-    traces/<step>         with --trace_interval: a few episodes with all their numbers, for report.py
+    traces/<step>         with --trace_interval: a few episodes with all their numbers, for report/
     checkpoints/<step>/   everything needed to resume: tensors in safetensors, the rest in JSON
 
 A run survives kill -9 at any moment, a full disk, a signal to stop and functions of the user's that fail. `--resume

@@ -1,0 +1,443 @@
+"""The page of a run: reads what the run left, and renders report.html."""
+
+import itertools
+import json
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+
+from ppo_rlhf.lib.base import errors, files
+from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.services import plots, run, traces
+from ppo_rlhf.report import derivation
+
+HERE = Path(__file__).parent
+TRACE_BYTES = 1_800_000  # of traces on a page; beyond, updates are left out
+
+
+# ---- What a run left -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRun:
+    folder: Path
+    meta: dict[str, Any]
+    steps: list[int] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # of the steps
+
+    @property
+    def chapter(self) -> int:
+        return derivation.CHAPTERS[self.meta["script"].split("_")[0]]
+
+    @property
+    def title(self) -> str:
+        """The script and its texts."""
+        args = self.meta["args"]
+        names = [args.get("task", {}).get(name) for name in ("query_dataset", "posts", "problems")]
+        texts = str(next(filter(None, [*names, args.get("preset")]), "texts"))
+        return errors.visible(f"{self.meta['script']} on {Path(texts).name or texts}")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How and with what it was run."""
+        meta = self.meta
+        return {
+            "run": self.folder.resolve().name,
+            "script": f"{meta['script']} (chapter {self.chapter})",
+            "state": "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged",
+            "time": f"{meta.get('wall_time', 0) / 60:.1f} minutes",
+            "memory in MiB": meta.get("peak_mib", "unknown"),
+            **{name: meta.get(name) or "unknown" for name in ("device", "num_processes", "threads", "commit")},
+        }
+
+    def kept(self) -> dict[int, list[tuple[int, bool]]]:
+        """The names of its traces by update. Those of an update that metrics.csv lacks are left out."""
+        groups = itertools.groupby(traces.kept(self.folder), lambda name: name[0])
+        return {update: list(names) for update, names in groups if update in self.steps}
+
+    def episodes(self, update: int) -> list[dict[str, Any]]:
+        """The episodes of an update's traces."""
+        coefficients = dict(zip(self.steps, self.metrics.get("objective/kl_coef", []), strict=False))
+        episodes = []
+        for name in self.kept()[update]:
+            trace = traces.read(self.folder, *name)
+            try:
+                episodes += episodes_of(trace, None if trace.again else coefficients.get(update))
+            except (LookupError, TypeError, AttributeError) as error:
+                path = traces.path_of(self.folder, *name)
+                raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
+        return episodes
+
+
+def read_run(folder: Path) -> OneRun:
+    """The content of the folder of a run, finished or not."""
+    meta, path = run.read_meta(folder), folder / "metrics.csv"
+    if str(meta.get("script")).split("_")[0] not in derivation.CHAPTERS:
+        raise InputError(f"{folder / 'meta.json'} names no training script; an older version made the run")
+    with errors.input_errors(f"{path} is damaged", ValueError, TypeError, KeyError, OSError):
+        header, *rows = (run.read_records(path) if path.exists() else []) or [[]]
+        columns = [[*map(float, column)] for column in zip(*rows, strict=True)]
+        metrics = dict(zip(header, columns, strict=True)) if rows else {}
+        metrics = {name: metrics[name] for name in plots.without_groups_of_one(metrics, meta["args"])}
+        steps = [int(step) for step in metrics.pop("step", [])]
+    return OneRun(folder=folder, meta=meta, steps=steps, metrics=metrics)
+
+
+def render(one_run: OneRun) -> str:
+    """The page. Texts of the run reach it escaped: here by Jinja, in the script through textContent."""
+    environment = Environment(loader=FileSystemLoader(HERE), autoescape=True)
+    # In the order that they have here, since they are not told to be sorted.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    panels, shown = draw_panels(one_run), shown_updates(one_run)
+    first = sorted(panels, key=lambda panel: (*FIRST, panel["title"]).index(panel["title"]))[:2]
+    steps = derivation.steps_of(settings_of(one_run)) if shown else []
+    text = environment.get_template("report.html").render(
+        run=one_run,
+        outcomes=outcomes(one_run),
+        example=example(one_run, shown),
+        panels=[*first, *(panel for panel in panels if panel not in first)],
+        tables=tables_of(one_run),
+        left_out=len(one_run.kept()) - len(shown),
+        held_out=held_out_texts(one_run),
+        data={
+            "figures": [panel["figure"] for panel in (*first, *(panel for panel in panels if panel not in first))],
+            "updates": shown,
+            "scales": scales(shown),
+            "quantities": QUANTITIES,
+            "numbers": NUMBERS,
+            "steps": [
+                {name: getattr(step, name) for name in ("title", "formula", "filled", "sentence", "place")}
+                for step in steps
+            ],
+        },
+        script="".join((HERE / name).read_text("utf-8") for name in ("charts.js", "report.js")),
+    )
+    return text.encode(errors="replace").decode()  # half a character has no place in a file
+
+
+def tables_of(one_run: OneRun) -> dict[str, dict[str, str]]:
+    """What was run, as tables of names and values."""
+    meta = one_run.meta
+    tables = {"Run": one_run.facts, "Arguments": files.flatten(meta["args"])}
+    tables |= {name.capitalize(): meta.get(name, {}) for name in ("results", "sizes", "versions")}
+    return {title: {name: as_text(value) for name, value in rows.items()} for title, rows in tables.items() if rows}
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.6g}"
+    return f"{value:,}" if type(value) is int else errors.visible(str(value))
+
+
+# ---- What happened ---------------------------------------------------------------------------------------------
+
+FIRST = ("Score", "Held-out queries", "KL from the reference (nats per response)", "Loss", "Accuracy")  # panels
+LAST = 10  # updates, whose mean is what a run has reached
+
+
+def outcomes(one_run: OneRun) -> list[tuple[str, str, str, str]]:
+    """The numbers to look at first: title, meaning, before and after."""
+    own = plots.own_metrics([one_run.meta["args"]])
+    of_each = [
+        ("Score", "what training raises", ["objective/scores"]),
+        ("Held-out accuracy", "share of problems that no update saw", own["Held-out queries"]),
+        ("Judge", "nothing is trained on it", ["eval/gold_scores", *own["Score"]]),
+        ("KL", "nats per response, from the reference", ["objective/kl"]),
+        ("Responses that end", "share", ["objective/stopped", "objective/eos_rate", "val/stop_token_rate"]),
+        ("Loss", "over the training texts", ["train/loss", "train/rm/loss", "train/sft/loss"]),
+        ("Accuracy", "share of comparisons", ["train/accuracy", "train/rm/accuracy"]),
+    ]
+    found = []
+    for title, meaning, names in of_each:
+        name = next((name for name in names if name in one_run.metrics), "")
+        known = [x for x in one_run.metrics.get(name, []) if math.isfinite(x)]
+        if any(known):
+            after = known[-1] if name.startswith("eval/") else statistics.fmean(known[-LAST:])
+            after = one_run.meta.get("results", {}).get(name, after)
+            found.append((title, meaning, f"{known[0]:.2f}", f"{after:.2f}"))
+    return found
+
+
+# Names in a row of held-out answers: text and score before training, then after.
+BEFORE_AND_AFTER = (
+    ("base", "base score", "policy", "policy score"),
+    ("response before PPO", "scores before PPO", "response", "scores"),
+)
+
+
+def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """A query with its answer and score before and after: the median of the change of scores.
+
+    If the run kept no answers before training, those of the first and the last traced update are taken.
+    """
+    rows = [
+        (query, (row[a], row[c]), (row[b], row[d]))
+        for query, row in answers_of(one_run).items()
+        for a, b, c, d in BEFORE_AND_AFTER
+        if {a, b, c, d} <= row.keys()
+    ]
+    where = ("before training", "after training")
+    if not rows and len(shown) > 1:
+        where = tuple(f"after update {shown[k]['update']}" for k in (0, -1))
+        again = ([episode for episode in shown[k]["episodes"] if episode["again"]] for k in (0, -1))
+        rows = [
+            (first["query"], *zip(*map(answer_in, (first, last)), strict=True))
+            for first, last in zip(*again, strict=False)
+            if first["query"] == last["query"]
+        ]
+    rows = sorted((row for row in rows if None not in row[2]), key=lambda row: row[2][1] - row[2][0])
+    if not rows:
+        return None
+    query, texts, scores = rows[len(rows) // 2]
+    answers = [
+        {"when": when, "text": errors.visible(text).strip(), "score": f"{score:.2f}"}
+        for when, text, score in zip(where, texts, scores, strict=True)
+    ]
+    return {"query": errors.visible(query).strip(), "answers": answers}
+
+
+def answer_in(episode: dict[str, Any]) -> tuple[str, float | None]:
+    """Text and score of an episode of a trace."""
+    return "".join(episode["pieces"]), episode["numbers"].get("scores")
+
+
+def held_out_texts(one_run: OneRun) -> list[dict[str, str]]:
+    """Texts and numbers of the first held-out queries, by their names in words."""
+    names = {"base": "response before training", "policy": "response after training"}
+    names |= {"base score": "score before training", "policy score": "score after training"}
+    return [
+        {
+            errors.visible(names.get(name, name.replace("_", " "))): as_text(value)
+            for name, value in row.items()
+            if value is not None
+        }
+        for row in list(answers_of(one_run).values())[:20]
+    ]
+
+
+def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
+    """Held-out queries with what the policy answers; in chapter 2 also what the fine-tuned model did before PPO."""
+    files_of_a_chapter = (one_run.folder / name for name in ("evaluation.jsonl", "comparison.jsonl"))
+    answers = next((rows for path in files_of_a_chapter if (rows := read_lines(path))), {})
+    for query, row in read_lines(one_run.folder / "evaluation_before.jsonl").items():
+        query_side = {name: value for name, value in row.items() if name == "query" or name.startswith("reference")}
+        before = {f"{name} before PPO": value for name, value in row.items() if name not in query_side}
+        answers[query] = query_side | before | answers.get(query, {})
+    return answers
+
+
+def read_lines(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a file of JSON lines by their query, in chapter 3 their prompt; none if there is no such file."""
+    damaged = f"{path} is damaged"
+    with errors.input_errors(damaged, ValueError, RecursionError, AttributeError, KeyError, OSError):
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        rows = [json.loads(line) for line in lines if line]
+        return {str(row.get("query") or row["prompt"]): row for row in rows}
+
+
+# ---- Traces ----------------------------------------------------------------------------------------------------
+
+# name: title, the number without colour, and how to read it
+QUANTITIES = {
+    "push": (
+        "pushed up or down",
+        0,
+        "Minus the gradient of the policy loss by the token's log-prob, averaged over the epochs. What it becomes "
+        "also depends on the losses of all other tokens.",
+    ),
+    "advantages": ("advantage", 0, "How much better than expected."),
+    "kl": (
+        "KL",
+        0,
+        "Log-prob under the policy minus log-prob under the reference, in nats, or another estimate of the KL.",
+    ),
+    "logprobs": (
+        "log-prob, policy",
+        0,
+        "How likely the sampling policy thought the token, in nats. Far below 0: a surprise.",
+    ),
+    "ref_logprobs": ("log-prob, reference", 0, "Of the model that training started from."),
+    "rewards": ("reward", 0, "The KL penalty of each token; the score is on the last, or on the step after it."),
+    "values": ("value", 0, "What the critic expects from here on, before it learned from this episode."),
+    "returns": ("return", 0, "What the critic should have said."),
+    "ratio": ("ratio after the update", 1, "How many times likelier the update made the token."),
+    "clipped": ("clipped", 0, "1 where the ratio left its range in the direction that pays: no gradient any more."),
+    "new_logprobs": ("log-prob after the update", 0, "Of the policy after all epochs of this update."),
+    "new_values": ("value after the update", 0, "What the critic says after all epochs of this update."),
+    "entropies": ("entropy after the update", 0, "How undecided the policy is at this place, in nats."),
+    "sampler_logprobs": ("log-prob, sampler", 0, "What the sampler had, where its arithmetic differs."),
+}
+NUMBERS = {  # of an episode: title
+    "scores": "score",
+    "raw_scores": "score without penalties",
+    "gold_scores": "gold score",
+    "stopped": "ends",
+    "groups": "group",
+    "verifier": "by the verifier (above 0: correct)",
+}
+UNTRAINED = ("advantages", "returns")  # what an episode that is not trained on has not, even if its trace does
+MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
+
+
+def settings_of(one_run: OneRun) -> dict[str, Any]:
+    return derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
+
+
+def episodes_of(trace: traces.Trace, kl_coef: float | None) -> list[dict[str, Any]]:
+    """Episodes with their texts, their numbers, and the text and numbers of each token that is shown.
+
+    kl_coef: of the update. Numbers are rounded to eight digits.
+    """
+    rows = {name: tensor.tolist() for name, tensor in trace.tokens.items()}
+    episodes = []
+    for i, pieces in enumerate(trace.responses):
+        marks = [rows[name][i] for name in MARKS if name in rows] or [[True] * len(pieces)]
+        all_count = "mask" not in rows  # chapter 1 has no mask: tokens that are cut away are trained on, too
+        places = [k for k in range(len(pieces)) if all_count or any(mark[k] for mark in marks)]
+        shared = {name: rounded(tensor[i].tolist()) for name, tensor in trace.statistics.items()}
+        episodes.append(
+            {
+                "query": errors.visible(trace.queries[i]),
+                "again": trace.again,
+                "places": places,
+                "pieces": [errors.visible(pieces[k]) for k in places],
+                "texts": {name: errors.visible(str(values[i])) for name, values in trace.texts.items()},
+                "numbers": {name: rounded(tensor[i].item()) for name, tensor in trace.episodes.items()},
+                "tokens": {
+                    name: rounded([values[i][k] for k in places])
+                    for name, values in rows.items()
+                    if not (trace.again and name in UNTRAINED)
+                },
+                "epochs": {
+                    name: rounded([[epoch[k] for k in places] for epoch in tensor[i].tolist()])
+                    for name, tensor in trace.epochs.items()
+                },
+                "statistics": {"kl_coef": kl_coef} | shared,
+            }
+        )
+    return episodes
+
+
+def rounded(value: Any, digits: int = 8) -> Any:
+    """To so many digits, also in lists; None for what JSON cannot say."""
+    if isinstance(value, list):
+        return [rounded(one, digits) for one in value]
+    if isinstance(value, bool | int | None):
+        return None if value is None else int(value)
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def group_of(episode: dict[str, Any], episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The episodes of the same group, this one too."""
+    groups = [(other["again"], other["numbers"].get("groups")) for other in episodes]
+    mine = episode["again"], episode["numbers"].get("groups")
+    return [other for other, key in zip(episodes, groups, strict=True) if key == mine]
+
+
+def shown_updates(one_run: OneRun) -> list[dict[str, Any]]:
+    """The traces as the page gets them; first, last and every second or fourth ... if all are too much."""
+    updates = list(one_run.kept())
+    found = [{"update": update, "episodes": shown_episodes(one_run, update)} for update in updates]
+    while len(found) > 2 and len(json.dumps(found, separators=(",", ":"))) > TRACE_BYTES:
+        found = found[:-1:2] + found[-1:]
+    return found
+
+
+def shown_episodes(one_run: OneRun, update: int) -> list[dict[str, Any]]:
+    """The episodes of an update with what the page colours, and with the derivation of every token."""
+    settings, episodes = settings_of(one_run), one_run.episodes(update)
+    steps, found = derivation.steps_of(settings), []
+    for episode in episodes:
+        group = group_of(episode, episodes)
+        count = len(episode["epochs"].get("new_logprobs", []))
+        epochs = [
+            derivation.derive(episode, settings, steps, epoch=epoch, group=group) for epoch in range(max(count, 1))
+        ]
+        lines = derivation.lines_of(episode, steps, epochs[-1])
+        tokens = {name: row for name, row in episode["tokens"].items() if name in (*QUANTITIES, *MARKS, "ids")}
+        if count:
+            pushes = [[of_token.get("push", 0.0) for of_token in epoch] for epoch in epochs]
+            tokens = {"push": [*map(statistics.fmean, zip(*pushes, strict=True))]} | tokens
+        shown = {name: episode[name] for name in ("query", "again", "places", "pieces", "texts", "numbers")}
+        shown["tokens"] = {name: rounded(row, 6) for name, row in tokens.items()}
+        found.append(shown | derivation.packed(steps, lines))
+    return found
+
+
+def explained(one_run: OneRun, update: int, number: int, token: int) -> str:
+    """The derivation of a token's numbers as text, for the last epoch. number, token: counted from 1."""
+    updates = one_run.kept()
+    if update not in updates:
+        known = ", ".join(map(str, updates)) or "none"
+        raise InputError(f"--explain: there is no trace of update {update}; the run left those of {known}")
+    episodes = one_run.episodes(update)
+    if not 1 <= number <= len(episodes):
+        raise InputError(f"--explain: episode {number} is not one of 1 to {len(episodes)}")
+    episode = episodes[number - 1]
+    if token - 1 not in episode["places"]:
+        numbers = ", ".join(str(place + 1) for place in episode["places"]) or "none"
+        raise InputError(f"--explain: token {token} of episode {number} is not known; there are {numbers}")
+    t, settings = episode["places"].index(token - 1), settings_of(one_run)
+    steps = derivation.steps_of(settings)
+    numbers = derivation.derive(episode, settings, steps, group=group_of(episode, episodes))
+    lines = derivation.lines_of(episode, steps, numbers)[t]
+    found = [f"update {update}, episode {number}, token {token}: {json.dumps(episode['pieces'][t])}, last epoch"]
+    for line in lines:
+        if line.result == "?":
+            continue
+        filled = line.result if line.is_read else f"{line.filled} = {line.result}"
+        verdict = f"   WRONG: recorded {derivation.written(line.recorded)}" if line.wrong else ""
+        found.append(f"\n{line.step.title}: {line.step.formula}\n    {filled}{verdict}\n    {line.step.sentence}")
+        found.append(f"    {line.step.place}")
+    missing = dict.fromkeys(line.step.title for line in lines if line.result == "?")
+    return "\n".join([*found, *([f"\nnot known: {', '.join(missing)}"] if missing else [])])
+
+
+def scales(shown: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """For each quantity the lowest and highest number with full colour: 98 of 100 tokens are not farther off.
+
+    Both are as far from the number without colour, but for a side on which there are no numbers.
+    """
+    found: dict[str, list[float]] = {}
+    episodes = [episode["tokens"] for update in shown for episode in update["episodes"]]
+    for name, (_, middle, _) in QUANTITIES.items():
+        numbers = [x - middle for tokens in episodes for x in tokens.get(name, []) if x is not None]
+        if numbers:
+            most = sorted(map(abs, numbers))[int(0.98 * (len(numbers) - 1))]
+            found[name] = [middle - most * (min(numbers) < 0), middle + most * (max(numbers) > 0)]
+    return found
+
+
+# ---- Learning curves -------------------------------------------------------------------------------------------
+
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]
+
+
+def draw_panels(one_run: OneRun) -> list[dict[str, Any]]:
+    """The panels of metrics.toml that the run has metrics for, each with what charts.js draws."""
+    args = one_run.meta["args"]
+    target = args.get("rewards", {}).get("adaptive_kl", {}).get("target")
+    panels = []
+    for panel, names in plots.panels_of(one_run.metrics, plots.own_metrics([args])):
+        curves = []
+        for name, color in zip(names, itertools.cycle(COLORS), strict=False):
+            x, values = one_run.steps, one_run.metrics[name]
+            if name.startswith("eval/") and "reference" not in name:
+                x, values = evaluated(x, values, one_run.meta.get("results", {}).get(name))
+            curves.append({"name": name, "x": x, "y": rounded(values), "color": color})
+        targets = [target] if target and panel["metrics"] == ["objective/kl"] else []
+        figure = {"data": curves, "targets": targets}
+        panels.append(panel | {"figure": figure})
+    return panels
+
+
+def evaluated(steps: list[int], values: list[float], final: float | None) -> tuple[list[int], list[float]]:
+    """Only the evaluations, as steps and values: rows between two of them repeat the first. final: after training."""
+    new = [k for k in range(len(steps)) if k == 0 or values[k] != values[k - 1]]
+    last = [] if final is None else [(steps[-1] + 1, final)]
+    found = [*((steps[k], values[k]) for k in new), *last]
+    return [step for step, _ in found], [value for _, value in found]
