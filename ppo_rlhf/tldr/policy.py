@@ -302,7 +302,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         controller.update(metrics["objective/kl"], sizes.batch)
         state = {
             "kl_coef": controller.value,
-            "score_scale": scale.to_list(),
+            "score_scale": [scale.mean, scale.std],
             "evaluation": files.without_nan(evaluation),
         }
         this_run.end_of_update(
