@@ -329,8 +329,9 @@ def test_a_plain_post_needs_a_query(tmp_path, tiny_tokenizer, row, said):
 
 
 def test_a_prompt_of_sample_is_a_plain_query(tiny_tokenizer):
-    texts = sample.Summaries(dataclasses.asdict(PLAIN), tiny_tokenizer, "")
-    assert texts.query("ab ") == [0, 1, 27]
+    ids = posts.task_ids(PLAIN, tiny_tokenizer)
+    (query,) = sample.read_queries(PLAIN, ids, tiny_tokenizer, prompts=["ab "])
+    assert query.context == [0, 1, 27]
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------
