@@ -22,7 +22,7 @@ from ppo_rlhf.lib.base import hub
 from ppo_rlhf.lib.data import label_files, published, sources
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.tldr import models, policy as tldr_policy, posts, posts as posts_of_chapter_2
+from ppo_rlhf.tldr import policy as tldr_policy, posts, posts as posts_of_chapter_2
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
 
 PAD = 95
@@ -207,7 +207,7 @@ def test_a_folder_may_have_an_at_sign_in_its_name(monkeypatch, tiny_world, tmp_p
     shutil.copytree(tiny_world / "model", tmp_path / "model@refs")
     monkeypatch.chdir(tmp_path)
     assert len(pretrained.load_tokenizer("model@refs")) == len(pretrained.load_tokenizer(str(tiny_world / "model")))
-    assert models.load_pretrained("model@refs", torch.float32).config.n_layer == 1
+    assert train_policy.load_pretrained("model@refs", torch.float32).config.n_layer == 1
 
 
 @pytest.mark.parametrize("path", ["models/a-run/sft", "./model", "../model", "/no/such/model", "~/model", "model/"])

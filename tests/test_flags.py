@@ -94,7 +94,7 @@ NOT_THERE = [
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
     """A folder in which nothing can be loaded, built or downloaded."""
-    loads = [(pretrained, "load_tokenizer"), (models, "load_pretrained")]
+    loads = [(pretrained, "load_tokenizer"), (train_policy, "load_pretrained"), (models, "load_pretrained")]
     for module, name in (*loads, (smollm, "find_model")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
     monkeypatch.chdir(tmp_path)
