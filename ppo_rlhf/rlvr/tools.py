@@ -73,7 +73,8 @@ PRESETS = {
             "exp_name": Args.exp_name,
             "base_model": "sums-tools",
             "task": problems.TASKS["sums-tools"],
-            "ppo": dataclasses.replace(SUMS_GRPO.ppo, total_episodes=60 * 256),
+            # Without a critic, nothing reads its arguments, so they have their defaults.
+            "ppo": dataclasses.replace(SUMS_GRPO.ppo, total_episodes=60 * 256, lam=1.0, cliprange_value=0.5),
         }
     )
 }
