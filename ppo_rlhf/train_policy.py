@@ -173,7 +173,8 @@ class PpoArgs(cli.MemoryArgs):
     whiten_rewards: bool = True
     """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""
     whiten_groups: PositiveInt = 8
-    """slices of the batch, each whitened with its own mean and variance; the original: one per process [X03]"""
+    """groups: slices of the batch, each whitened with its own mean and variance; the original: one per process [X03].
+    In chapter 3, a group is something else: the responses to one problem"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, problems, scores as rlvr_scores
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, policy as rlvr_policy, problems
 from ppo_rlhf.tldr import models, posts
 
 TOKENIZER = byte_tokenizer()
@@ -193,7 +193,7 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     tokenizer, shaping = byte_tokenizer(THINKING), {"verifier": "think_answer"}
     args = rlvr_arguments.Args(task=of_chapter_3(), rewards=rlvr_arguments.RewardsArgs(**shaping), eval_samples=0)
     response, ids = "Hm.\n</think>\n<answer>7</answer>", problems.task_ids(args.task, tokenizer)
-    sources = rlvr_scores.load_sources(args, tokenizer, ids, Accelerator(cpu=True))
+    sources = rlvr_policy.load_sources(args, tokenizer, ids, Accelerator(cpu=True))
     prompt = problems.render_prompt("?", args.task, tokenizer)
     said = [score([prompt] * 2, [response, response[1:-1]], ["7"] * 2).tolist() for score, _ in sources.values()]
     assert said == [[1.0, 0.0]]
