@@ -35,7 +35,7 @@ from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTraine
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import errors, files, launch
+from ppo_rlhf.lib.base import errors, files, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets import foreign, pretrained, templates
@@ -331,7 +331,7 @@ class Comparison:
             if judge and not foreign.is_foreign(judge):
                 pretrained.check_kind(Path(judge), f"--{argument} {judge}", "reward model")
         base_model = worlds.find_value("base_model", args.base_model or info["base_model"])
-        self.device = launch.default_device()
+        self.device = processes.default_device()
         with errors.typed_as({"base_model": "policy"}):
             self.tokenizer = pretrained.load_tokenizer(args.policy, args.trust_remote_code)
             policy = models.load_pretrained(args.policy, torch.float32, args.trust_remote_code).to(self.device)
@@ -406,7 +406,7 @@ class Comparison:
         contexts = self.texts.contexts(queries)  # (n, context_length)
         generator = keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
-        noise, temperature = noise.to(launch.device_of_noise(self.device)), max(self.temperature, problems.GREEDY)
+        noise, temperature = noise.to(processes.device_of_noise(self.device)), max(self.temperature, problems.GREEDY)
         asked = to_texts(self.tokenizer, self.texts.bare(queries), self.pad_id)
         columns: dict[str, list[Any]] = {"query": asked}
         if references is not None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from ppo_rlhf.lib.base import errors, launch
+from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import algebra, problems
@@ -317,7 +317,7 @@ class PpoSizes:
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
-    n, split, typed = ppo.samples_per_prompt, launch.split_evenly, errors.typed
+    n, split, typed = ppo.samples_per_prompt, processes.split_evenly, errors.typed
     prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
     split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     slices = num_processes * ppo.nminibatches

@@ -60,7 +60,7 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, errors, launch
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run
@@ -128,7 +128,7 @@ PRESETS = {name: preset(args) for name, args in rlvr_arguments.PRESETS.items()}
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, with samplers in processes of their own."""
-    launch.make_accelerator()
+    processes.make_accelerator()
     rlvr_checks.check_arguments(args)  # before Ray starts
     check_arguments(args)
     with connected(args) as ray:
@@ -175,7 +175,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         started = time.monotonic()
         # All trained parameters by name, tied weights once, are one object with one version.
         weights = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
-        launch.from_main(lambda: self.put(version, weights))
+        processes.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
         self.current, self.publishing = version, time.monotonic() - started
 
@@ -216,7 +216,7 @@ class SamplerAhead(rlvr_policy.Sampler):
             return [[piece.result() for piece in pieces] for pieces in self.asked.pop(draw.round)]
 
         pieces = []
-        for piece in launch.from_main(wait)[setup.accelerator.process_index]:
+        for piece in processes.from_main(wait)[setup.accelerator.process_index]:
             # A piece has one version from the first token to the last. Engine and learner agree on its ends.
             responses, logprobs = torch.tensor(piece.responses), torch.tensor(piece.logprobs)
             stopped = algebra.response_mask(responses, setup.ids.stops)[1]
@@ -360,7 +360,7 @@ class Workers:
 def connected(args: Args) -> Iterator[Any]:
     """Ray, on the first process; the others get None."""
     with contextlib.ExitStack() as at_end:
-        yield launch.on_main(lambda: connect(args, at_end))
+        yield processes.on_main(lambda: connect(args, at_end))
 
 
 def connect(args: Args, at_end: contextlib.ExitStack) -> Any:
@@ -459,7 +459,7 @@ def correct(
         )
     # The mismatch is always logged, also where the weights are the same.
     metrics = {f"async/{name}": value.item() for name, value in algebra.mismatch(prox, mu, mask).items()}
-    age = launch.widened(number - versions)
+    age = processes.widened(number - versions)
     if not age.any():
         # [V94] Sampler and learner have the same weights, so their log-probs must agree.
         engine.check_gap(mean_of((prox - mu).abs()[mask]).item(), args.dtype)
@@ -506,7 +506,7 @@ def newest_factors(args: Args) -> rlvr_episodes.Reweigh | None:
 
 def mean_of(numbers: Tensor) -> Tensor:
     """Their mean, 0-d; 0 if there are none, as in a batch of which no response can be scored."""
-    return launch.widened(numbers).sum() / max(len(numbers), 1)
+    return processes.widened(numbers).sum() / max(len(numbers), 1)
 
 
 def correction_of(args: Args) -> str:

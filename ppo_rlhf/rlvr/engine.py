@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, launch, precision
+from ppo_rlhf.lib.base import checkpoints, precision, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.rlvr import problems
@@ -69,7 +69,7 @@ class BuiltIn:
 
     def __init__(self, spec: Spec):
         torch.set_num_threads(spec.threads)
-        self.device = launch.default_device()
+        self.device = processes.default_device()
         self.spec, self.version = spec, -1
         self.model = models.load_base_model(spec)
         packing.enable(self.model)
@@ -96,7 +96,7 @@ class BuiltIn:
         """
         check_version(version, self.version)
         spec, contexts = self.spec, torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
-        uniforms = torch.tensor(noise).to(launch.device_of_noise(self.device))
+        uniforms = torch.tensor(noise).to(processes.device_of_noise(self.device))
         with precision.mixed_precision(self.device, enabled=spec.dtype == "bfloat16"):
             responses, logprobs = generate_until(
                 self.model, contexts, uniforms, spec.pad, spec.pad, temperature, spec.stops

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import errors, launch, processes
+from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import flag
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import run, traces
@@ -36,14 +36,14 @@ def token_statistics(
 ) -> dict[str, Tensor]:
     """A micro-batch's shares of means over the tokens of its minibatch. tokens: how many the minibatch has."""
     log_ratio = (new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0)
-    log_ratio = launch.widened(log_ratio)
+    log_ratio = processes.widened(log_ratio)
     square = (log_ratio.exp() - 1) ** 2
     numbers = flags | {"policy/kl_old_new": -log_ratio, "policy/approxkl_avg": 0.5 * log_ratio**2}
     numbers |= {"policy/entropy_avg": entropies, "val/ratio": log_ratio.exp(), SQUARED_RATIO_GAP: square}
     # Samples of an older policy do not start at a ratio of 1.
     numbers |= {FRESH_RATIO_GAP: square * mb.fresh.unsqueeze(1)}
     return {
-        name: algebra.aggregate(launch.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
+        name: algebra.aggregate(processes.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
         for name, x in numbers.items()
     }
 
@@ -78,8 +78,8 @@ def update_metrics(
         "val/sequence_lengths": lengths,
         "val/stop_token_rate": one["stopped"],
         "val/groups_zero_std": ~torch.cat([rlvr_episodes.scores_differ(part) for part in generated]),
-        "val/groups_all_right": algebra.by_group(launch.widened(right | ~live), one["groups"], "amin"),
-        "val/groups_all_wrong": algebra.by_group(launch.widened(~right | ~live), one["groups"], "amin"),
+        "val/groups_all_right": algebra.by_group(processes.widened(right | ~live), one["groups"], "amin"),
+        "val/groups_all_wrong": algebra.by_group(processes.widened(~right | ~live), one["groups"], "amin"),
     }
     if setup.args.tools:
         of_responses["val/tool_tokens"] = one["from_tool"].sum(1)
@@ -98,11 +98,11 @@ def update_metrics(
     of_tokens = {"objective/sampler_gap": (episodes.logprobs - episodes.sampler_logprobs).abs()}
     of_tokens |= {"objective/kl_per_token": batch.kl} if has_reference else {}
     of_advantages = {"val/advantages_mean": batch.advantages, "val/advantages_abs_mean": batch.advantages.abs()}
-    errors = launch.widened(batch.returns - batch.values)
+    errors = processes.widened(batch.returns - batch.values)
     of_values = {
         "val/mean": batch.values,
         "val/returns": batch.returns,
-        "square_of_return": launch.widened(batch.returns) ** 2,
+        "square_of_return": processes.widened(batch.returns) ** 2,
     }
     of_values |= {"error": errors, "square_of_error": errors**2}
     critic = "value/grad_norm" in steps
@@ -126,7 +126,7 @@ def update_metrics(
             inds = live_steps["right_tokens" if name == "loss/nll_avg" else "tokens"]
             shares[name] = x[inds].sum() / max(len(inds), 1)
     shares |= {FRESH_RATIO_GAP: steps[FRESH_RATIO_GAP][0], "val/num_stop_token_ids": one["stopped"].sum()}
-    m |= launch.sum_over_processes(shares, accelerator)
+    m |= processes.sum_over_processes(shares, accelerator)
     m |= {name: x.mean().item() for name, x in steps.items() if name.endswith("grad_norm")}  # the same everywhere
     off = m["val/ratio"] - 1 if len(live_steps["tokens"]) else 0
     m |= {"val/ratio_var": m[SQUARED_RATIO_GAP] - off**2, "val/first_ratio_gap": math.sqrt(m[FRESH_RATIO_GAP])}
@@ -141,7 +141,7 @@ def update_metrics(
     left_out = () if critic else ("loss/value_avg", "val/clipfrac_avg")
     left_out += () if setup.args.rewards.kl_loss_coef else ("loss/kl_avg",)
     metrics = {name: m[name] for name in m if "/" in name and name not in left_out}
-    launch.check_update(metrics, number, setup.args.dtype, gap="val/first_ratio_gap")
+    processes.check_update(metrics, number, setup.args.dtype, gap="val/first_ratio_gap")
     return metrics
 
 
@@ -325,7 +325,7 @@ def record_trace(
         setup.ids.pad,
         episodes=kept * n,
         after_update=after_update,
-        again=numbers_again,
+        answer_fixed_queries=numbers_again,
         numbers=dict,
         texts=lambda numbers: {"answer": [answers[i] for i in numbers["problem"].flatten().tolist()]},
     )

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics, problems
@@ -180,7 +180,7 @@ def draw_problems(setup: Setup, round_number: int, rank: int, local_prompts: int
     groups = round_number * round_prompts + torch.arange(len(of_all))[rows] // n
     queries = setup.problems.batch(of_all.tolist(), setup.ids.pad)[rows]  # (local_round, context_length)
     uniforms = episode_noise(args.seed, round_number, len(of_all), args.task.response_length)[rows]
-    uniforms = uniforms.to(launch.device_of_noise(device))
+    uniforms = uniforms.to(processes.device_of_noise(device))
     requests = [Request(queries.to(device), uniforms, args.task.temperature)]
     if args.ppo.advantage == "remax":
         # [V41] Each prompt gets one more response, the greedy one. It is no episode.   ray_trainer.py#L1404-L1443
@@ -662,7 +662,7 @@ def trace_episodes(
 
 def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     """Check the arguments, read the problems and load the networks. Nothing is written yet."""
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     rlvr_checks.check_arguments(args)
     for doubt in rlvr_checks.doubts(args):
         errors.say(doubt)

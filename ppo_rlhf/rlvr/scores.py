@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import NumericalError
 from ppo_rlhf.lib.nets import foreign, templates
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, problems
@@ -50,7 +50,7 @@ def load_sources(
     if shaping.trained_model:
 
         def of_model(*texts: list[str], **read: Any) -> Tensor:
-            scores = launch.widened(score(**read))  # (rows,)
+            scores = processes.widened(score(**read))  # (rows,)
             # Only functions of texts may say that a response cannot be scored.
             if not scores.isfinite().all():
                 raise NumericalError("the reward model gives scores that are not finite; the run stops")
@@ -74,7 +74,7 @@ def score_responses(
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
     more = {"queries": queries, "responses": responses, "messages": messages}
-    said = [launch.widened(function(prompts, texts, answers, **more), responses.device) for function in functions]
+    said = [processes.widened(function(prompts, texts, answers, **more), responses.device) for function in functions]
     parts = torch.stack(said, 1)
     return parts, parts @ parts.new_tensor(weights)
 

@@ -24,7 +24,7 @@ from transformers import (
 from ppo_rlhf.lib.base import errors, files, precision
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.pretrained import (
     check_reward_model,
@@ -249,7 +249,7 @@ def save_policy_and_critic(
         lm_backbone = adapters.merge_and_unload() if weights else lm_backbone
     info = {"vocab_size": vocabulary_size(tokenizer), **info}
     own, temperature = lm_backbone.generation_config, info["task"]["temperature"]
-    lm_backbone.generation_config = templates.sampling_config(own, tokenizer, temperature)
+    lm_backbone.generation_config = pretrained.sampling_config(own, tokenizer, temperature)
     save_language_model(folder / "policy", lm_backbone, tokenizer, info | {"kind": "policy"}, weights)
     if critic and errors.is_first_process():
         kept = {name: info[name] for name in ("base_model", "vocab_size", "task")} | {"kind": "critic"}

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, files, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, files, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, layers, pretrained
@@ -214,7 +214,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
     slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
-    launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     local_batch = ppo.batch_size // num_processes
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
@@ -388,7 +388,7 @@ def make_rollout(
         # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
         #    (rows, response_length).
         sampling = {"stop_ids": ids.stops, "temperature": task.temperature, "new_tokens": task.response_length}
-        uniforms = uniforms.to(launch.device_of_noise(device))
+        uniforms = uniforms.to(processes.device_of_noise(device))
         sampled = by_length(respond, actor_critic, queries, uniforms, **sampling)
         responses = sampled.responses
 
@@ -806,7 +806,7 @@ def token_statistics(
 
 def moments(name: str, values: Tensor, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
     """A process's share of the mean and the mean square of the entries that the mask keeps, in float64."""
-    values = launch.widened(values)
+    values = processes.widened(values)
     return {name: masked_mean(values, mask, count), f"square_of_{name}": masked_mean(values**2, mask, count)}
 
 
@@ -839,11 +839,11 @@ def update_metrics(
     if has_own_scale(args.rewards):
         objectives["function_score"] = setup.scale.undo(episodes.raw_scores)
     shares = {
-        f"objective/{name}": launch.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
+        f"objective/{name}": processes.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
     }
     shares |= {name: x.mean() for name, x in steps.items() if name != "gradient_norm"}
     shares |= {"first": steps["square_of_ratio_minus_1"][0], "stopped": episodes.stopped.sum()}
-    means = launch.sum_over_processes(shares, accelerator)
+    means = processes.sum_over_processes(shares, accelerator)
     # [X34] Variances over tokens and values; summaries that end.
     return_var = variance(means["square_of_return"], means["return"])
     episode = (update + 1) * args.ppo.batch_size
@@ -875,8 +875,8 @@ def update_metrics(
         "eps": episode / seconds,
         "time": seconds,
     }
-    launch.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=episodes.monitored)
-    launch.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
+    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=episodes.monitored)
+    processes.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
     return metrics
 
 
@@ -919,7 +919,7 @@ def make_recorder(
         numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
         return numbers | {"advantages": advantages[rows], "returns": returns[rows]}
 
-    def again(kl_coef: float) -> Episodes:
+    def answer_fixed_queries(kl_coef: float) -> Episodes:
         return make_rollout(
             without_user_code, actor_critic, reference, batch=held_out, uniforms=uniforms, kl_coef=kl_coef
         )
@@ -936,7 +936,7 @@ def make_recorder(
         ids.pad,
         episodes=args.trace_episodes,
         after_update=after_update,
-        again=again,
+        answer_fixed_queries=answer_fixed_queries,
         cliprange=args.ppo.cliprange,
         texts=texts,
     )
@@ -982,12 +982,12 @@ def evaluate_policy(
         numbers |= {name: values, f"reference_{name}": reference_scores[name]}
     tokens = (held_out.queries, responses, held_out.references)
     rows = posts.evaluation_rows(setup.tokenizer, ids, *tokens, **numbers)
-    means = {f"eval/{name}": launch.widened(values).mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = launch.widened(has_stop(responses, ids.stops, 0)).mean().item()
-    means["eval/response_length"] = launch.widened((responses != ids.pad).sum(1)).mean().item()
+    means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
+    means["eval/eos_rate"] = processes.widened(has_stop(responses, ids.stops, 0)).mean().item()
+    means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
     monitored = {f"eval/{prefix}{name}" for name in setup.monitor for prefix in ("", "reference_")}
     trained = {name: mean for name, mean in means.items() if name not in monitored}
-    launch.check_finite(trained, update, "the reward model or function must give every summary a number")
+    processes.check_finite(trained, update, "the reward model or function must give every summary a number")
     if update == 0:
         this_run.write_evaluation("before", rows)
     return means, rows
@@ -1011,7 +1011,7 @@ def check_arguments(args: Args, num_processes: int) -> PpoSizes:
 
 def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.Reference]:
     """Check the arguments, read the posts and load the networks. Nothing is written yet. joint: as of `train`."""
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     found, scale = check(args, accelerator.num_processes, joint), Scale()
     actor_critic, reference = load_networks(found.args, found.tokenizer, accelerator)
     score = load_scorer(found.args, found.tokenizer, found.ids, accelerator)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from accelerate.utils import broadcast_object_list
 
-from ppo_rlhf.lib.base import files, launch
+from ppo_rlhf.lib.base import files, processes
 from ppo_rlhf.lib.base.errors import InputError, typed_as
 from ppo_rlhf.lib.services import cli, run
 
@@ -41,7 +41,7 @@ class Stages:
 
         root: the folder that holds runs/ and models/.
         """
-        self.resume, self.shared, self.accelerator = args.resume, shared, launch.make_accelerator()
+        self.resume, self.shared, self.accelerator = args.resume, shared, processes.make_accelerator()
         self.runs, self.timestamp = Path("runs").absolute(), run.shared_timestamp()
         if args.resume:
             folder, meta = Path(args.resume).absolute(), run.read_meta(Path(args.resume))
