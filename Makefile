@@ -40,8 +40,9 @@ demo-tools: $(VENV)/installed
 demo-real: $(VENV)/real
 	$(BIN)/python ppo_rlhf/worlds/reviews.py
 	$(LAUNCH) ppo_rlhf/train_reward.py --preset reviews --exp_name judge --label_dataset people/judge.json --dtype $(DTYPE)
-	$(LAUNCH) ppo_rlhf/train_both.py --preset reviews --reward.dtype $(DTYPE) --policy.dtype $(DTYPE) \
-		--judge "$$(ls -td models/judge__reviews__*/reward | head -1)"
+	$(LAUNCH) ppo_rlhf/train_both.py --preset reviews --reward.dtype $(DTYPE) --policy.dtype $(DTYPE)
+	$(BIN)/python ppo_rlhf/sample.py --policy "$$(ls -td models/train_policy__reviews__*/policy | head -1)" --n 400 \
+		--reward_model "$$(ls -td models/judge__reviews__*/reward | head -1)"
 	$(BIN)/python ppo_rlhf/report
 
 # Reports of three demos for people who have run nothing, at most 2 MB each.

@@ -26,7 +26,6 @@ from ppo_rlhf.lib.nets import classifier
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.tldr import (
     models,
-    networks,
     packing,
     policy as tldr_policy,
     posts,
@@ -228,7 +227,7 @@ def sft_run(case: dict, arrays: Arrays) -> SftRun:
         instead_of_reading({split: posts_of(*tokens) for split, tokens in splits.items()}),
         first_gradient_into(gradient),
         means_of_micro_batches(counts.sum(1).view(len(rates), -1)),
-        (models, "scheduled_lr", lambda lr, schedule, step, steps: rates[step]),
+        (models, "cosine_lr", lambda lr, step, steps: rates[step]),
         (TaskIds, "vocab_size", case["output_rows"]),
     )
     with in_new_folder(*replaced) as folder:
@@ -446,7 +445,8 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
             return read(*arguments)
 
     def with_stored_logprobs(*arguments, **settings):
-        return respond(*arguments, **settings)._replace(logprobs=next(stored))
+        responses, _, values, sampler_gap = respond(*arguments, **settings)
+        return responses, next(stored), values, sampler_gap
 
     return [
         *everywhere("read_tokens", read_tokens),
@@ -562,8 +562,8 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
             local_micro_batch_size=16,  # each minibatch in one pass
         ),
     )
-    whiten, load_critic = tldr_policy.whiten, networks.load_critic
-    reference, make_reference = language_model(case, under(arrays, "reference/")), networks.Reference.__init__
+    whiten, load_critic = tldr_policy.whiten, models.load_critic
+    reference, make_reference = language_model(case, under(arrays, "reference/")), models.Reference.__init__
 
     def unbiased_whiten(values, mask, *, keep_mean, reduce):
         count = mask.sum()
@@ -588,6 +588,6 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         *steered(case, settings["temperature"], [update["responses"] for update in updates]),
         *all_output_rows(case),
         (tldr_policy, "whiten", unbiased_whiten),
-        (networks, "load_critic", load_critic_without_bias),
-        (networks.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),
+        (models, "load_critic", load_critic_without_bias),
+        (models.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),
     )

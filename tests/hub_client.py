@@ -24,7 +24,7 @@ from ppo_rlhf.lib.data import label_files, sources
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services.tracking import upload_model
 from ppo_rlhf.rlvr import problems
-from ppo_rlhf.tldr import all as tldr_all, models, posts
+from ppo_rlhf.tldr import all as tldr_all, posts
 
 CHAPTER_1 = ("sentiment", "descriptiveness", "cnndm", "tldr")
 
@@ -70,7 +70,7 @@ def problems_of(split: str) -> Any:
 
 
 def logits(name: str) -> Any:
-    model = models.load_pretrained(name, torch.float32).eval()
+    model = train_policy.load_pretrained(name, torch.float32).eval()
     with torch.no_grad():
         return model(torch.arange(5).unsqueeze(0)).logits[0, -1, :4].tolist()
 

@@ -317,7 +317,7 @@ def run(row: Row, folder: Path, *, to_the_end: bool = False) -> Result:
     with started(row, folder) as (stdout, stderr), pytest.MonkeyPatch.context() as patch:
         for name in () if to_the_end else ("updates", "progress"):
             patch.setattr(Run, name, accept)
-        patch.setattr(rlvr_async, "connected", accept)  # to Ray, after its checks
+        patch.setattr(rlvr_async, "connect", accept)  # to Ray, after its checks
         try:
             exec(code, vars(module))
         except SystemExit as end:

@@ -17,13 +17,12 @@ import torch
 from runs import error_line
 from tokenizers.processors import TemplateProcessing
 
-from ppo_rlhf import train_policy, train_reward, worlds
+from ppo_rlhf import sample, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import hub
 from ppo_rlhf.lib.data import label_files, published, sources
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.sample import Comparison, Continuations
-from ppo_rlhf.tldr import models, policy as tldr_policy, posts, posts as posts_of_chapter_2
+from ppo_rlhf.tldr import policy as tldr_policy, posts, posts as posts_of_chapter_2
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
 
 PAD = 95
@@ -208,7 +207,7 @@ def test_a_folder_may_have_an_at_sign_in_its_name(monkeypatch, tiny_world, tmp_p
     shutil.copytree(tiny_world / "model", tmp_path / "model@refs")
     monkeypatch.chdir(tmp_path)
     assert len(pretrained.load_tokenizer("model@refs")) == len(pretrained.load_tokenizer(str(tiny_world / "model")))
-    assert models.load_pretrained("model@refs", torch.float32).config.n_layer == 1
+    assert train_policy.load_pretrained("model@refs", torch.float32).config.n_layer == 1
 
 
 @pytest.mark.parametrize("path", ["models/a-run/sft", "./model", "../model", "/no/such/model", "~/model", "model/"])
@@ -270,7 +269,8 @@ def test_a_special_token_whose_name_stands_in_a_text_is_text(tiny_tokenizer, tmp
     ids = train_policy.task_ids(task, tiny_tokenizer)
     assert (ids.stop, ids.prefix) == (28, [28])
     assert QueryStream(task, tiny_tokenizer).next_batch(1, ids.pad).tolist() == [[0, *as_text, 1]]
-    assert Continuations(dataclasses.asdict(task), tiny_tokenizer, "").query("a<eos>b") == [0, *as_text, 1]
+    (query,) = sample.read_queries(task, ids, tiny_tokenizer, prompts=["a<eos>b"])
+    assert query.tokens == [0, *as_text, 1]
 
 
 def make_stream(path: Path, texts: list[str], position: int = 0, split: str = "train", **task) -> QueryStream:
@@ -384,10 +384,9 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
     assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
     whole = dataclasses.replace(task, start_text=None, end_text=None)
     assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
-    comparison = SimpleNamespace(
-        task=task, texts=Continuations(dataclasses.asdict(task), adds_one, ""), pad_id=ids.pad
-    )
-    assert Comparison.prompt_queries(comparison, ("bc", "wxyz")).tolist() == [[1, 2, 29], [22, 23, 24]]
+    typed = sample.read_queries(task, ids, adds_one, prompts=["bc", "wxyz"])
+    assert [query.tokens for query in typed] == [[1, 2], [22, 23, 24]]
+    assert typed[0].context == [28, 23, 1, 2, 24, 25]
 
 
 def test_texts_are_decoded_without_padding():

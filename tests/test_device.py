@@ -125,7 +125,7 @@ def test_the_policy_of_chapter_1_in_bfloat16_and_its_resumption(chapter_1, tiny_
 
 TLDR = (
     "--{0}ppo.total_episodes 32 --{0}ppo.batch_size 16 --{0}ppo.nminibatches 2 --{0}ppo.noptepochs 2 "
-    "--{0}ppo.lr 1e-3 --{0}save_interval 1 --{0}eval_interval 1 --{0}eval_prompts 4 --{0}eval_posts 4 "
+    "--{0}ppo.lr 1e-3 --{0}save_interval 1 --{0}eval_interval 1 --{0}eval_posts 4 "
     "--{0}trace_interval 1"
 )
 ADAPTERS = (

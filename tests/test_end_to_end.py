@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, train_both
+from ppo_rlhf.lib.services import sequence
 from ppo_rlhf.tldr.models import load_reward_model
 
 
@@ -120,7 +121,9 @@ def test_the_summary_of_one_held_out_query(both_run: Path, tiny_world: Path, tmp
     info = json.loads((policy / "ppo_rlhf.json").read_text())
     info["task"]["query_dataset"] = str(tmp_path / "few.txt")
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    train_both.report(tmp_path / "runs", reward, policy, train_both.Args())
+    stages = sequence.Stages(train_both.Args(), "reward", "policy")
+    stages.folders = {folder.name: tmp_path / "runs" / folder.parent.name for folder in (reward, policy)}
+    train_both.report(stages, reward, policy, train_both.Args())
     (query,) = held_out_queries(only(tmp_path, "runs/train_policy__*"))
     assert query in stories[49]
     said = capsys.readouterr().out
@@ -141,20 +144,16 @@ def test_torchrun_with_two_processes_gives_the_run_of_one(both_run: Path, tiny_w
         assert sample_of_two["response"] == sample_of_one["response"]
 
 
-def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tiny_reward: Path, tmp_path: Path) -> None:
-    """And a judge, another reward model."""
+def test_bfloat16_with_rotary_positions(tiny_world: Path, tiny_models, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
     tiny_models("llama", len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     dtypes = ["--reward.dtype", "bfloat16", "--policy.dtype", "bfloat16"]
     arguments = [*both_arguments(tiny_world), "--base_model", str(tmp_path / "base"), *dtypes]
-    arguments += ["--judge", str(tiny_reward)]
     run_script("train_both.py", *arguments, folder=tmp_path)  # both parts sample
     for row in metrics_of(only(tmp_path, "runs/train_policy__*")):
         # The resolution of log-probs between -8 and -4.
         assert row["objective/sampler_gap"] < 2**-5 and row["ppo/val/first_ratio_gap"] < 2**-5
-    judged = [row["policy judge"] for row in rows_of(only(tmp_path, "runs/train_policy__*/comparison.jsonl"))]
-    assert len(set(judged)) > 1
     run_script("sample.py", "--policy", str(only(tmp_path, "models/*/policy")), folder=tmp_path)
 
 
@@ -211,6 +210,20 @@ def test_sample_prints_and_writes_a_comparison(both_run: Path) -> None:
     assert all(set(row) == set(columns) for row in rows)
     prompt = ("--prompt", "Mara found a bell.", "--temperature", "0.5")
     assert "Mara found" in run_script("sample.py", *sample, *prompt, folder=both_run)
+
+
+def test_sample_without_the_reward_model_and_of_any_model(
+    both_run: Path, tiny_world: Path, tmp_path: Path, monkeypatch
+):
+    """The base model as the policy differs from itself in nothing."""
+    shutil.copytree(both_run / "models", tmp_path / "models")
+    shutil.rmtree(only(tmp_path, "models/train_reward__*"))
+    monkeypatch.chdir(tmp_path)
+    policy = str(only(tmp_path, "models/train_policy__*/policy"))
+    without = sample.sample(sample.Args(policy=policy, n=2))
+    assert "policy score" not in without[0] and "policy gold" in without[0]
+    rows = sample.sample(sample.Args(policy=str(tiny_world / "model"), task_of=policy, n=2))
+    assert [row["policy"] for row in rows] == [row["base"] for row in without] and not any(row["kl"] for row in rows)
 
 
 def test_sample_calls_a_users_monitor_by_its_name(both_run: Path, tmp_path: Path, monkeypatch) -> None:

@@ -152,7 +152,7 @@ def test_sigterm_stops_a_joint_run_in_its_first_stage(tiny_world, tmp_path):
     assert len(metrics_of(run)) == 64 and only(tmp_path, "models/train_policy__*/policy")
     run, stage = only(tmp_path, "runs/train_policy__*"), files_below(run)
     rows = metrics_of(run)
-    result = launch("train_both.py", "--resume", str(run), "--policy.ppo.total_episodes", "80", folder=tmp_path)
+    result = launch("train_policy.py", "--resume", str(run), "--ppo.total_episodes", "80", folder=tmp_path)
     assert result.status == 0, result.stderr
     assert metrics_of(run)[:4] == rows and [row["step"] for row in metrics_of(run)] == list(range(5))
     assert metrics_of(run)[4]["ppo/lr"] == pytest.approx(2e-4 / 5)

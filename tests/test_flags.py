@@ -7,16 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from refusals import with_value
 
-from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
+from ppo_rlhf import train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.base.files import flatten
 from ppo_rlhf.lib.base.processes import check_finite
-from ppo_rlhf.lib.data.sources import load_texts
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import sequence
 from ppo_rlhf.lib.services.sequence import flags_of
@@ -44,13 +42,13 @@ class Trains(Exception):
 def until_training(monkeypatch, tiny_tokenizer, tmp_path):
     """The scripts with several stages stop once they have checked the arguments of all."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise Trains
 
     monkeypatch.setattr(sequence.Stages, "train", stop)
     monkeypatch.setattr(pretrained, "load_tokenizer", lambda *_: tiny_tokenizer)
     monkeypatch.setattr(worlds, "find_paths", lambda args, *_, **__: args)  # no world is built
-    monkeypatch.setattr(sample, "Continuations", lambda *_, **__: SimpleNamespace(held_out=stop))
+    monkeypatch.setattr(train_policy, "QueryStream", stop)
     for module, name in ((posts, "read_posts"), (pretrained, "empty_model")):
         monkeypatch.setattr(module, name, stop)
     monkeypatch.chdir(tmp_path)
@@ -70,7 +68,7 @@ FOREIGN = [
 @pytest.mark.parametrize("kind", [InputError, NumericalError])
 @pytest.mark.parametrize("text", FOREIGN)
 def test_foreign_text_passes_a_stage_unaltered(text, kind):
-    with pytest.raises(kind, match=f"^{re.escape(text)}$"), flags_of("policy", train_policy.Args(), ("task", "seed")):
+    with pytest.raises(kind, match=f"^{re.escape(text)}$"), flags_of("policy", train_policy.Args()):
         raise kind(text)
 
 
@@ -82,16 +80,6 @@ def test_a_module_may_be_named_like_an_argument(until_training):
     assert str(caught.value) == (
         "--policy.rewards.monitor ppo.lr:task.mean: ModuleNotFoundError: No module named 'ppo'"
     )
-
-
-def test_a_file_of_sample_may_be_named_like_an_argument(tmp_path, monkeypatch):
-    """sample.py has --query_dataset for what was --task.query_dataset."""
-    monkeypatch.chdir(tmp_path)
-    path = Path("--task.query_dataset.json")
-    path.write_text("{}")
-    texts = SimpleNamespace(source="query_dataset", held_out=lambda n: load_texts(str(path)))
-    with pytest.raises(InputError, match=f"^--query_dataset {re.escape(str(path))}: holds no JSON array$"):
-        sample.Comparison.task_queries(SimpleNamespace(texts=texts), 1)
 
 
 # ---- What is not there -----------------------------------------------------------------------------------------
@@ -106,7 +94,7 @@ NOT_THERE = [
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
     """A folder in which nothing can be loaded, built or downloaded."""
-    loads = [(pretrained, "load_tokenizer"), (models, "load_pretrained")]
+    loads = [(pretrained, "load_tokenizer"), (train_policy, "load_pretrained"), (models, "load_pretrained")]
     for module, name in (*loads, (smollm, "find_model")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} is called"))
     monkeypatch.chdir(tmp_path)
@@ -128,14 +116,14 @@ def test_what_is_not_there_is_found_before_anything_is_loaded(script, preset, ch
 
 def test_an_argument_has_the_name_of_its_stage():
     assert (typed("ppo.lr"), flag("ppo.lr")) == ("ppo.lr", "--ppo.lr")
-    with flags_of("policy", train_policy.Args(), ("task", "base_model")):
+    with flags_of("policy", train_policy.Args()):
         assert (typed("ppo.lr"), flag("rewards.kl_coef")) == ("policy.ppo.lr", "--policy.rewards.kl_coef")
         for name in ("task.temperature", "base_model", "resume", "lora.rank"):  # of all stages, and of none here
             assert typed(name) == name
-        with flags_of("reward", train_reward.Args(), ("task", "base_model")):
+        with flags_of("reward", train_reward.Args()):
             assert (typed("lr"), typed("ppo.lr")) == ("reward.lr", "ppo.lr")
         assert typed("ppo.lr") == "policy.ppo.lr"
-    with pytest.raises(ZeroDivisionError), flags_of("policy", train_policy.Args(), ()):
+    with pytest.raises(ZeroDivisionError), flags_of("policy", train_policy.Args()):
         raise ZeroDivisionError
     assert typed("ppo.lr") == "ppo.lr"
 
@@ -153,7 +141,7 @@ def test_a_broken_number_is_followed_by_the_argument_to_lower(stage):
 
 def test_what_all_stages_share_keeps_its_name(tiny_tokenizer):
     args = train_policy.PRESETS["tales"]
-    with pytest.raises(InputError, match=r"^--task.truncate_text "), flags_of("policy", args, train_both.SHARED):
+    with pytest.raises(InputError, match=r"^--task.truncate_text "), flags_of("policy", args):
         task_ids(replace(args.task, truncate_text="ab"), tiny_tokenizer)
 
 
@@ -161,7 +149,7 @@ def wrong_values(script) -> Iterator[tuple[str, object]]:
     """Numbers of the stages' own arguments that few of them take, and texts that none does."""
     for name, value in flatten(dataclasses.asdict(script.PRESETS[PRESET[script]])).items():
         stage, _, own = name.partition(".")
-        if stage in STAGES[script] and own.split(".")[0] not in (*script.SHARED, "resume"):
+        if stage in STAGES[script] and own.split(".")[0] not in sequence.SHARED:
             if type(value) in (int, float):
                 yield from ((name, number) for number in (-1, 0, 1, 3, 10**9 + 7, 2**63))
             if type(value) is float:

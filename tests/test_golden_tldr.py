@@ -181,16 +181,16 @@ def check_losses(name: str) -> None:
     [(_, (new_logprobs, entropies))] = forwards
     close(new_logprobs[mask].detach(), expected["new_logprobs"][mask], atol=LOGPROB)
     close(entropies, expected["entropy"], atol=LOGPROB)
-    loss = stats["pg_loss"] + ppo.vf_coef * stats["vf_loss"]
+    loss = stats["loss/policy_avg"] + ppo.vf_coef * stats["loss/value_avg"]
     share = mask.double().mean()
     for ours, key in (  # the original's statistics of tokens are over all positions
         (loss, "loss"),
-        (stats["pg_loss"], "pg_loss_stats"),
-        (stats["vf_loss"], "vf_loss_stats"),
-        (stats["vf_clipfrac"], "vf_clipfrac_stats"),
-        (stats["approxkl"] * share, "approxkl_stats"),
-        (stats["pg_clipfrac"] * share, "pg_clipfrac_stats"),
-        (stats["ratio"] * share + 1 - share, "ratio_stats"),
+        (stats["loss/policy_avg"], "pg_loss_stats"),
+        (stats["loss/value_avg"], "vf_loss_stats"),
+        (stats["val/clipfrac_avg"], "vf_clipfrac_stats"),
+        (stats["policy/approxkl_avg"] * share, "approxkl_stats"),
+        (stats["policy/clipfrac_avg"] * share, "pg_clipfrac_stats"),
+        (stats["val/ratio"] * share + 1 - share, "ratio_stats"),
         (entropies.mean(), "entropy_stats"),
     ):
         close(ours, expected[key], atol=LOSS, name=key)
@@ -204,7 +204,7 @@ def test_losses(name):
 
 
 def check_defaults() -> None:
-    """Settings that the original has too, both schedules, and the size of a new head."""
+    """Settings that the original has too, the cosine schedule, and the size of a new head."""
     case = CASES["defaults"]
     sft, reward, ppo, texts = (case["defaults"][f"{name}.py"] for name in ("sft", "reward", "ppo", "tldr_dataset"))
     ours = {name: script.PRESETS["tldr"] for name, script in SCRIPTS.items()}
@@ -215,7 +215,7 @@ def check_defaults() -> None:
         # The published runs had eight processes.
         sizes = ("gradient_accumulation_steps", "local_micro_batch_size")
         assert args.batch_size == 8 * math.prod(theirs[key] for key in sizes)
-    assert ours["sft"].schedule == sft["scheduler"] and ours["reward"].schedule == reward["scheduler"]
+    assert sft["scheduler"] == reward["scheduler"] == "cosine"
     assert (ours["sft"].epochs, sft["warm_up_steps"]) == (sft["num_train_epochs"], 0)
     of_policy = ours["policy"].ppo
     for key in ("cliprange", "cliprange_value", "gamma", "lam", "noptepochs", "vf_coef", "whiten_rewards"):
@@ -233,11 +233,11 @@ def check_defaults() -> None:
     assert summaries["format_str"].format(subreddit="a", title="b", post="c") == posts.format_post("a", "b", "c")
     assert articles["format_str"].format(article="a") == posts.format_article("a")
     for name, rates in case["schedules"].items():
-        schedule, steps = name.split("/")[0], int(name.split("/")[1])
-        found = [models.scheduled_lr(3e-6, schedule, step, steps) for step in range(steps)]
-        expected = rates[:-1] if schedule == "cosine" else rates  # which goes on to 0 after the last step
-        assert found[:3] == pytest.approx(expected[:3], rel=1e-9, abs=0)
-        assert found[-3:] == pytest.approx(expected[-3:], rel=1e-7, abs=0)
+        schedule, steps = name.split("/")
+        if schedule == "cosine":  # the original goes on to 0 after the last step
+            found = [models.cosine_lr(3e-6, step, int(steps)) for step in range(int(steps))]
+            assert found[:3] == pytest.approx(rates[:-1][:3], rel=1e-9, abs=0)
+            assert found[-3:] == pytest.approx(rates[:-1][-3:], rel=1e-7, abs=0)
     sizes = {"n_embd": case["head"]["width"], "n_layer": 1, "n_head": 1, "vocab_size": 2, "n_positions": 2}
     backbone = GPT2Model(GPT2Config(**sizes))
     torch.manual_seed(0)
@@ -510,7 +510,7 @@ def check_policy_run(name: str) -> None:
     update_of = torch.arange(len(rows)) * len(updates) // len(rows)
     masks = torch.stack([~updates[i]["padding_mask"][inds] for i, inds in zip(update_of, rows, strict=True)])
     share = masks.double().mean((1, 2))
-    ratios = of("token_statistics", "ratio") * share + 1 - share
+    ratios = of("token_statistics", "val/ratio") * share + 1 - share
     statistics = {"approxkl": approxkl * share, "pg_clipfrac": clipfracs * share, "ratio": ratios}
     for key, numbers in (statistics | {"vf_clipfrac": value_clipfracs}).items():
         stored = torch.cat([update[f"{key}_stats"].flatten() for update in updates])
@@ -567,7 +567,7 @@ def check_trl_run(name: str) -> None:
     updates = [under(arrays, f"update{i}/") for i in range(case["updates"])]
     run = trl_policy_run(case, arrays)
     check_rollouts(run, updates, arrays["permutations"].long())
-    ratios = of_micro_batches(run, "token_statistics", "ratio", 1)
+    ratios = of_micro_batches(run, "token_statistics", "val/ratio", 1)
     for i, (row, update, expected) in enumerate(zip(run.metrics, updates, case["metrics"], strict=True)):
         share = (~update["padding_mask"]).double().mean().item()
         steps = len(ratios) // len(updates)

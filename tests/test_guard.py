@@ -11,7 +11,7 @@ from runs import metrics_of, only
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf import sample, train_policy, train_reward
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.base.files import write_json
@@ -248,17 +248,6 @@ def test_an_evaluation_after_training(what, request, monkeypatch):
     run = only(Path("runs"), "*")
     assert (run / f"checkpoints/{step}").is_dir() and not Path("models").exists()
     assert not json.loads((run / "meta.json").read_text())["finished"] and not list(run.glob("evaluation*"))
-
-
-def test_scores_of_texts_that_are_compared(policy_args, monkeypatch):
-    """sample.py, which train_both.py ends with."""
-    folder = train_policy.train(policy_args)
-    comparison = sample.Comparison(sample.Args(policy=str(folder)))
-    queries, _ = comparison.task_queries(2)
-    assert len(comparison.rows(queries)) == 2
-    comparison.scorers["gold"] = breaks(comparison.scorers["gold"], 1, spoil_one(math.nan))
-    with pytest.raises(NumericalError, match="the gold of a text by the policy model is nan"):
-        comparison.rows(queries)
 
 
 def test_json_holds_numbers_only():

@@ -84,7 +84,7 @@ def test_what_is_packed(tiny_models, any_width, monkeypatch):
 def test_loaded_models_are_packed_where_a_script_asks_for_it(tiny_models, tmp_path, any_width, architecture):
     """Also their layers, which have another configuration than the model; the one that is saved does not change."""
     tiny_models(architecture).save_pretrained(tmp_path / "model")
-    loaded, tokens = models.load_pretrained(str(tmp_path / "model"), torch.float32), hard_rows()
+    loaded, tokens = train_policy.load_pretrained(str(tmp_path / "model"), torch.float32), hard_rows()
     assert not packing.is_packed(loaded) and "forward" not in vars(loaded.base_model)
     expected = train_policy.read_tokens(loaded, tokens, PAD, slice(None))
     packing.enable(loaded)

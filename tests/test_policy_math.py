@@ -19,7 +19,7 @@ from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import classifier
 from ppo_rlhf.lib.nets.pretrained import read_info, same_logits
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.tldr import models, packing, policy as tldr_policy, responses as tldr_responses
+from ppo_rlhf.tldr import packing, policy as tldr_policy, responses as tldr_responses
 from ppo_rlhf.tldr.models import check_model
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
@@ -413,9 +413,8 @@ CAPPED = {
 }
 
 
-@pytest.mark.parametrize("load", [load_pretrained, models.load_pretrained], ids=["chapter 1", "later"])
 @pytest.mark.parametrize("architecture", CAPPED)
-def test_soft_capped_models_have_the_librarys_logprobs(tmp_path, architecture, load):
+def test_soft_capped_models_have_the_librarys_logprobs(tmp_path, architecture):
     """Sampled and read again, packed or not. Only eager attention of the library caps its logits."""
     model = small_model(architecture, HEADS | {"head_dim": 8} | CAPPED[architecture])
     model.save_pretrained(tmp_path)
@@ -427,7 +426,7 @@ def test_soft_capped_models_have_the_librarys_logprobs(tmp_path, architecture, l
         logits = own(input_ids=torch.cat([contexts, responses], 1)).logits[:, QUERY - 1 : -1, :VOCAB] / TEMPERATURE
         return logits.log_softmax(2).gather(2, responses.unsqueeze(2)).squeeze(2)
 
-    loaded = load(str(tmp_path), torch.float32)
+    loaded = load_pretrained(str(tmp_path), torch.float32)
     for packed in (False, True):
         if packed:
             packing.enable(loaded, share_prefixes=True)

@@ -156,6 +156,5 @@ def test_the_verifier_of_the_page_is_one():
 def test_the_tool_of_the_page_is_one(tmp_path, monkeypatch):
     (tmp_path / "my_tools.py").write_text(code_with("def add"))
     monkeypatch.chdir(tmp_path)
-    tool = tools.load_tool("my_tools:add", "tools.tool", 5.0)
+    tool = tools.load_tool("my_tools:add", "tools.tool")
     assert [tool(call) for call in ("7+5", "1+2+3", "7*5")] == ["12", "6", "error: failed"]
-    tool.close()

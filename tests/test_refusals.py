@@ -113,7 +113,7 @@ NAMES = {
     "experiment above the folder": reward("--exp_name ../up", "--exp_name '../up'", "not a path"),
     "experiment with a very long name": policy(f"--exp_name {'x' * 300}", "xxx", "too long"),
     "owner that the hub would refuse": reward("--hf_entity a/b --upload_model", "--hf_entity", "a/b/train_reward"),
-    "both: one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "two names"),
+    "both: one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "name of its own"),
     "two scorers": policy("--rewards.function rewards:length", "--rewards.trained_model", "--rewards.function"),
     "no scorer": policy("--rewards.trained_model '' --preset cnndm", "models/ has no reward model", "cnndm"),
     "both: experiment with a very long name": both(
@@ -257,33 +257,6 @@ REWARD_MODELS = {
     "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),
 }
 
-# ---- Judges of train_both.py: all that is wrong with one is said before the first of two trainings ---------------
-
-
-def copied(model: str, *damages: Damage) -> Damage:
-    """A judge that is like a model, but for this."""
-    return all_of(lambda folder: shutil.copytree(folder / model, folder / "judge"), *damages)
-
-
-def bad_judge(damage: Damage, *words: str, arguments: str = "") -> Row:
-    return both(f"--judge judge {arguments}", "judge", *words, damage=damage)
-
-
-# A classifier from elsewhere is what ours is without what only ours has.
-FROM_ELSEWHERE = (remove("judge/ppo_rlhf.json"), remove("judge/reward_head.safetensors"))
-JUDGES = {
-    "not there": both("--judge nowhere", "--judge nowhere is no reward model"),
-    "a policy": bad_judge(copied("policy"), "--judge judge is no reward model"),
-    "a critic": bad_judge(copied("reward", edit("judge/ppo_rlhf.json", "kind", to="critic")), "be a reward model"),
-    "another vocabulary": bad_judge(copied("reward", other_words("judge")), "that of model", "the same kind"),
-    "too short": bad_judge(copied("reward", edit("judge/config.json", "n_positions", to=40)), "40 tokens", "are 48"),
-    "without a head": bad_judge(copied("reward", remove("judge/reward_head.safetensors")), "reward_head.safetensors"),
-    "no tokenizer": bad_judge(
-        copied("reward", *(remove(f"judge/{name}") for name in ("tokenizer.json", "tokenizer_config.json"))), "token"
-    ),
-    "from elsewhere": bad_judge(copied("reward", *FROM_ELSEWHERE), "no reward model that was trained here"),
-}
-
 # ---- Functions in place of a reward model ----------------------------------------------------------------------
 
 
@@ -354,7 +327,7 @@ RUNS = {
         "rewards.adaptive_kl.target 6.0 -> None would make it another run",
         *("only these may change", "ppo.total_episodes", "ppo.local_micro_batch_size", "track", "save_interval"),
     ),
-    "both: another learning rate": resumed_both("--reward.lr 0.5", "reward.lr 0.001 -> 0.5"),
+    "both: another learning rate": resumed_both("--reward.lr 0.5", "--reward.lr", "its own script"),
     "fewer episodes than it has made": resumed_policy(
         "--ppo.total_episodes 16", "1 updates", "this run has made 2", "--ppo.total_episodes 32 is enough"
     ),
@@ -408,14 +381,13 @@ SAMPLES = {
     "empty prompt, and rows to write over": sample("--prompt '' --out labels.json", "--prompt", "at least one token"),
     "base model too short": sample("", "model", "40 tokens", damage=fewer_positions("model", 40)),
     "base model of another vocabulary": sample(
-        "", "--base_model model", "that of policy", "the same kind of model", damage=other_words("model")
+        "", "the base model model", "that of policy", "the same kind of model", damage=other_words("model")
     ),
-    "a function of nobody's": sample("", "boxed", "--trust_remote_code", damage=edit(INFO, "function", to="boxed")),
+    "a function of nobody's": sample("", "m:f", "--trust_remote_code", damage=edit(INFO, "function", to="m:f")),
     "no such reward model": sample("--reward_model nowhere", "nowhere is no reward model"),
-    "reward model is a policy": sample("--reward_model policy", "policy is a policy; it must be a reward model"),
+    "reward model is a policy": sample("--reward_model policy", "--reward_model policy is no reward model"),
     "reward model of other words": sample("", "--reward_model reward", "'a'", damage=other_words("reward")),
     "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
-    "no such texts": sample("--query_dataset no.txt", "--query_dataset no.txt"),
     "cut ppo_rlhf.json": sample("", "policy", damage=cut(INFO)),
     "task in ppo_rlhf.json lacks a field": sample(
         "", INFO, "response_length", damage=edit(INFO, "task", "response_length")
@@ -445,7 +417,7 @@ CHAPTER_2 = {
     "policy: two processes": summary_policy(
         "--ppo.batch_size 14 --ppo.nminibatches 2", "4 (processes", "--ppo.batch_size 16", processes=2
     ),
-    "all: the same name twice": all_three("--sft.exp_name x --policy.exp_name x", "exp_name", "three names"),
+    "all: the same name twice": all_three("--sft.exp_name x --policy.exp_name x", "--sft.exp_name", "its own"),
     # what the stages share
     "all: seed of one stage": all_three("--sft.seed 2", "--sft.seed", "give --seed"),
     "all: base model of one stage": all_three("--reward.base_model=sft", "--reward.base_model", "give --base_model"),
@@ -574,13 +546,9 @@ RLVR = {
     "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
 }
 ASYNC = {
-    "--rejection token --rejection_low 1.5": "--rejection_low 1.5 and --rejection_high 2.0 must have 1 between them",
-    "--rejection token --rejection_high 1": "and 0.0001 on either side for rounding; 0.5 and 2.0 would do",
-    "--rejection_low 0.4": "--rejection_low 0.4 does nothing with --rejection none; leave it at 0.5",
-    "--rejection_high 3": "--rejection_high 3.0 does nothing with --rejection none; leave it at 2.0",
+    "--rejection_low 0.4": "--rejection_low 0.4 does nothing with --correction decoupled and --rejection none",
     "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
-    "--correction bypass --ppo.loss reinforce --correction_normalised": "does nothing with --correction bypass",
-    "--staleness 0 --correction_level sequence": "--correction_level sequence does nothing with --correction none",
+    "--staleness 0 --correction_cap 3": "--correction_cap 3.0 does nothing with --correction none",
     "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 2 --ppo.filter_groups --staleness 1": (
         "--ppo.filter_groups goes with --staleness 0"
     ),
@@ -597,7 +565,6 @@ KINDS = {
     "texts": TEXTS,
     "models": MODELS,
     "reward models": REWARD_MODELS,
-    "judges": JUDGES,
     "functions": FUNCTIONS,
     "runs": RUNS,
     "environment": ENVIRONMENT,

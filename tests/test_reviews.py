@@ -329,8 +329,9 @@ def test_a_plain_post_needs_a_query(tmp_path, tiny_tokenizer, row, said):
 
 
 def test_a_prompt_of_sample_is_a_plain_query(tiny_tokenizer):
-    texts = sample.Summaries(dataclasses.asdict(PLAIN), tiny_tokenizer, "")
-    assert texts.query("ab ") == [0, 1, 27]
+    ids = posts.task_ids(PLAIN, tiny_tokenizer)
+    (query,) = sample.read_queries(PLAIN, ids, tiny_tokenizer, prompts=["ab "])
+    assert query.context == [0, 1, 27]
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------
@@ -338,8 +339,7 @@ def test_a_prompt_of_sample_is_a_plain_query(tiny_tokenizer):
 TINY = {
     "sft": "--sft.num_train 16 --sft.batch_size 8 --sft.lr 0.01 --sft.eval_posts 4",
     "reward": "--reward.num_train 16 --reward.batch_size 8 --reward.normalize_posts 8",
-    "policy": "--policy.ppo.total_episodes 16 --policy.ppo.batch_size 8 --policy.eval_posts 4 "
-    "--policy.eval_prompts 4 --policy.lora.rank 2",
+    "policy": "--policy.ppo.total_episodes 16 --policy.ppo.batch_size 8 --policy.eval_posts 4 --policy.lora.rank 2",
 }
 
 

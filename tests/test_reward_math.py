@@ -15,8 +15,8 @@ from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.data.label_files import Labels
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.nets.pretrained import load_tokenizer, vocabulary_size
-from ppo_rlhf.tldr.models import load_pretrained, load_reward_model
-from ppo_rlhf.tldr.packing import few_rows_at_a_time
+from ppo_rlhf.tldr.models import load_reward_model
+from ppo_rlhf.train_policy import few_rows_at_a_time, load_pretrained
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     RewardModel,

@@ -1,4 +1,4 @@
-"""Rollouts apart from the learner: the same numbers whatever becomes of the workers; corrections; what goes wrong.
+"""Rollouts apart from the learner: the same numbers, also if a worker dies; corrections; what goes wrong.
 
 Runs share one Ray cluster. They are compared bit for bit, in float32, with the synchronous script and with a slow
 version of staleness, in this process, which keeps a copy of the policy for every version.
@@ -6,13 +6,10 @@ version of staleness, in this process, which keeps a copy of the policy for ever
 
 import copy
 import dataclasses
-import itertools
 import math
 import os
 import signal
-import socket
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,20 +17,26 @@ import numpy as np
 import pytest
 import torch
 from oracles import on_processes, slow_gae, slow_whiten
-from processes import Launched, launch_together
+from processes import launch_together
 from runs import explained_metrics, metrics_of, only
-from test_engine_vllm import FAKE
 from test_rlvr_math import ALONE, numbers, rollout_of
 from test_rlvr_runs import LETTERS, sums_arguments
+from test_vllm_sampler import FAKE
 from torch.testing import assert_close
 
 from ppo_rlhf.lib.base import checkpoints
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, plots, traces
 from ppo_rlhf.report import derivation, page
-from ppo_rlhf.rlvr import asynchronous as rlvr_async, engine, episodes as rlvr_episodes, policy as rlvr_policy
-from ppo_rlhf.rlvr.asynchronous import Args, Workers, correct
-from ppo_rlhf.tldr import responses as tldr_responses
+from ppo_rlhf.rlvr import (
+    asynchronous as rlvr_async,
+    episodes as rlvr_episodes,
+    policy as rlvr_policy,
+    problems,
+    samplers,
+)
+from ppo_rlhf.rlvr.asynchronous import Args, correct
+from ppo_rlhf.tldr import models, responses as tldr_responses
 
 ray = pytest.importorskip("ray")
 
@@ -51,7 +54,8 @@ OLDER = [*DOUBLE, "--staleness", "2", "--correction", "none"]
 def cluster():
     """Ray on this machine, which the runs of this file find."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # other processes have no token
-    os.environ |= {"RAY_worker_niceness": "0"}  # else a busy machine starves workers: any other process goes first
+    # Workers find the stand-in for vLLM, and a busy machine does not starve them: any other process would go first.
+    os.environ |= {"PYTHONPATH": FAKE, "RAY_worker_niceness": "0"}
     options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find this file
     ray.init(address="local", num_cpus=4, object_store_memory=80 * 2**20, **options)
@@ -93,19 +97,42 @@ def check_equal(folder: Path, expected: Path) -> None:
             assert only(folder, f"models/*/{name}/{file.name}").read_bytes() == file.read_bytes()
 
 
-class Kept(engine.BuiltIn):
-    """An engine whose process serves run after run; it may be told to die in one of them by kill -9."""
+class Kept(samplers.TorchSampler):
+    def begin(self, *arguments):
+        samplers.TorchSampler.__init__(self, *arguments)
 
-    def begin(self, spec):
-        engine.BuiltIn.__init__(self, spec)
 
-    def die(self, calls, place):
-        """Of the processes that are told so, the first that is asked for so many pieces dies in the middle of it."""
-        self.calls, self.place, self.tokens = calls, place, 0
+@pytest.fixture(scope="module")
+def spare() -> list:
+    """The worker that the last run has left."""
+    return []
+
+
+@pytest.fixture
+def kept(cluster, spare, monkeypatch):
+    """A process that samples for run after run: PyTorch takes longer to import than a run."""
+
+    def start_or_take(library, setup):
+        if spare:
+            ray.get(spare[0].begin.remote(setup.args, setup.ids, torch.get_num_threads()))
+        else:
+            spare.extend(start(library, setup))
+        return spare
+
+    start = rlvr_async.start_workers
+    monkeypatch.setattr(samplers, "TorchSampler", Kept)
+    monkeypatch.setattr(rlvr_async, "start_workers", start_or_take)
+
+
+class Dies(samplers.TorchSampler):
+    """The first process that is asked for a fifth piece dies in the middle of it, by kill -9."""
+
+    place = ""  # a file that says that one has died
+    calls = tokens = 0
 
     def sample(self, **piece):
-        self.calls -= 1
-        if self.calls == 0 and not os.path.exists(self.place):
+        self.calls += 1
+        if self.calls == 5 and not os.path.exists(self.place):
             open(self.place, "w").close()
             read = self.model.base_model.forward
 
@@ -116,38 +143,7 @@ class Kept(engine.BuiltIn):
                 return read(*arguments, **options)
 
             self.model.base_model.forward = read_a_little
-        return engine.BuiltIn.sample(self, **piece)
-
-
-@pytest.fixture(scope="module")
-def spare() -> list:
-    """Workers that the last run has left."""
-    return []
-
-
-@pytest.fixture
-def kept(cluster, spare, monkeypatch):
-    """Processes of workers, from run to run: PyTorch takes longer to import than a run. `dies`: see Kept.die."""
-    start, told = Workers.start, SimpleNamespace(dies=(0, ""))
-
-    def start_or_take(workers):
-        if spare:
-            workers.actors.append(spare.pop())
-            ray.get(workers.actors[-1].begin.remote(workers.spec))
-            worker = rlvr_async.Worker(actor=workers.actors[-1])
-        else:
-            worker = start(workers)
-        worker.actor.die.remote(*told.dies)
-        return worker
-
-    def keep(workers):
-        workers.threads.shutdown()
-        spare.extend(worker.actor for _ in range(workers.free.qsize()) if (worker := workers.free.get()))
-
-    monkeypatch.setattr(engine, "BuiltIn", Kept)
-    monkeypatch.setattr(Workers, "start", start_or_take)
-    monkeypatch.setattr(Workers, "close", keep)
-    return told
+        return samplers.TorchSampler.sample(self, **piece)
 
 
 # ---- The same numbers ------------------------------------------------------------------------------------------
@@ -190,13 +186,14 @@ def two_updates_late(tiny_sums, tmp_path_factory):
 
 
 def test_a_batch_is_sampled_by_the_weights_of_two_updates_before(
-    kept, two_updates_late, tiny_sums, monkeypatch, tmp_path, capfd
+    cluster, two_updates_late, tiny_sums, monkeypatch, tmp_path
 ):
     """By two workers, of which one dies."""
-    monkeypatch.setattr(kept, "dies", (5, str(tmp_path / "died")))
+    monkeypatch.setattr(Dies, "place", str(tmp_path / "died"))
+    monkeypatch.setattr(samplers, "TorchSampler", Dies)
     folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *OLDER, "--workers", "2")
     check_equal(folder, two_updates_late)
-    assert (tmp_path / "died").exists() and "a worker is lost" in capfd.readouterr().out
+    assert (tmp_path / "died").exists()
     rows = numbers_of(folder)
     assert (
         [row["async/staleness_max"] for row in rows] == [0, 1, 2, 2] == [row["async/staleness_mean"] for row in rows]
@@ -211,7 +208,9 @@ def test_a_resumed_learner_trains_on_what_the_old_weights_sample(kept, two_updat
     check_equal(train_by(rlvr_async, tiny_sums, folder, "--ppo.total_episodes", "64"), two_updates_late)
 
 
-def test_a_score_that_fails_costs_no_update_and_no_version(kept, two_updates_late, tiny_sums, monkeypatch, tmp_path):
+def test_a_score_that_fails_costs_no_update_and_no_version(
+    cluster, two_updates_late, tiny_sums, monkeypatch, tmp_path
+):
     """It fails when the third update's batch is sampled already, by old weights that the fourth doesn't need."""
     calls = iter(range(100))
 
@@ -335,12 +334,10 @@ def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
     assert any(0 < row["async/masked_share"] < 1 for row in numbers_of(one_learner))
 
 
-def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, tmp_path):
-    """A stand-in for vLLM. test_engine_vllm.py has those that are refused."""
-    interpreter = tmp_path / "python"
-    interpreter.touch(0o755)
-    interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={FAKE} exec {sys.executable} "$@"\n')
-    words = ["--engine", "vllm", "--vllm_python", str(interpreter), "--staleness", "0", "--ppo.total_episodes", "32"]
+def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, monkeypatch, tmp_path):
+    """A stand-in for vLLM. test_vllm_sampler.py has what it is asked."""
+    words = ["--engine", "vllm", "--staleness", "0", "--ppo.total_episodes", "32"]
+    monkeypatch.syspath_prepend(FAKE)
     rows = numbers_of(train_by(rlvr_async, tiny_sums, tmp_path / "run", *words))
     assert len(rows) == 2  # the second by weights that were sent anew
     for row in rows:
@@ -348,242 +345,81 @@ def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, 
         assert row["async/weight_mean"] == pytest.approx(1, abs=1e-4)
 
 
-# ---- Workers that are lost, hang, or are others ----------------------------------------------------------------
+# ---- What goes wrong -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def workers_of(cluster, monkeypatch):
-    """A function that makes workers of an engine which has no model, and so starts quickly."""
-    monkeypatch.setattr(engine, "Spec", lambda **_: None)
-    made = []
+class HasNoHouse:
+    def __init__(self):
+        raise InputError("there is no house")
 
-    def make(light: type, workers: int = 1, **settings) -> Workers:
-        monkeypatch.setattr(engine, "BuiltIn", light)
-        args = Args(base_model="nowhere", workers=workers, gpus_per_worker=0, **settings)
-        accelerator = SimpleNamespace(device=torch.device("cpu"))
-        made.append(
-            Workers(SimpleNamespace(args=args, ids=SimpleNamespace(pad=9, stops=(8,)), accelerator=accelerator), ray)
-        )
-        return made[-1]
-
-    yield make
-    for workers in made:
-        workers.close()
+    def sample(self):
+        pass
 
 
-OURS = engine.description()
+class AlwaysDies:
+    def sample(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def light_engine(told: dict[str, str], **methods) -> type:
-    """Engines that say which weights they were given, and what they were asked for."""
-
-    class Light:
-        def __init__(self, spec):
-            self.loaded = []
-
-        def describe(self):
-            return told
-
-        def load(self, weights, version):
-            self.loaded.append((weights["w"], version))
-
-        def sample(self, prompts, n, noise, temperature, version):
-            return int(prompts[0]), version, self.loaded
-
-    for name, method in methods.items():
-        setattr(Light, name, method)
-    return Light
+class HasNoPaper:
+    def sample(self):
+        raise ValueError("there is no paper")
 
 
-def ask(workers: Workers, number: int, version: int, weight: float):
-    weights = ray.put({"w": weight})
-    piece = {"prompts": np.array([number]), "n": 1, "noise": np.zeros((1, 1)), "temperature": 1.0}
-    return workers.ask(weights, piece | {"version": version})
+@pytest.mark.parametrize(
+    ("worker", "error", "words"),
+    [
+        (HasNoHouse, InputError, "^sampling has failed: .*there is no house$"),
+        (AlwaysDies, InputError, "^sampling has failed: [^\n]*$"),
+        (HasNoPaper, ray.exceptions.RayTaskError, "there is no paper"),  # a fault of ours, with its traceback
+    ],
+)
+def test_what_no_new_worker_could_mend_ends_the_run(cluster, worker, error, words):
+    actor = ray.remote(**rlvr_async.REPLACED)(worker).remote()
+    sampler = SimpleNamespace(ray=ray, asked={3: [[[actor.sample.remote()]]]})
+    with pytest.raises(error, match=words):
+        rlvr_async.SamplerAhead.wait(sampler, 3)
 
 
-def test_pieces_come_in_order_each_from_its_version(workers_of):
-    workers = workers_of(light_engine(OURS))
-    pieces = [ask(workers, number, version, version / 2) for number, version in enumerate([0, 0, 1, 0, 3])]
-    found = [piece.result(60) for piece in pieces]
-    assert [piece[:2] for piece in found] == [(0, 0), (1, 0), (2, 1), (3, 0), (4, 3)]
-    assert found[-1][2] == [(0.0, 0), (0.5, 1), (0.0, 0), (1.5, 3)]  # loaded only where it is another
-
-
-@pytest.mark.parametrize("way", ["hangs", "dies"])
-def test_the_piece_of_a_lost_worker_is_sampled_again_by_the_weights_that_it_had(
-    workers_of, monkeypatch, tmp_path, way
-):
-    def sample(self, prompts, n, noise, temperature, version):
-        if int(prompts[0]) == 2 and not (tmp_path / "gone").exists():
-            (tmp_path / "gone").touch()
-            time.sleep(1_000) if way == "hangs" else os.kill(os.getpid(), signal.SIGKILL)
-        return int(prompts[0]), version, self.loaded
-
-    calls = itertools.count(1)
-
-    def limit(workers):
-        """Short for the one call that never ends, once it is under way: describe, load and two samples come first."""
-        if next(calls) != 5 or way == "dies":
-            return 600.0
-        while not (tmp_path / "gone").exists():
-            time.sleep(0.02)
-        return 0.1
-
-    monkeypatch.setattr(Workers, "time_out", property(limit, lambda *_: None), raising=False)
-    workers = workers_of(light_engine(OURS, sample=sample))
-    pieces = [ask(workers, number, 4, 0.25) for number in range(4)]
-    assert [piece.result(300) for piece in pieces] == [(number, 4, [(0.25, 4)]) for number in range(4)]
-    assert workers.lost == 1
-
-
-def dies(self, prompts, n, noise, temperature, version):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def finds_no_paper(self, prompts, n, noise, temperature, version):
-    raise InputError("there is no paper")
-
-
-def finds_no_house(self, spec):
-    raise InputError("there is no house")
-
-
-TROUBLE = {
-    "a piece of a batch has cost 5 workers": {"sample": dies},
-    "a worker says: there is no paper": {"sample": finds_no_paper},
-    "a worker cannot start: there is no house": {"__init__": finds_no_house},
-    "has torch 0.1, the learner": {"describe": lambda _: OURS | {"torch": "0.1"}},
-    "has ppo_rlhf 123, the learner": {"describe": lambda _: OURS | {"ppo_rlhf": "123"}},
-}
-
-
-@pytest.mark.parametrize("words", TROUBLE)
-def test_what_no_other_worker_could_mend_ends_in_one_line(workers_of, words):
-    workers = workers_of(light_engine(OURS, **TROUBLE[words]))
-    with pytest.raises(InputError) as caught:
-        ask(workers, 0, 0, 1.0).result(300)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_rays_own_troubles_end_in_one_line(monkeypatch):
-    there = ray.exceptions
-    for error, words in {
-        there.ObjectStoreFullError("no\nroom"): "Ray's object store has no room for the weights",
-        there.OutOfDiskError("no\nroom"): "Ray's object store has no room for the weights",
-        there.RaySystemError("gone\nfar"): "Ray is gone: ",
-    }.items():
-        with pytest.raises(InputError, match=words) as caught, rlvr_async.ray_errors(ray):
-            raise error
-        assert "\n" not in str(caught.value)
+def test_without_ray_or_its_cluster_a_run_ends_in_one_line(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    for problem in (ConnectionError("nobody\nthere"), RuntimeError("Version mismatch"), ValueError("no address")):
+    for problem in (ConnectionError("nobody is there"), RuntimeError("Version mismatch"), ValueError("no address")):
         monkeypatch.setattr(ray, "init", lambda problem=problem, **_: exec("raise problem", {"problem": problem}))
-        words = f"--ray_address far: {str(problem).split()[0]}"
-        with pytest.raises(InputError, match=words), rlvr_async.connected(Args(ray_address="far")):
-            pass
+        with pytest.raises(InputError, match=f"^--ray_address far: {problem}$"):
+            rlvr_async.connect(Args(ray_address="far"))
     monkeypatch.setitem(sys.modules, "ray", None)
-    words = r"needs Ray: pip install -e '.\[async\]'"
-    with pytest.raises(InputError, match=words), rlvr_async.connected(Args()):
-        pass
+    with pytest.raises(InputError, match=r"needs Ray: pip install -e '.\[async\]'"):
+        rlvr_async.connect(Args())
 
 
-@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://localhost:{}", "127.0.0.1:7{}"])
-def test_an_address_where_nothing_listens_ends_in_one_line_at_once(monkeypatch, form):
-    """Ray itself would try for twelve minutes. The third one is no port."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = form.format(listening.getsockname()[1])
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was asked"))
-    with pytest.raises(InputError) as caught, rlvr_async.connected(Args(ray_address=address)):
-        pass
-    line = str(caught.value)
-    assert line.startswith(f"--ray_address {address}: ") and "`ray start --head`" in line and "\n" not in line
-
-
-RAY = """
-import pathlib, signal, sys, threading, time
-
-def is_initialized():
-    return False
-
-def init(**_):  # as Ray's does, if it is called in the main thread
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
-    print("starts", flush=True)
-    time.sleep(0.5)
-    print("has started", flush=True)
-
-def shutdown():
-    print("is ended", flush=True)
-"""
-CONNECTS = """
-import sys, threading, time
-sys.path.insert(0, "")
-start = threading.Thread.start  # it takes a while, so that the signal comes before it returns
-threading.Thread.start = lambda thread: (start(thread), time.sleep(0.2))
-from ppo_rlhf.rlvr import asynchronous as rlvr_async
-from ppo_rlhf.lib.base import errors
-
-def main():
-    with rlvr_async.connected(rlvr_async.Args()):
-        time.sleep(1_000)
-
-errors.run_script(main)
-"""
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_while_ray_starts_ends_the_run_in_order(tmp_path, number, status):
-    (tmp_path / "ray.py").write_text(RAY)
-    (tmp_path / "connects.py").write_text(CONNECTS)
-    launched = Launched(tmp_path / "connects.py", folder=tmp_path)
-    while "starts" not in launched.stdout() and launched.process.is_alive():
-        time.sleep(0.02)
-    os.kill(launched.process.pid, number)
-    result = launched.wait(60)
-    assert result.status == status, result
-    said = {"stopped by SIGTERM": result.stdout, "error: interrupted": result.stderr}
-    assert [words for words in said if words in said[words]] == [list(said)[status > 0]]
-    assert result.stdout.startswith("starts\nhas started\nis ended\n")
-
-
-@pytest.mark.parametrize(("staleness", "workers", "crowded"), [(0, 1, False), (1, 1, True), (0, 2, True)])
-def test_more_threads_than_cores_are_said(monkeypatch, capsys, staleness, workers, crowded):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    rlvr_async.check_arguments(Args(staleness=staleness, workers=workers))
-    said, words = (
-        capsys.readouterr().out,
-        "2 processes of 2 threads each share 2 cores and slow each other down; PPO_",
-    )
-    assert (f"{words}RLHF_THREADS=1" in said) == ("slow each other down" in said) == crowded
-
-
-def test_an_engine_takes_whole_weights_and_samples_by_no_others(tiny_sums):
-    model = checkpoints.trained_parameters(engine.models.load_base_model(Args(base_model=f"{tiny_sums}/model")))
+def test_a_sampler_takes_whole_weights_and_samples_by_no_others(tiny_sums):
+    args = Args(base_model=f"{tiny_sums}/model", dtype="float32")
+    model = checkpoints.trained_parameters(models.load_base_model(args))
     weights = {name: parameter.detach().numpy() for name, parameter in model.items()}
-    built_in = engine.BuiltIn(engine.Spec(base_model=f"{tiny_sums}/model", dtype="float32", pad=30, stops=(0,)))
-    prompts, noise = np.full((2, 3), 5), np.random.default_rng(0).random((4, 6))
-    with pytest.raises(RuntimeError, match="version 0 of the weights is asked for, but version -1 is loaded"):
-        built_in.sample(prompts, 2, noise, 1.0, 0)
+    sampler = samplers.TorchSampler(args, problems.TaskIds(pad=30, stops=(0,)), threads=1)
+    piece = {"prompts": np.full((2, 3), 5), "n": 2, "noise": np.random.default_rng(0).random((4, 6))}
     first, *_ = weights
-    for wrong, words in (
-        ({name: x for name, x in weights.items() if name != first}, f"{first} is missing"),
-        (weights | {"module.x": weights[first]}, "module.x is unexpected"),
-        (weights | {first: weights[first][:1]}, f"{first} was sent in the shape"),
+    for wrong in (
+        {name: x for name, x in weights.items() if name != first},
+        weights | {"module.x": weights[first]},
+        weights | {first: weights[first][:1]},
     ):
-        with pytest.raises(RuntimeError, match=words):
-            built_in.load(wrong, 0)
+        with pytest.raises(RuntimeError, match=f"are not the model's: see .*({first}|module.x)"):
+            sampler.sample(wrong, 0, **piece, temperature=1.0)
     found = []
     for version, scale in ((0, 1.0), (1, 3.0), (2, 1.0)):
-        built_in.load({name: scale * x for name, x in weights.items()}, version)
-        found.append(built_in.sample(prompts, 2, noise, 1.0, version))
-        assert (found[-1].versions == version).all() and found[-1].versions.shape == (4, 2)
-        assert (found[-1].finished == (found[-1].responses == 0).any(1)).all()
-    assert (found[0].logprobs != found[1].logprobs).any()
-    assert all((one == other).all() for one, other in zip(found[0][:3], found[2][:3], strict=True))
+        scaled = {name: scale * x for name, x in weights.items()}
+        found.append(sampler.sample(scaled, version, **piece, temperature=1.0))
+    assert (found[0][1] != found[1][1]).any()
+    assert all((one == other).all() for one, other in zip(found[0], found[2], strict=True))
+
+
+def test_a_sampler_must_find_the_learners_log_probs():
+    for dtype, gap in (("float32", 9e-4), ("bfloat16", 0.04)):
+        rlvr_async.check_gap(gap, dtype)
+        for wrong in (4 * gap, float("nan")):
+            with pytest.raises(InputError, match="computes other log-probs than the learner"):
+                rlvr_async.check_gap(wrong, dtype)
 
 
 # ---- Corrections -----------------------------------------------------------------------------------------------
@@ -608,15 +444,6 @@ def args_of(**settings) -> Args:
     [
         ({}, [[0.25, 1, 2], [1, 1, 1], [2, 2, 0]]),
         ({"correction_cap": 3.5}, [[0.25, 1, 3], [1, 1, 1], [3.5, 3.5, 0]]),
-        ({"correction_level": "sequence"}, [[0.75] * 3, [1] * 3, [2, 2, 0]]),
-        (
-            {"correction_normalised": True},
-            [[x * 8 / 10.25 for x in row] for row in [[0.25, 1, 2], [1] * 3, [2, 2, 0]]],
-        ),
-        (
-            {"correction_level": "sequence", "correction_normalised": True},
-            [[0.6] * 3, [0.8] * 3, [1.6, 1.6, 0]],  # of 0.75, 1 and 2, whose mean is 1.25
-        ),
     ],
 )
 def test_weights_of_decoupled_ppo(settings, weights):
@@ -645,12 +472,11 @@ def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word
     bypass = correct(batch, args_of(correction="bypass"), 5, ALONE)
     assert bypass.weights is bypass.reweigh is None and bypass.episodes.logprobs is batch.sampler_logprobs
     # The loss reinforce has no ratio; its weights are those of the newest policy, here twice as likely as prox.
-    for level, expected in {"token": [0.5, 2, 4], "sequence": [4] * 3}.items():
-        settings = {"correction_level": level, "correction_cap": 4.0, "ppo": rlvr_policy.PpoArgs(loss="reinforce")}
-        bypass = correct(batch, args_of(correction="bypass", **settings), 5, ALONE)
-        assert bypass.episodes.logprobs is batch.sampler_logprobs and bypass.weights is None
-        twice_as_likely = bypass.reweigh(batch.logprobs + math.log(2), bypass.episodes)
-        assert twice_as_likely[0].tolist() == pytest.approx(expected)
+    ppo = rlvr_policy.PpoArgs(loss="reinforce")
+    bypass = correct(batch, args_of(correction="bypass", correction_cap=4.0, ppo=ppo), 5, ALONE)
+    assert bypass.episodes.logprobs is batch.sampler_logprobs and bypass.weights is None
+    twice_as_likely = bypass.reweigh(batch.logprobs + math.log(2), bypass.episodes)
+    assert twice_as_likely[0].tolist() == pytest.approx([0.5, 2, 4])
     assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE).weights is not None
 
 
@@ -701,18 +527,16 @@ def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_
         assert_close(advantages, (totals - mean).unsqueeze(1).expand(3, 3).masked_fill(~expected, 0))
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing(normalised):
+def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing():
     batch = dataclasses.replace(stale_batch(), mask=torch.zeros_like(LIVE), loss_mask=torch.zeros_like(LIVE))
-    args = args_of(correction_normalised=normalised, rejection="token")
-    correction = correct(batch, args, 5, ALONE)
+    correction = correct(batch, args_of(rejection="token"), 5, ALONE)
     assert not correction.episodes.loss_mask.any() and not correction.weights.any()
     numbers = {name: value for name, value in correction.metrics.items() if "staleness" not in name}
     assert len(numbers) == 12 and set(numbers.values()) == {0.0}
 
 
 def test_processes_find_the_same_weights_of_the_whole_batch():
-    batch, settings = stale_batch(), {"correction_normalised": True, "rejection": "token"}
+    batch, settings = stale_batch(), {"rejection": "token"}
     batch = dataclasses.replace(batch, **{n: torch.cat([t, t[:1]]) for n, t in batch.tensors().items()})
     whole = correct(batch, args_of(**settings), 5, ALONE)
 

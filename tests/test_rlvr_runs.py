@@ -529,11 +529,11 @@ def test_the_likeliest_solutions_are_those_of_the_evaluation(ppo_run, monkeypatc
     folder, _ = ppo_run
     solved = rows_of(only(folder, "runs/*") / "evaluation.jsonl")
     rows = sampled(folder, monkeypatch, n=8, temperature=0.0)
-    names = {"query": "prompt", "answer": "answer", "policy": "response", "policy right": "letters:letters"}
+    names = {"query": "prompt", "reference": "answer", "policy": "response", "policy score": "letters:letters"}
     assert len(rows) == 8
     for row, expected in zip(rows, solved, strict=True):
         assert {name: row[name] for name in names} == {name: expected[of_run] for name, of_run in names.items()}
-    assert {row["policy right"] for row in rows} == {0.0, 1.0}
+    assert {row["policy score"] for row in rows} == {0.0, 1.0}
 
 
 @torch.no_grad()
@@ -576,7 +576,7 @@ def test_solutions_are_sampled_at_the_temperature_of_the_run(ppo_run, tiny_sums,
         for name, network in networks.items():
             response = solve_slowly(network.float(), prompt, uniforms, tokenizer.eos_token_id, 0.7)
             text = tokenizer.decode(response, skip_special_tokens=True)
-            assert (row[name], row[f"{name} right"]) == (text, sum(map(str.isalpha, text)) % 2)
+            assert (row[name], row[f"{name} score"]) == (text, sum(map(str.isalpha, text)) % 2)
             kl = [text_logprob(one.float(), prompt, response, 0.7) for one in networks.values()]
         assert row["kl"] == pytest.approx(kl[1] - kl[0], abs=1e-4)
 
@@ -590,21 +590,13 @@ def test_a_question_becomes_the_prompt_of_the_run(tiny_qwen, tmp_path):
     info |= {"function": "gsm8k_strict", "monitor": "", "reward_model": ""}
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
     comparison = sample.Comparison(sample.Args(policy=str(policy)))
-    (tokens,) = comparison.prompt_queries(("1+1?",)).tolist()
+    (query,) = comparison.queries(prompts=["1+1?"])
     message = {"role": "user", "content": "1+1?" + task.prompt_suffix}
     chat = AutoTokenizer.from_pretrained(tiny_qwen).apply_chat_template([message], add_generation_prompt=True)
-    assert [token for token in tokens if token != comparison.pad_id] == chat["input_ids"]
-    assert comparison.texts.ids.stops == (256, 258)  # those of the model's generation config
+    assert query.context == chat["input_ids"]
+    assert comparison.ids.stops == (256, 258)  # those of the model's generation config
     (row,) = sample.sample(sample.Args(policy=str(policy), prompt=("1+1?",)))
     assert set(row) == {"query", "base", "policy", "base log-prob", "policy log-prob", "kl"} and row["kl"] == 0
-    mine = [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(3)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
-    rows = sample.sample(sample.Args(policy=str(policy), query_dataset=str(tmp_path / "mine.jsonl")))
-    assert [(row["answer"], row["policy right"]) for row in rows] == [("0", 0), ("2", 0), ("4", 0)]
-    with pytest.raises(InputError, match=r"--prompt: a prompt of \d+ tokens; the policy's task has at most 160"):
-        sample.sample(sample.Args(policy=str(policy), prompt=("1+1?" * 30,)))
-    with pytest.raises(InputError, match="--query_dataset nowhere"):
-        sample.sample(sample.Args(policy=str(policy), query_dataset="nowhere"))
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------

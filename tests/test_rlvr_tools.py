@@ -154,9 +154,10 @@ def test_conversations_made_by_hand(monkeypatch, tiny_models):
     assert called == [[7, END], [6, END], [8, END], [5, 5, 5, 5, 5, 9, END], [6, END]]
 
 
-def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools):
-    """At most max_calls, not the tool's own text, and not a call in the last place."""
-    setup = setup_with(tiny_tools, max_calls=2)
+def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools, monkeypatch):
+    """At most MAX_CALLS, not the tool's own text, and not a call in the last place."""
+    monkeypatch.setattr(tools, "MAX_CALLS", 2)
+    setup = setup_with(tiny_tools)
     (end,) = setup.tokenizer.encode("]")
     responses = torch.tensor([[end, 3, end, 5, end], [3, end, end, 5, 6], [3, 4, 5, 6, end], [end, 4, end, end, 6]])
     from_tool = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
@@ -198,7 +199,7 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
     assert one[-1] == ids[0] and talk.answer(one) == tokenizer.encode("12")
     error = talk.answer(own[2])
     assert tokenizer.decode(error) == "error: failed" or tokenizer.decode(error) == "7"
-    tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)
+    tool = tools.load_tool(args.tools.tool, "tools.tool")
     sampler, draw = rlvr_tools.sampler_with_tool(setup, actor_critic, tool), rlvr_policy.draw_problems(setup, 0, 0)
     with actor_critic.sampling():
         samples = sampler.sample(draw)
@@ -357,9 +358,9 @@ def test_derivations_are_equations_across_a_tools_answer(whole_run):
 
 def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
     policy = only(whole_run.parent.parent, "models/*/policy")
-    with pytest.raises(InputError, match="names the function letters:letters"):
+    with pytest.raises(InputError, match="letters:letters"):
         sample.Comparison(sample.Args(policy=str(policy)))
-    sample.Comparison(sample.Args(policy=str(policy)), trust_functions=True)
+    sample.Comparison(sample.Args(policy=str(policy)), trusted=True)
     said = capsys.readouterr().out
     assert "was trained with the tool" in said and "here nothing answers its calls" in said
 
@@ -397,6 +398,7 @@ def test_passes_and_processes_change_nothing_but_rounding(whole_run, tiny_tools,
         (call, tools.SYNTAX)
         for call in ("", "7+5=", "7 5", "+7+5+", "2**9", "7//2", "seven", "5(3)", "(1,2)", "07+1")
     ]
+    + [("999999*999999", "999998000001"), ("9999999*999999", tools.TOO_LONG)]  # 12 characters, and 13
     + [("1" * 101, tools.SYNTAX), ("(" * 99, tools.SYNTAX), ("__import__('os')", tools.SYNTAX), ("\0", tools.SYNTAX)],
 )
 def test_the_calculator(call, value):
@@ -436,19 +438,21 @@ def tool(call): raise Unspeakable
 def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad_tools.py").write_text(BAD)
-    tool = tools.load_tool("bad_tools:tool", "tools.tool", seconds=600)
+    monkeypatch.setattr(tools, "SECONDS", 600)
+    tool = tools.load_tool("bad_tools:tool", "tools.tool")
     expected = dict.fromkeys(("raise", "exit", "interrupt", "nothing", "die"), tools.FAILED)
     expected |= dict.fromkeys(("long", "very long"), tools.TOO_LONG)
     for call, text in expected.items():
         assert (call, tool(call)) == (call, text) and tool("again\n\0") == "AGAIN\n\0"
-    tool.close()
-    hasty = tools.load_tool("bad_tools:tool", "tools.tool", seconds=0.3)
+    monkeypatch.setattr(tools, "SECONDS", 0.3)
+    hasty = tools.load_tool("bad_tools:tool", "tools.tool")
     for call in ("loop", "sleep", "power", "deaf"):
         assert (call, hasty(call)) == (call, tools.TOO_SLOW)
 
 
 def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
     """In one line, whatever the exception says; the model reads none of it."""
+    monkeypatch.setattr(tools, "SECONDS", 600)
     monkeypatch.chdir(tmp_path)
     Path("bad_tools.py").write_text(BAD)
     Path("mean_tools.py").write_text(MEAN)
@@ -468,9 +472,8 @@ def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
             r"mean_tools:tool failed on '\n': 'mean_tools.Unspeakable: <exception str() failed>'",
         ),
     ):
-        tool = tools.load_tool(name, "tools.tool", seconds=5)
+        tool = tools.load_tool(name, "tools.tool")
         assert [tool(call), tool(call)] == [tools.FAILED] * 2
-        tool.close()
         said = capsys.readouterr().out
         assert said.startswith(shown) and said.endswith(". Later failures are not shown.\n") and said.count("\n") == 1
 
@@ -481,13 +484,13 @@ def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
     Path("bad_tools.py").write_text(BAD)
     Path("ends.py").write_text("import os\nos._exit(0)\n")
     with pytest.raises(InputError, match=f"^--tools.tool {name}: ") as caught:
-        tools.load_tool(name, "tools.tool", seconds=5)
+        tools.load_tool(name, "tools.tool")
     assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
 
 
 def talk_of(setup: rlvr_episodes.Setup) -> rlvr_tools.Conversation:
     args = setup.args.tools
-    return rlvr_tools.conversation(setup, tools.load_tool(args.tool, "tools.tool", args.time_limit))
+    return rlvr_tools.conversation(setup, tools.load_tool(args.tool, "tools.tool"))
 
 
 def setup_with(world: Path, **changes) -> SimpleNamespace:
@@ -499,7 +502,7 @@ def setup_with(world: Path, **changes) -> SimpleNamespace:
     return SimpleNamespace(args=args, tokenizer=tokenizer, ids=ids)
 
 
-def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypatch):
+def test_answers_are_plain_text(tiny_tools, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("echo.py").write_text("def echo(call): return call.replace('HALF', chr(0xd800))\n")
     setup = setup_with(tiny_tools, tool="echo:echo")
@@ -511,10 +514,8 @@ def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypa
     # What ends a text is just text in an answer, and a broken character does no harm.
     assert setup.ids.stops == (encode("<|endoftext|>")[0],)
     said = answer(encode("[<|endof") + encode("text|>]"))
-    assert decode(said) in ("<|endoftext|>", tools.TOO_LONG) and not set(said) & {*setup.ids.stops, setup.ids.pad}
+    assert decode(said) == "<|endoftext|>" and not set(said) & {*setup.ids.stops, setup.ids.pad}
     assert decode(answer(encode("[HALF]"))) == "?"
-    assert decode(answer(encode(f"[{'7' * 12}]"))) == "7" * 12
-    assert decode(answer(encode(f"[{'7' * 13}]"))) == tools.TOO_LONG
 
 
 @pytest.mark.parametrize(
@@ -523,27 +524,12 @@ def test_answers_are_plain_text_of_bounded_length(tiny_tools, tmp_path, monkeypa
         ({"call_end": "]]"}, "--tools.call_end ']]' is 2 tokens"),
         ({"call_start": ""}, "--tools.call_start is empty"),
         ({"call_end": "<|endoftext|>"}, "--tools.call_end '<|endoftext|>' ends a response"),
-        ({"max_answer": 2}, "--tools.max_answer 2: error texts have up to"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, words):
     with pytest.raises(InputError, match=re.escape(words)) as caught:
         talk_of(setup_with(tiny_tools, **changes))
     assert "\n" not in str(caught.value)
-
-
-def test_a_call_takes_no_longer_than_a_day():
-    args = rlvr_tools.PRESETS["sums-tools"]
-    with pytest.raises(InputError, match=r"^--tools.time_limit 1e\+10 is more than 86400 seconds, a day"):
-        rlvr_tools.train(dataclasses.replace(args, tools=dataclasses.replace(args.tools, time_limit=1e10)))
-
-
-def test_the_longest_time_limit_works(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("bad_tools.py").write_text(BAD)
-    tool = tools.load_tool("bad_tools:tool", "tools.tool", seconds=86_400.0)
-    assert tool("a") == "A"
-    tool.close()
 
 
 # ---- The world -------------------------------------------------------------------------------------------------

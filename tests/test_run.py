@@ -17,14 +17,13 @@ from runs import error_line, meta_of, metrics_of, samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from ppo_rlhf import train_both, train_policy, train_reward
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, run_script
 from ppo_rlhf.lib.scoring.scorers import import_function
 from ppo_rlhf.lib.services import cli, run as run_module
 from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
 from ppo_rlhf.lib.services.run import Run, one_line, print_table
-from ppo_rlhf.tldr import all as tldr_all
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 SCRIPTS = [train_policy, train_reward]
@@ -297,41 +296,6 @@ def changed(args, changes: dict):
     for name, value in changes.items():
         args = with_value(args, name, value)
     return args
-
-
-def joint_run(own, joint) -> Path:
-    """The folder of a stage's run, given its arguments and those of the script with several stages."""
-    folder = Path("runs", run_module.run_name(replace(own, preset=joint.preset, seed=joint.seed), 7))
-    folder.mkdir(parents=True)
-    meta = {"args": dataclasses.asdict(own), "joint": {"args": dataclasses.asdict(joint), "timestamp": 7}}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("script", "told", "expected"),
-    [
-        (train_both, {"reward": {}, "policy": {EPISODES: 640, INTERVAL: 3}}, {EPISODES: 640, INTERVAL: 3}),
-        (tldr_all, {"sft": {}, "reward": {EPISODES: 640}}, {EPISODES: 640}),
-        (tldr_all, {"sft": {EPISODES: 64}, "reward": {EPISODES: 640}, "policy": {EPISODES: 320}}, {EPISODES: 320}),
-    ],
-)
-def test_any_stage_knows_what_a_later_one_was_told(script, told, expected):
-    """Of arguments that may change. told: how those of a stage that has begun differ from the preset's."""
-    args, folders = script.PRESETS["posts" if script is tldr_all else "tales"], []
-    for stage, changes in told.items():
-        joint = changed(args, changes)
-        folders.append(joint_run(replace(getattr(joint, stage), resume="somewhere"), joint))
-    for folder in folders:
-        assert script.parse(["--resume", str(folder)]) == replace(changed(args, expected), resume=str(folder))
-
-
-def test_a_joint_run_knows_what_a_stage_was_told_by_its_own_script():
-    """And takes nothing else from it: the reward model is filled in anew."""
-    args = train_both.PRESETS["tales"]
-    own = changed(args.policy, {"ppo.total_episodes": 640, "rewards.trained_model": "models/mine"})
-    folder = joint_run(own, args)
-    assert train_both.parse(["--resume", str(folder)]) == replace(changed(args, {EPISODES: 640}), resume=str(folder))
 
 
 def test_import_function():

@@ -199,7 +199,7 @@ def arguments_of(script: str, world: Path, base_model: Path, work: Path) -> list
         "train_reward.py": reward_arguments(world, *base),
         "train_policy.py": policy_arguments(world, *base, *reward),
         "train_both.py": small_both_arguments(world, *base),
-        "sample.py": sample_arguments(work, *base),
+        "sample.py": sample_arguments(work),
     }[script]
 
 

@@ -264,12 +264,9 @@ def test_without_a_network_the_hub_is_an_error():
 def test_padding_is_no_token_and_a_summary_ends_with_the_end_of_text():
     ids = posts.task_ids(TaskArgs(), Letters())
     assert (ids.pad, ids.eos, ids.stops) == (128, 0, (0,))
-    ids = posts.task_ids(TaskArgs(stop_text="."), Letters())
-    assert (ids.eos, ids.stops) == (0, (46,))
 
 
-def test_other_bad_special_tokens():
-    assert "--task.stop_text 'ab'" in error_line(posts.task_ids, TaskArgs(stop_text="ab"), Letters())
+def test_a_tokenizer_without_an_end_of_text_is_refused():
     endless = Letters()
     endless.eos_token_id = None
     assert "end-of-text" in error_line(posts.task_ids, TaskArgs(), endless)

@@ -20,7 +20,7 @@ from oracles import (
 from torch.testing import assert_close
 
 from ppo_rlhf.lib.base.processes import deal, map_rows
-from ppo_rlhf.tldr.models import scheduled_lr
+from ppo_rlhf.tldr.models import cosine_lr
 from ppo_rlhf.tldr.policy import compute_gae, compute_rewards, policy_loss, posts_of_update, value_loss
 from ppo_rlhf.tldr.posts import trim_padding
 from ppo_rlhf.tldr.responses import draw_minibatches
@@ -118,12 +118,10 @@ def test_losses_and_gradients_equal_loops_whatever_is_in_masked_places(seed: int
 # ---- Learning rate, posts, minibatches, shares of processes ----------------------------------------------------
 
 
-def test_schedules():
+def test_cosine_lr():
     """1.1: from the full rate, without warm-up; 0 would come after the last step."""
-    cosine = [4.0, 2 + math.sqrt(2), 2.0, 2 - math.sqrt(2)]
-    expected = {"linear": [4.0, 3.0, 2.0, 1.0], "cosine": cosine, "constant": [4.0] * 4}
-    for schedule, rates in expected.items():
-        assert [scheduled_lr(4.0, schedule, step, 4) for step in range(4)] == pytest.approx(rates)
+    rates = [4.0, 2 + math.sqrt(2), 2.0, 2 - math.sqrt(2)]
+    assert [cosine_lr(4.0, step, 4) for step in range(4)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(("posts", "batch"), [(10, 4), (7, 3), (5, 5), (3, 8), (12, 4), (1, 2)])

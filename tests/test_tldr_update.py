@@ -35,14 +35,20 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
+from ppo_rlhf.lib.nets import templates
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.tldr import packing, policy as tldr_policy, reward as tldr_reward
-from ppo_rlhf.tldr.models import LoraArgs, add_adapters, load_pretrained, load_reward_model, save_policy_and_critic
-from ppo_rlhf.tldr.networks import Reference, load_critic
+from ppo_rlhf.tldr.models import (
+    LoraArgs,
+    Reference,
+    add_adapters,
+    load_critic,
+    load_reward_model,
+    save_policy_and_critic,
+)
 from ppo_rlhf.tldr.policy import (
     ActorCritic,
     Args,
-    Episodes,
     PpoArgs,
     RewardsArgs,
     Rollout,
@@ -56,7 +62,7 @@ from ppo_rlhf.tldr.posts import Comparisons, TaskArgs, TaskIds
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.tldr.reward import pairs_update, score_pairs
 from ppo_rlhf.tldr.sft import LanguageModel, sft_update
-from ppo_rlhf.train_policy import has_stop
+from ppo_rlhf.train_policy import has_stop, load_pretrained
 from ppo_rlhf.train_reward import RewardModel
 
 PAD, EOS, STOP = 29, 28, 26
@@ -298,7 +304,8 @@ def make_rollout(actor_critic: ActorCritic, noise: float = 0.3, lengths: list[in
 
 
 def rows_of(rollout: Rollout, rows: slice) -> Rollout:
-    return Rollout(**{name: tensor[rows] for name, tensor in vars(rollout).items()})
+    tensors = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, torch.Tensor)}
+    return replace(rollout, **tensors, seen=[])
 
 
 def update(
@@ -345,19 +352,19 @@ def slow_minibatch_metrics(
     vf_loss, vf_clipfrac, _ = slow_value_loss(new_values, values, returns, counts, ppo.cliprange_value)
     ratios = np.exp(np.array(entries(new_logprobs, lengths)) - np.array(entries(logprobs, lengths)))
     return {
-        "pg_loss": pg_loss,
-        "vf_loss": vf_loss,
-        "approxkl": approxkl,
-        "pg_clipfrac": pg_clipfrac,
-        "entropy": slow_mean(entropies, lengths),
-        "vf_clipfrac": vf_clipfrac,
-        "ratio": ratios.mean(),
+        "loss/policy_avg": pg_loss,
+        "loss/value_avg": vf_loss,
+        "policy/approxkl_avg": approxkl,
+        "policy/clipfrac_avg": pg_clipfrac,
+        "policy/entropy_avg": slow_mean(entropies, lengths),
+        "val/clipfrac_avg": vf_clipfrac,
+        "val/ratio": ratios.mean(),
         "square_of_ratio_minus_1": ((ratios - 1) ** 2).mean(),
-        "new_value": slow_mean(new_values, counts),
-        "value_error": slow_mean((new_values - returns) ** 2, counts),
-        "value": slow_mean(values, counts),
+        "val/vpred": slow_mean(new_values, counts),
+        "val/error": slow_mean((new_values - returns) ** 2, counts),
+        "val/mean": slow_mean(values, counts),
         "square_of_value": slow_mean(values**2, counts),
-        "return": slow_mean(returns, counts),
+        "returns/mean": slow_mean(returns, counts),
         "square_of_return": slow_mean(returns**2, counts),
     }
 
@@ -375,8 +382,8 @@ def test_metrics_of_one_step_equal_a_slow_oracle(tiny_models, architecture: str,
     expected["first"] = expected["square_of_ratio_minus_1"]  # of the first minibatch
     expected["gradient_norm"] = math.sqrt((gradients(actor_critic).numpy() ** 2).sum())
     assert found == pytest.approx(expected, abs=1e-9)
-    assert 0 < expected["pg_clipfrac"] < 1 and 0 < expected["vf_clipfrac"] < 1
-    assert expected["entropy"] > 0
+    assert 0 < expected["policy/clipfrac_avg"] < 1 and 0 < expected["val/clipfrac_avg"] < 1
+    assert expected["policy/entropy_avg"] > 0
 
 
 @pytest.mark.parametrize("micro_batch", [8, 1])
@@ -402,15 +409,15 @@ def test_the_ratio_begins_at_one(tiny_models):
         logprobs, _, values = packing.by_length(nn.Module.__call__, actor_critic, *tokens, **reading)
     rollout = replace(rollout, logprobs=logprobs, values=values, rewards=rollout.rewards.float())
     metrics = update(actor_critic, rollout, EVERYTHING, PpoArgs(noptepochs=1))
-    assert metrics["ratio"] == 1
-    for name in ("first", "square_of_ratio_minus_1", "vf_clipfrac"):
+    assert metrics["val/ratio"] == 1
+    for name in ("first", "square_of_ratio_minus_1", "val/clipfrac_avg"):
         assert metrics[name] == 0, name
-    assert metrics["approxkl"] == metrics["pg_clipfrac"] == 0
-    assert metrics["pg_loss"] == pytest.approx(0, abs=1e-6)  # minus the mean of whitened advantages
+    assert metrics["policy/approxkl_avg"] == metrics["policy/clipfrac_avg"] == 0
+    assert metrics["loss/policy_avg"] == pytest.approx(0, abs=1e-6)  # minus the mean of whitened advantages
 
     optimizer = torch.optim.AdamW(actor_critic.parameters(), lr=1e-3)
     metrics = update(actor_critic, rollout, EVERYTHING.expand(3, 1, 8), PpoArgs(), optimizer=optimizer)
-    assert metrics["first"] == 0 < metrics["approxkl"]
+    assert metrics["first"] == 0 < metrics["policy/approxkl_avg"]
 
 
 # ---- Two processes equal one, however unequal their tokens are -------------------------------------------------
@@ -426,15 +433,14 @@ def one_and_two(step: Callable[..., tuple]) -> tuple[tuple, list[tuple]]:
 
 
 def assert_same_step(alone: tuple, pair: list[tuple], shares: bool = False) -> None:
-    """The same gradient and metrics on every process; shares: the metrics, but the gradient norm, add up."""
+    """The same gradient and metrics on every process; shares: the metrics add up."""
     gradient, metrics = alone
     for other, stats in pair:
         assert_close(other, gradient, atol=1e-9, rtol=0)
-        same = {"gradient_norm"} if shares else metrics.keys()
-        assert {name: stats[name] for name in same} == pytest.approx({name: metrics[name] for name in same}, abs=1e-9)
+        if not shares:
+            assert stats == pytest.approx(metrics, abs=1e-9)
     if shares:
-        sums = {name: sum(stats[name] for _, stats in pair) for name in metrics.keys() - {"gradient_norm"}}
-        assert sums == pytest.approx({name: metrics[name] for name in sums}, abs=1e-9)
+        assert {name: sum(stats[name] for _, stats in pair) for name in metrics} == pytest.approx(metrics, abs=1e-9)
 
 
 @pytest.mark.parametrize("micro_batch", [8, 1])
@@ -491,9 +497,9 @@ def test_two_processes_equal_one_on_pairs(tiny_models):
 
 
 STEPS = (  # what the update says of each step, besides the gradient norm
-    *("pg_loss", "vf_loss", "approxkl", "pg_clipfrac", "vf_clipfrac", "entropy", "ratio"),
-    *("square_of_ratio_minus_1", "new_value", "value_error", "value", "return"),
-    *("square_of_value", "square_of_return"),
+    *("loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "val/clipfrac_avg"),
+    *("policy/entropy_avg", "val/ratio", "square_of_ratio_minus_1", "val/vpred", "val/error", "val/mean"),
+    *("returns/mean", "square_of_value", "square_of_return"),
 )
 
 
@@ -513,21 +519,22 @@ def test_finished_metrics():
     def metrics_on(process) -> dict[str, float]:
         rows = slice(2 * process.process_index, 2 * process.process_index + 2)
         nothing = torch.full((2, 3), math.nan)
-        parts = dict.fromkeys((field.name for field in fields(Episodes)), nothing)
+        parts = dict.fromkeys((field.name for field in fields(Rollout)), nothing)
         numbers_of = {"logprobs": logprobs, "mask": mask, "stopped": stopped, "scores": scores, "kl": kl}
         numbers_of |= {"raw_scores": scores + 1, "non_score_rewards": penalties, "sampler_gap": gaps}
         parts |= {name: tensor[rows] for name, tensor in numbers_of.items()}
-        episodes = Episodes(**parts | {"monitored": {"gold": gold[rows]}, "kl_coef": 0.07})
-        steps = {name: found[process.process_index] for name, found in shares.items()} | {"gradient_norm": norms}
+        rollout = Rollout(**parts | {"monitored": {"gold": gold[rows]}})
+        steps = {name: found[process.process_index] for name, found in shares.items()} | {"gradient_norm": norms / 2}
         steps["square_of_ratio_minus_1"] = steps["square_of_ratio_minus_1"] * torch.tensor([1e-8, 1, 1])
         setup = SimpleNamespace(args=Args(ppo=PpoArgs(batch_size=4)), accelerator=process)
-        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes=episodes, steps=steps, lr=2e-6)
+        this_run = SimpleNamespace(seconds=lambda: 8.0)
+        return update_metrics(setup, this_run, 2, rollout=rollout, steps=steps, kl_coef=0.07, lr=2e-6)
 
     first, second = on_processes(2, metrics_on)
     assert first == second
     means = {name: found.sum(0).mean().item() for name, found in shares.items()}
     squares = shares["square_of_ratio_minus_1"].sum(0).numpy() * [1e-8, 1, 1]
-    rewards, variance = penalties.sum(1), means["square_of_return"] - means["return"] ** 2
+    rewards, variance = penalties.sum(1), means["square_of_return"] - means["returns/mean"] ** 2
     assert first == pytest.approx(
         {
             "objective/kl": kl.sum(1).mean().item(),
@@ -543,22 +550,22 @@ def test_finished_metrics():
             "objective/gold": gold.mean().item(),
             "objective/kl_coef": 0.07,
             "objective/rlhf_reward": (scores + rewards).mean().item(),
-            "loss/policy_avg": means["pg_loss"],
-            "loss/value_avg": means["vf_loss"],
-            "policy/approxkl_avg": means["approxkl"],
-            "policy/clipfrac_avg": means["pg_clipfrac"],
-            "policy/entropy_avg": means["entropy"],
-            "val/clipfrac_avg": means["vf_clipfrac"],
-            "val/ratio": means["ratio"],
-            "val/ratio_var": squares.mean() - (means["ratio"] - 1) ** 2,
+            "loss/policy_avg": means["loss/policy_avg"],
+            "loss/value_avg": means["loss/value_avg"],
+            "policy/approxkl_avg": means["policy/approxkl_avg"],
+            "policy/clipfrac_avg": means["policy/clipfrac_avg"],
+            "policy/entropy_avg": means["policy/entropy_avg"],
+            "val/clipfrac_avg": means["val/clipfrac_avg"],
+            "val/ratio": means["val/ratio"],
+            "val/ratio_var": squares.mean() - (means["val/ratio"] - 1) ** 2,
             "val/first_ratio_gap": math.sqrt(squares[0]),
-            "val/vpred": means["new_value"],
-            "val/error": means["value_error"],
-            "val/mean": means["value"],
-            "val/var": means["square_of_value"] - means["value"] ** 2,
+            "val/vpred": means["val/vpred"],
+            "val/error": means["val/error"],
+            "val/mean": means["val/mean"],
+            "val/var": means["square_of_value"] - means["val/mean"] ** 2,
             "val/num_eos_tokens": 3,
-            "val/var_explained": 1 - means["value_error"] / max(variance, 1e-12),
-            "returns/mean": means["return"],
+            "val/var_explained": 1 - means["val/error"] / max(variance, 1e-12),
+            "returns/mean": means["returns/mean"],
             "returns/var": variance,
             "gradient_norm": norms.mean().item(),
             "lr": 2e-6,
@@ -572,15 +579,16 @@ def test_finished_metrics():
 def test_numbers_too_large_to_be_squared_stop_the_run():
     """In one line, as everything that is not finite."""
     found = {name: torch.ones(1, dtype=torch.float64) for name in STEPS}
-    found["value"], found["square_of_value"] = (torch.tensor([x], dtype=torch.float64) for x in (1e170, math.inf))
+    found["val/mean"], found["square_of_value"] = (torch.tensor([x], dtype=torch.float64) for x in (1e170, math.inf))
     tokens = torch.ones(2, 3)
-    parts = dict.fromkeys((field.name for field in fields(Episodes)), tokens)
+    parts = dict.fromkeys((field.name for field in fields(Rollout)), tokens)
     parts |= dict.fromkeys(("scores", "raw_scores", "stopped"), tokens[:, 0]) | {"mask": tokens.bool()}
-    episodes = Episodes(**parts | {"monitored": {}, "kl_coef": 0.07})
+    rollout = Rollout(**parts | {"monitored": {}})
 
     def metrics_on(process) -> dict[str, float]:
         setup, steps = SimpleNamespace(args=Args(), accelerator=process), found | {"gradient_norm": torch.ones(1)}
-        return update_metrics(setup, SimpleNamespace(seconds=lambda: 8.0), 2, episodes=episodes, steps=steps, lr=2e-6)
+        this_run = SimpleNamespace(seconds=lambda: 8.0)
+        return update_metrics(setup, this_run, 2, rollout=rollout, steps=steps, kl_coef=0.07, lr=2e-6)
 
     with pytest.raises(NumericalError, match=r"^val/var is inf in step 2;"):
         alone(metrics_on)
@@ -886,9 +894,9 @@ def write_posts(folder: Path, count: int = 20) -> None:
         (folder / f"posts_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize(("stop_text", "form"), [(None, "replace"), ("a", "subtract")])
+@pytest.mark.parametrize(("end", "form"), [(EOS, "replace"), (0, "subtract")])
 def test_first_update_of_a_run_equals_a_slow_oracle(
-    saved_models: Path, tiny_models, tmp_path: Path, monkeypatch, stop_text: str | None, form: str
+    saved_models: Path, tiny_models, tmp_path: Path, monkeypatch, end: int, form: str
 ):
     """T35, T37, T39, T42, T43, section 8: from recorded summaries to the row of metrics.csv.
 
@@ -897,14 +905,14 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     recorded: list[tuple[torch.Tensor, ...]] = []
 
     def spoiling(actor_critic, contexts, uniforms, **settings):
-        sampled = respond(actor_critic, contexts, uniforms, **settings)
-        responses, logprobs, values, _ = sampled
+        responses, logprobs, values, sampler_gap = respond(actor_critic, contexts, uniforms, **settings)
         mask, value_mask = masks_of((responses != PAD).sum(1).tolist(), 8)
         contexts = nn.functional.pad(contexts, (48 - contexts.shape[1], 0), value=PAD)
         recorded.append((torch.cat([contexts, responses], 1), logprobs))
-        return sampled._replace(logprobs=spoil(logprobs, mask), values=spoil(values, value_mask))
+        return responses, spoil(logprobs, mask), spoil(values, value_mask), sampler_gap
 
     monkeypatch.setattr(tldr_policy, "respond", spoiling)
+    monkeypatch.setattr(templates, "end_ids", lambda *_: (end,))
     monkeypatch.chdir(tmp_path)
     write_posts(tmp_path)
     ppo = PpoArgs(total_episodes=32, batch_size=32, noptepochs=1, lr=1e-3, local_rollout_batch_size=8)
@@ -912,7 +920,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
         base_model=str(saved_models / "sft"),
         dtype="float64",
         eval_posts=2,
-        task=TaskArgs(posts=str(tmp_path), query_length=48, response_length=8, stop_text=stop_text, temperature=4.0),
+        task=TaskArgs(posts=str(tmp_path), query_length=48, response_length=8, temperature=4.0),
         rewards=RewardsArgs(
             trained_model=str(saved_models / "reward"), missing_eos=form, missing_eos_penalty=2.5, kl_estimator="k3"
         ),
@@ -922,7 +930,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
     metrics = metrics_of(only(tmp_path, "runs/*"))[0]
 
     rows, logprobs = (torch.cat(parts) for parts in zip(*recorded[:4], strict=True))
-    responses, stop = rows[:, -8:].tolist(), EOS if stop_text is None else 0
+    responses, stop = rows[:, -8:].tolist(), end
     lengths = [row.index(stop) + 1 if stop in row else 8 for row in responses]
     finished = [stop in row for row in responses]
     assert 0 < sum(finished) < 32 and any(EOS in row and stop not in row for row in responses) == (stop != EOS)

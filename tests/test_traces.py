@@ -181,7 +181,7 @@ def test_a_function_that_fails_once_costs_no_update(traced, processes, tmp_path)
 def test_a_monitor_that_fails_is_nan_and_changes_nothing_else(summaries, tmp_path):
     """It fails whenever it is called but when it is tried. JSON has no NaN, and a resumed run knows what was NaN."""
     (tmp_path / "letters.py").write_text(LETTERS)
-    arguments, failure = [*summaries.arguments, "--eval_interval", "3", "--eval_prompts", "8"], "own 2 999"
+    arguments, failure = [*summaries.arguments, "--eval_interval", "3"], "own 2 999"
     result = launch(summaries.script, *arguments, folder=tmp_path, FAILS_0=failure)
     assert result.status == 0, result.stderr
     assert result.stdout.count("TimeoutError: no answer") == 1 and "own is logged as NaN" in result.stdout

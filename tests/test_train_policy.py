@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import sample, train_both, train_policy, train_reward, worlds
+from ppo_rlhf import sample, train_both, train_policy, train_reward
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.scoring import scorers
@@ -730,17 +730,6 @@ def test_a_joint_run_gives_both_parts_one_task(tiny_world: Path, tmp_path: Path,
 # ---- Reading what a policy writes: sample.py -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["", "own.txt", "./own.txt", "other.txt", "."])
-def test_sample_takes_all_texts_of_a_file_that_ppo_never_read(source, tiny_tokenizer, tmp_path, monkeypatch):
-    """Of that which it trained on, and of a world, those that were held out."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("own.txt", "other.txt", "stories.txt"):
-        Path(name).write_text(".a.\n" * 53)
-    task = dataclasses.asdict(TaskArgs(query_dataset="own.txt", query_length=4, response_length=2, truncate_after=0))
-    queries, _ = sample.Continuations(task, tiny_tokenizer, source).held_out(60)
-    assert len(queries) == (53 if source == "other.txt" else 1)
-
-
 def test_changes_are_paired():
     """Differences 1 and 2: mean 1.5, deviation sqrt(0.5), standard error 0.5."""
     rows = [
@@ -753,18 +742,15 @@ def test_changes_are_paired():
     assert math.isnan(sample.changes(rows[:1])[0]["± 95 %"])  # one difference has no deviation
 
 
-def test_sample_continues_held_out_queries_as_training_does(
-    finished: Finished, tiny_world: Path, tiny_reward: Path, monkeypatch
-):
+def test_sample_continues_held_out_queries_as_training_does(finished: Finished, tiny_world: Path, tiny_reward: Path):
     """At the task's temperature, up to the stop token, with both models, their scores and the KL."""
     folder = only(finished.folder, "models/*/policy")
-    monkeypatch.setitem(worlds.WORLDS["task.query_dataset"], "tales", lambda: tiny_world)
-    comparison = sample.Comparison(sample.Args(policy=str(folder), query_dataset="tales", seed=4))
+    comparison = sample.Comparison(sample.Args(policy=str(folder), seed=4))
     task, tokenizer = task_of(tiny_world), AutoTokenizer.from_pretrained(tiny_world / "model")
     pad, (stop,) = len(tokenizer), tokenizer.encode(".")
     stream = queries_in_order(stories_of(tiny_world)[49::50], tokenizer)
     queries = [next(stream) for _ in range(5)]
-    assert comparison.task_queries(5)[0].tolist() == queries
+    assert [query.tokens for query in comparison.queries(5)] == [[t for t in row if t != pad] for row in queries]
 
     prefix, suffix = tokenizer.encode(task.query_prefix), tokenizer.encode(task.query_suffix)
     contexts = torch.tensor([prefix + query + suffix for query in queries])
@@ -797,7 +783,7 @@ def test_sample_continues_held_out_queries_as_training_does(
     expected["kl"] = (logprobs_of(models["policy"], responses) - under_base).sum(1).tolist()
     assert 0 < cuts < 10
 
-    rows = comparison.rows(torch.tensor(queries))
+    rows = comparison.rows(comparison.queries(5))
     assert all(set(row) == set(expected) for row in rows)
     for name, values in expected.items():
         of_rows = [row[name] for row in rows]

@@ -98,7 +98,6 @@ DEFAULTS = {  # of arguments that not every script has
 }
 OF_SAMPLING = {  # rlvr/asynchronous.py: an older policy may have sampled
     "correction": "none",
-    "correction_level": "token",
     "correction_cap": 0,
     "off_policy_mask": None,
     "staleness": 0,
@@ -297,7 +296,6 @@ def numbers_of_response(rows: Mapping[str, list], settings: Mapping[str, Any]) -
     return {
         "valued_tokens": sum(rows["valued"]),
         "response_tokens": count,
-        "log_ratio_sum": moved,
         "log_ratio": moved / count,
         "too_unlikely": delta is not None and fell > delta,
         "critic_lam": settings["lam"] if settings["critic_lam"] is None else settings["critic_lam"],

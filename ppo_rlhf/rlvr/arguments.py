@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -157,12 +157,6 @@ class ToolsArgs:
     """text before a call. The call is the text between the last call_start of a turn and call_end"""
     call_end: str = "]"
     """text that ends a call: exactly one token, at which generation stops"""
-    max_calls: PositiveInt = 8
-    """calls that are answered in a response; it ends at the next one"""
-    max_answer: PositiveInt = 12
-    """the most tokens of an answer; a longer one is replaced by an error text"""
-    time_limit: Annotated[float, Gt(0), Le(86_400)] = 5.0
-    """seconds for a call of your own function, at most a day, after which the answer is an error text"""
 
 
 @dataclass(frozen=True, kw_only=True)

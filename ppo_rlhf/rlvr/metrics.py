@@ -21,6 +21,7 @@ from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import flag
 from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import run, traces
 from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, episodes as rlvr_episodes, problems
 from ppo_rlhf.train_policy import keyed_generator
@@ -152,8 +153,8 @@ def answered_calls(setup: rlvr_episodes.Setup, responses: Tensor, from_tool: Ten
     """
     call_end = pretrained.one_token(setup.tokenizer, setup.args.tools.call_end, "call_end")
     ends = (responses == call_end) & ~from_tool  # (rows, response_length), each ends a call
-    # A call at the very end of a response has no room for an answer, and one after max_calls ends the response.
-    return ends[:, :-1].sum(1).clamp(max=setup.args.tools.max_calls)
+    # A call at the very end of a response has no room for an answer, and one after MAX_CALLS ends the response.
+    return ends[:, :-1].sum(1).clamp(max=tools.MAX_CALLS)
 
 
 PATIENCE = 3  # updates

@@ -65,9 +65,16 @@ from ppo_rlhf.rlvr.episodes import (
     make_batch,
 )
 from ppo_rlhf.rlvr.scores import load_sources, punish, score_responses
-from ppo_rlhf.tldr import models, networks, packing
+from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
-from ppo_rlhf.train_policy import AdaptiveKLController, episode_noise, read_scalar, read_tokens, scaled_logits
+from ppo_rlhf.train_policy import (
+    AdaptiveKLController,
+    episode_noise,
+    few_rows_at_a_time,
+    read_scalar,
+    read_tokens,
+    scaled_logits,
+)
 from ppo_rlhf.train_reward import RewardModel
 
 # ---- Train -----------------------------------------------------------------------------------------------------
@@ -210,7 +217,7 @@ class Sampler:
         """Responses to the requests of a draw; within `sampling`."""
         chunk = self.setup.sizes.local_rollout_batch
         answers = [
-            packing.few_rows_at_a_time(partial(self.respond, temperature=temperature), chunk, contexts, uniforms)
+            few_rows_at_a_time(partial(self.respond, temperature=temperature), chunk, contexts, uniforms)
             for contexts, uniforms, temperature in draw.requests
         ]
         return Samples(draw=draw, answers=answers, version=self.version, on_policy=True)
@@ -586,7 +593,7 @@ class ActorCritic(models.MixedPrecision):
         return logprobs, entropies, (logits.softmax(1) * difference).sum(1)
 
 
-class Reference(networks.Reference):
+class Reference(models.Reference):
     """The model that the policy started from, at the policy's temperature."""
 
     # [V57] It never changes. Where nothing is penalised there is none.
@@ -710,7 +717,7 @@ def load_networks(
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
-        critic = networks.load_critic(args, vocab_size, zero_head=True)
+        critic = models.load_critic(args, vocab_size, zero_head=True)
         packing.enable(critic.lm_backbone, share_prefixes=args.ppo.share_prefixes)
     modes = {"low_precision": args.dtype == "bfloat16", "entropy_learns": args.ppo.entropy_coef > 0}
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)

@@ -20,7 +20,7 @@ from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import NumericalError
 from ppo_rlhf.lib.nets import foreign, templates
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, problems
-from ppo_rlhf.tldr import models, networks, packing
+from ppo_rlhf.tldr import models, packing
 
 
 def load_sources(
@@ -46,7 +46,7 @@ def load_sources(
         reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
         packing.enable(reward_model.lm_backbone)
         reward_model.to(accelerator.device)
-        score = networks.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
+        score = models.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
     if shaping.trained_model:
 
         def of_model(*texts: list[str], **read: Any) -> Tensor:

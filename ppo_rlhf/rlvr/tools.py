@@ -41,7 +41,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -51,7 +50,6 @@ from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy, problems
-from ppo_rlhf.tldr import packing
 from ppo_rlhf.tldr.responses import generate_until
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -67,30 +65,25 @@ class Args(rlvr_arguments.Args):
 
 
 SUMS_GRPO = rlvr_arguments.PRESETS["sums-grpo"]
-SUMS_TOOLS = {part.name: getattr(SUMS_GRPO, part.name) for part in dataclasses.fields(rlvr_arguments.Args)}
-SUMS_TOOLS |= {
-    "preset": "sums-tools",
-    "exp_name": Args.exp_name,
-    "base_model": "sums-tools",
-    "task": problems.TASKS["sums-tools"],
-    "ppo": rlvr_arguments.PpoArgs(
-        total_episodes=60 * 256,
-        samples_per_prompt=8,
-        nminibatches=2,
-        lr=3e-4,
-        beta2=0.95,
-        weight_decay=0.0,
-        advantage="grpo",
-    ),
+PRESETS = {
+    "sums-tools": Args(
+        **vars(SUMS_GRPO)
+        | {
+            "preset": "sums-tools",
+            "exp_name": Args.exp_name,
+            "base_model": "sums-tools",
+            "task": problems.TASKS["sums-tools"],
+            "ppo": dataclasses.replace(SUMS_GRPO.ppo, total_episodes=60 * 256),
+        }
+    )
 }
-PRESETS = {"sums-tools": Args(**SUMS_TOOLS)}
 
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, where responses may call a tool."""
-    tool = tools.load_tool(args.tools.tool, "tools.tool", args.tools.time_limit)  # found before any model is loaded
+    tool = tools.load_tool(args.tools.tool, "tools.tool")  # found before any model is loaded
     return rlvr_policy.train(args, partial(sampler_with_tool, tool=tool))
 
 
@@ -131,50 +124,50 @@ def converse(
     response_length). The log-prob of a token from the tool is NaN; after the end of a response it is 0.
     """
     width, pauses = uniforms.shape[1], {*stop_ids, conversation.call_end}
-    responses = contexts.new_full(uniforms.shape, pad_id)
-    logprobs = contexts.new_zeros(uniforms.shape, dtype=torch.promote_types(lm_backbone.dtype, torch.float32))
-    lengths = torch.zeros(len(contexts), dtype=torch.long, device=contexts.device)  # tokens of each response so far
-    rows = torch.arange(len(contexts), device=contexts.device)  # those that continue
+    texts = [context[context != pad_id].tolist() for context in contexts]  # ids of prompt and response so far
+    logprobs: list[list[float]] = [[] for _ in texts]  # of the tokens of each response so far
+    rows = list(range(len(texts)))  # those that continue
     for turn in range(conversation.max_calls + 1):
         # [V102] Read the ids of prompt and response so far as they are, then generate up to a call or the end.
-        so_far = torch.cat([contexts[rows], responses[rows]], 1)
-        so_far = packing.pack(so_far, pad_id, int((so_far != pad_id).sum(1).max()))
+        longest = max(len(texts[row]) for row in rows)
+        so_far = contexts.new_tensor([[pad_id] * (longest - len(texts[row])) + texts[row] for row in rows])
         # The noise of a token belongs to its place in the response, so it depends neither on the number of
         #        turns before it nor on the rows that are sampled together.
-        places = lengths[rows, None] + torch.arange(width, device=rows.device)  # (rows, width), of the next tokens
-        room = width - int(lengths[rows].min())
-        at = places.clamp(max=width - 1).to(uniforms.device)
-        noise = uniforms[rows.to(uniforms.device)].gather(1, at)[:, :room]
-        settings = {"pad_id": pad_id, "vocab_size": vocab_size, "stop_ids": pauses, "temperature": temperature}
-        new, new_logprobs = generate_until(lm_backbone, so_far, noise, **settings)
-        fits = (places[:, :room] < width) & (new != pad_id)  # (rows, room)
-        responses[rows] = put(responses[rows], new, places=places, fits=fits)
-        logprobs[rows] = put(logprobs[rows], new_logprobs, places=places, fits=fits)
-        begun, lengths[rows] = lengths[rows], lengths[rows] + fits.sum(1)
-
-        # Answer the rows that have called and have room for more.
-        last = responses[rows, lengths[rows] - 1]  # (rows,); each row has a new token
-        calls = (last == conversation.call_end) & (lengths[rows] < width)
-        rows, begun = rows[calls], begun[calls]
-        if turn == conversation.max_calls:
+        begun = [len(logprobs[row]) for row in rows]
+        noise = uniforms.new_zeros(len(rows), width - min(begun))
+        for of_row, row, start in zip(noise, rows, begun, strict=True):
+            of_row[: width - start] = uniforms[row, start:]
+        new, new_logprobs = generate_until(
+            lm_backbone,
+            so_far,
+            noise,
+            pad_id=pad_id,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            stop_ids=pauses,
+        )
+        continuing = []
+        for row, start, ids, of_ids in zip(rows, begun, new.tolist(), new_logprobs.tolist(), strict=True):
+            written = [token for token in ids if token != pad_id][: width - start]
+            texts[row] += written
+            logprobs[row] += of_ids[: len(written)]
+            # Answer the rows that have called and have room for more.
+            room = width - start - len(written)
+            if written[-1] == conversation.call_end and room and turn < conversation.max_calls:
+                answer = conversation.answer(written)[:room]
+                texts[row] += answer
+                logprobs[row] += [math.nan] * len(answer)
+                if len(answer) < room:
+                    continuing.append(row)
+        if not continuing:
             break
-        for row, start in zip(rows.tolist(), begun.tolist(), strict=True):
-            end = int(lengths[row])
-            answer = conversation.answer(responses[row, start:end].tolist())[: width - end]
-            responses[row, end : end + len(answer)] = torch.tensor(answer, dtype=responses.dtype)
-            logprobs[row, end : end + len(answer)] = math.nan
-            lengths[row] += len(answer)
-        rows = rows[lengths[rows] < width]
-        if not len(rows):
-            break
-    return responses, logprobs
-
-
-def put(whole: Tensor, new: Tensor, places: Tensor, fits: Tensor) -> Tensor:
-    """A copy of `whole` (rows, width) with the new numbers (rows, room) that fit at their places (rows, width)."""
-    spare = F.pad(whole, (0, 1))  # what does not fit goes to a column that is dropped
-    targets = places[:, : new.shape[1]].masked_fill(~fits, whole.shape[1])
-    return spare.scatter(1, targets, new.to(whole.dtype))[:, :-1]
+        rows = continuing
+    responses = contexts.new_full(uniforms.shape, pad_id)
+    of_responses = new_logprobs.new_zeros(uniforms.shape)
+    for row, (text, of_text) in enumerate(zip(texts, logprobs, strict=True)):
+        responses[row, : len(of_text)] = torch.tensor(text[-len(of_text) :])
+        of_responses[row, : len(of_text)] = new_logprobs.new_tensor(of_text)
+    return responses, of_responses
 
 
 # ---- The tool --------------------------------------------------------------------------------------------------
@@ -195,19 +188,14 @@ def conversation(setup: rlvr_episodes.Setup, tool: tools.Tool) -> Conversation:
     def encode(text: str) -> list[int]:
         return [i for i in templates.encode_text(tokenizer, text) if i not in ids.stops]
 
-    most = max(len(encode(error)) for error in tools.ERRORS)
-    if args.max_answer < most:
-        raise InputError(f"{errors.flag('tools.max_answer')} {args.max_answer}: error texts have up to {most} tokens")
-
     def answer(written: list[int]) -> list[int]:
         turn = tokenizer.decode(written).removesuffix(args.call_end)
         _, start, call = turn.rpartition(args.call_start)
         said = tool(call) if start else tools.SYNTAX
-        # [V104] An answer is plain text of bounded length. Whatever its text, it holds no id that ends a response.
-        tokens = encode(said.encode(errors="replace").decode())
-        return tokens if len(tokens) <= args.max_answer else encode(tools.TOO_LONG)
+        # [V104] Whatever the text of an answer is, it holds no id that ends a response.
+        return encode(said.encode(errors="replace").decode())
 
-    return Conversation(call_end=call_end, max_calls=args.max_calls, answer=answer)
+    return Conversation(call_end=call_end, max_calls=tools.MAX_CALLS, answer=answer)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Any
 
 from ppo_rlhf import judge
 from ppo_rlhf.lib.base.bounds import NonNegativeInt
-from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run, sequence
 from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 
@@ -34,7 +33,7 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the base model"""
     resume: str = ""
-    """folder of one of the three runs to resume: runs/<run>; the arguments are those of the newest of them"""
+    """folder of one of the three runs to resume, runs/<run>, with the arguments that they began with"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses of all three stages"""
     sft: tldr_sft.Args = field(default_factory=tldr_sft.Args)
@@ -57,92 +56,80 @@ PRESETS = {
     )
     for name in posts.TASKS
 }
-SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task")  # arguments that all stages get
+ROUGE = {"rouge/rouge1": "ROUGE-1", "rouge/rouge2": "ROUGE-2", "rouge/rougeL": "ROUGE-L"}
 
 
 def parse(argv: list[str]) -> Args:
-    names = {"script": "tldr/all.py", "policy_script": "tldr/policy.py"}
-    return sequence.parse(PRESETS, argv, **names, description=__doc__)
+    return sequence.parse(PRESETS, argv, script="tldr/all.py", policy_script="tldr/policy.py", description=__doc__)
 
 
 def train(args: Args) -> tuple[Path, Path, Path]:
     """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process."""
-    stages = sequence.Stages(args, SHARED)
-    accelerator = stages.accelerator
-    shared = {name: getattr(args, name) for name in SHARED}
-    sft_args, reward_args, policy_args = (
-        dataclasses.replace(part, **shared) for part in (args.sft, args.reward, args.policy)
-    )
-    names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
-    if len(set(names)) < 3:
-        raise InputError(f"--sft.exp_name, --reward.exp_name and --policy.exp_name are {names}; give three names")
+    stages = sequence.Stages(args, "sft", "reward", "policy")
+    processes = stages.accelerator.num_processes
+    sft_args, reward_args, policy_args = stages.args["sft"], stages.args["reward"], stages.args["policy"]
     # What is wrong with the arguments or data of a later stage is said before the first begins. Numbers come first,
     # because data may take minutes to read. Tokenizer and configuration are the same before SFT and after it.
-    processes = accelerator.num_processes
-    with sequence.flags_of("sft", sft_args, SHARED):
+    with sequence.flags_of("sft", sft_args):
         tldr_sft.check_arguments(sft_args, processes)
-    with sequence.flags_of("reward", reward_args, SHARED):
+    with sequence.flags_of("reward", reward_args):
         tldr_reward.check_arguments(reward_args, processes)
-    with sequence.flags_of("policy", policy_args, SHARED):
-        tldr_policy.check(policy_args, processes, stages.joint, unmade=["rewards.trained_model"])
-    with sequence.flags_of("reward", reward_args, SHARED):
-        tldr_reward.check(reward_args, processes, stages.joint)
+    with sequence.flags_of("policy", policy_args):
+        tldr_policy.check(policy_args, processes, unmade=["rewards.trained_model"])
+    with sequence.flags_of("reward", reward_args):
+        tldr_reward.check(reward_args, processes)
 
-    sft_folder = stages.train(tldr_sft.train, sft_args, "sft", "sft")
-    reward_args = dataclasses.replace(reward_args, base_model=os.path.relpath(sft_folder, stages.root))
-    reward_folder = stages.train(tldr_reward.train, reward_args, "reward", "reward")
-    policy_args = dataclasses.replace(
-        policy_args,
-        base_model=os.path.relpath(sft_folder, stages.root),
-        rewards=dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder, stages.root)),
-    )
-    policy_folder = stages.train(tldr_policy.train, policy_args, "policy", "policy")
-    if accelerator.is_main_process:
-        report(*(stages.run_folder(part) for part in (sft_args, reward_args, policy_args)))
-    accelerator.wait_for_everyone()
+    sft_folder = stages.train("sft", tldr_sft.train, sft_args)
+    base_model = os.path.relpath(sft_folder)
+    reward_args = dataclasses.replace(reward_args, base_model=base_model)
+    reward_folder = stages.train("reward", tldr_reward.train, reward_args)
+    rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder))
+    policy_args = dataclasses.replace(policy_args, base_model=base_model, rewards=rewards)
+    policy_folder = stages.train("policy", tldr_policy.train, policy_args)
+    if stages.accelerator.is_main_process:
+        report(stages)
+    stages.accelerator.wait_for_everyone()
     return sft_folder, reward_folder, policy_folder
 
 
-def report(sft_run: Path, reward_run: Path, policy_run: Path) -> None:
+def report(stages: sequence.Stages) -> None:
     """Say in plain words what happened, on held-out posts."""
-    sft, reward, policy = (run.read_meta(folder) for folder in (sft_run, reward_run, policy_run))
-    rouge = {name: sft["results"][f"validation/sft/rouge/{name}"] for name in ("rouge1", "rouge2", "rougeL")}
+    sft, reward, policy = (run.read_meta(folder) for folder in stages.folders.values())
     learned, results = reward["results"], policy["results"]
-    lines = [
-        "",
-        "After supervised fine-tuning: "
-        + ", ".join(f"{name.replace('rouge', 'ROUGE-')} {value:.3f}" for name, value in rouge.items())
-        + f"; {sft['results']['validation/sft/eos_rate']:.1%} of the summaries end.",
+    rouge = [f"{name} {sft['results'][f'validation/sft/{key}']:.3f}" for key, name in ROUGE.items()]
+    sentences = [
+        f"After supervised fine-tuning: {', '.join(rouge)}; {sft['results']['validation/sft/eos_rate']:.1%} of the "
+        f"summaries end.",
         f"The reward model agrees with the annotator in {learned['eval/rm/validation/accuracy']:.1%} of the held-out "
         f"comparisons. Chance is 50%.",
     ]
     if ceiling := learned["ceiling"]:
         share = (learned["eval/rm/validation/accuracy"] - 0.5) / (ceiling - 0.5)
-        lines.append(
+        sentences.append(
             f"The annotator is noisy: a perfect judge would reach {ceiling:.1%}. "
             f"So it has learned {share:.0%} of what can be learned."
         )
-    lines.append(
+    sentences.append(
         f"The policy is {results['last_kl']:.1f} nats per summary from the fine-tuned model, averaged over the last "
         f"ten updates; {results['validation/eos_rate']:.1%} of its held-out summaries end."
     )
-    rows, evaluation = sft_and_policy_rows(sft_run, policy_run), policy_run / "evaluation.jsonl"
+    rows = sft_and_policy_rows(stages.folders["sft"], stages.folders["policy"])
     if gold := policy["args"]["rewards"]["monitor"]:
-        lines += compare_by_gold(gold, sft_run, policy_run, len(rows))
+        sentences += compare_by_gold(gold, stages.folders["sft"], stages.folders["policy"], len(rows))
     minutes = [meta["wall_time"] / 60 for meta in (sft, reward, policy)]
-    lines += [
+    sentences.append(
         f"It took {sum(minutes):.1f} minutes: SFT {minutes[0]:.1f}, reward model {minutes[1]:.1f}, "
-        f"PPO {minutes[2]:.1f}.",
-        "",
-        f"learning curves  {policy_run / 'learning_curves.png'}",
-        f"                 {reward_run / 'learning_curves.png'}",
-        f"                 {sft_run / 'learning_curves.png'}",
-        f"summaries        {evaluation}",
-        f"judge them       python ppo_rlhf/judge.py --candidate {policy_run} --endpoint.url <address> "
+        f"PPO {minutes[2]:.1f}."
+    )
+    policy_run = os.path.relpath(stages.folders["policy"])
+    stages.report(
+        "Held-out posts, summarised after SFT and after PPO",
+        rows,
+        sentences,
+        summaries=f"{policy_run}/evaluation.jsonl",
+        judge_them=f"python ppo_rlhf/judge.py --candidate {policy_run} --endpoint.url <address> "
         f"--endpoint.model <name>",
-    ]
-    run.print_table("Held-out posts, summarised after SFT and after PPO", rows[:4])
-    print(*lines, sep="\n")
+    )
 
 
 def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]:
@@ -150,18 +137,18 @@ def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]
 
     Each stage has summarised the first posts of the split, as many as its eval_posts says.
     """
-    tables = [
-        [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
-        for folder in (sft_run, policy_run)
-    ]
+    after_sft, after_ppo = (
+        map(json.loads, (folder / "evaluation.jsonl").read_text().splitlines()) for folder in (sft_run, policy_run)
+    )
     return [
         {
-            "post": run.one_line(policy["query"]),
-            "reference": run.one_line(policy["reference"]),
-            "SFT": run.one_line(sft["response"]),
-            "PPO": run.one_line(policy["response"]),
+            "post": policy["query"],
+            "reference": policy["reference"],
+            "SFT": sft["response"],
+            "PPO": policy["response"],
+            "PPO score": policy["scores"],
         }
-        for sft, policy in zip(*tables, strict=False)
+        for sft, policy in zip(after_sft, after_ppo, strict=False)
     ]
 
 

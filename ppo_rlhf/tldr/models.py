@@ -1,5 +1,6 @@
-"""Pretrained models and our own: load, check, save.
+"""The models of chapters 2 and 3: load language models, reward models and critics, add adapters, save all of them.
 
+Chapter 1's `load_pretrained` reads the weights. Marks like [X35] name an implementation detail; see docs/reference.
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
@@ -12,89 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib.base import errors, files, precision
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib.nets import foreign, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.nets.pretrained import (
-    check_reward_model,
-    checked_model,
-    dtype_of_weights,
-    find_head,
-    is_dropout,
-    load_head,
-    model_errors,
-    read_config,
-    same_logits,
-    vocabulary_size,
-)
 from ppo_rlhf.tldr import packing
+from ppo_rlhf.train_policy import load_pretrained
 from ppo_rlhf.train_reward import RewardModel
 
 # ---- Load ------------------------------------------------------------------------------------------------------
-
-
-def load_pretrained(
-    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
-) -> PreTrainedModel:
-    """A pretrained model from safetensors, without dropout. Saved again, its configuration has its own settings.
-
-    Settings that ask for more outputs than hidden states, and special tokens that have no embedding, are dropped.
-    """
-    with model_errors(base_model) as (path, revision):
-        config = read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        ours = {name: 0.0 for name, value in vars(config).items() if is_dropout(name, value)}
-        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
-        #       language/model.py#L14-L73
-        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
-        ours |= {name: "gelu_pytorch_tanh" for name, value in vars(config).items() if value == "gelu_new"}
-        own_settings = {name: getattr(config, name) for name in ours}
-        vars(config).update(ours)
-        model, loading = auto_class.from_pretrained(
-            path,
-            revision=revision,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # checked_model names them
-        )
-        # [D66] The embedding of the token that the configuration names as padding learns like any other.
-        model.get_input_embeddings().padding_idx = None
-        return checked_model(model, loading, own_settings)
-
-
-def read_whole(
-    auto_class: type,
-    path: str,
-    revision: str | None,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model with all its weights, and what the library says about them."""
-    return auto_class.from_pretrained(
-        path,
-        revision=revision,
-        config=config,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # checked_model names them
-    )
 
 
 @torch.no_grad()
@@ -106,37 +37,55 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
         second_half = torch.arange(length, device=model.device) >= length // 2
         rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])
         logits = model.get_output_embeddings()(read_tokens(model, rows, vocab_size, slice(None)))
-        if not same_logits(logits, model(rows).logits):
+        if not pretrained.same_logits(logits, model(rows).logits):
             packing.UNFIT.add(type(model.base_model))
             what = f"{flag('base_model')} {base_model}"
             errors.say_once(f"{what} does not read shared prefixes as it should: each row is read by itself")
 
 
-# ---- Our own models --------------------------------------------------------------------------------------------
-
-
 def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
     """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
-    find_head(folder)
+    pretrained.find_head(folder)
     backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
     reward_model = RewardModel(backbone)
-    load_head(reward_model, folder)
+    pretrained.load_head(reward_model, folder)
     return reward_model.requires_grad_(False)
 
 
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:
     """The base model that a script's arguments name, in the precision of its weights."""
-    dtype = dtype_of_weights(args, frozen=frozen)
+    dtype = pretrained.dtype_of_weights(args, frozen=frozen)
     return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
 
 
 def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> RewardModel:
     """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
-    folder, dtype = Path(getattr(args.rewards, field)), dtype_of_weights(args, frozen=frozen)
+    folder, dtype = Path(getattr(args.rewards, field)), pretrained.dtype_of_weights(args, frozen=frozen)
     model = load_reward_model(folder, dtype, args.trust_remote_code)
-    check_reward_model(model.lm_backbone, args, vocab_size, field)
+    pretrained.check_reward_model(model.lm_backbone, args, vocab_size, field)
     return model
+
+
+def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> RewardModel:
+    """The critic before it learns: the model that the arguments name, or else the base model with a new head.
+
+    zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
+    """
+    trained = args.rewards.trained_model
+    if args.rewards.value_model or (trained and not foreign.is_foreign(trained)):
+        field = "value_model" if args.rewards.value_model else "trained_model"
+        critic = load_scalar_model(args, field, vocab_size)
+    else:
+        torch.manual_seed(args.seed)  # for the head, the same on every process
+        backbone = load_base_model(args, AutoModel)
+        critic = RewardModel(backbone).to(backbone.dtype)
+        if zero_head:
+            nn.init.zeros_(critic.reward_head.weight)
+    critic.requires_grad_(True)
+    critic.gain.requires_grad_(False)
+    critic.bias.requires_grad_(False)
+    return critic
 
 
 class MixedPrecision(nn.Module):
@@ -153,6 +102,36 @@ class MixedPrecision(nn.Module):
         """For rollouts and evaluations: the precision of the training, no gradients."""
         with torch.no_grad(), self.autocast():
             yield
+
+
+class Reference:
+    """The model that the policy started from. [X35] With adapters, it is the policy while they are switched off."""
+
+    def __init__(self, lm_backbone: PreTrainedModel, adapters: nn.Module | None):
+        """adapters: peft's handle of the adapters in lm_backbone, if there are any."""
+        self.lm_backbone, self.adapters = lm_backbone, adapters
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block, the language model is the reference, and has no gradient."""
+        without_adapters = self.adapters.disable_adapter() if self.adapters else contextlib.nullcontext()
+        with torch.no_grad(), without_adapters:
+            yield
+
+
+def response_scorer(reward_model: RewardModel, pad_id: int, *, rows: int = 0) -> Callable[..., Tensor]:
+    """A function that scores responses with a reward model.
+
+    It takes queries (batch, query_length) and responses (batch, response_length), with our padding, and returns
+    (batch,). It needs no messages. rows: how many it reads at a time, at most; 0: as many as are fast.
+    """
+
+    @torch.no_grad()
+    def score(queries: Tensor, responses: Tensor, messages: Any = None) -> Tensor:
+        tokens = torch.cat([queries, responses], dim=1)
+        return packing.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
+
+    return score
 
 
 # ---- Adapters --------------------------------------------------------------------------------------------------
@@ -173,9 +152,9 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.
     """[X35] Freeze a model and add low-rank adapters to its layers. Returns peft's handle for switching them off."""
     from peft import LoraConfig, TaskType, get_peft_model  # slow, and used by few runs
 
-    names = [name.strip() for name in lora.target_modules.split(",")]
-    target_modules = None if not lora.target_modules else "all-linear" if names == ["all-linear"] else names
-    if isinstance(target_modules, list):
+    target_modules: str | list[str] | None = lora.target_modules or None
+    if target_modules and target_modules != "all-linear":
+        target_modules = [name.strip() for name in target_modules.split(",")]
         check_target_modules(lm_backbone, target_modules)
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM, r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules
@@ -203,11 +182,8 @@ def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None
     for name in names:
         fitting = [layer for layer in layers if f".{layer}".endswith(f".{name}")]
         if not fitting:
-            there = sorted({layer.rpartition(".")[2] for layer, weight in layers.items() if weight.dim() == 2})
-            raise InputError(
-                f"{what}: the base model has no layer {name!r}; it has {', '.join(there)}; all-linear, by itself, "
-                f"means every linear layer except the output layer"
-            )
+            of_matrices = {layer.rpartition(".")[2] for layer, weight in layers.items() if weight.dim() == 2}
+            raise InputError(f"{what}: the base model has no layer {name!r}; it has {', '.join(sorted(of_matrices))}")
         for layer in fitting:
             if shared := [other for other in layers if other != layer and layers[other] is layers[layer]]:
                 raise InputError(
@@ -247,13 +223,21 @@ def save_policy_and_critic(
     if adapters is not None and errors.is_first_process():
         save_adapters(folder / "policy" / "adapter", adapters)
         lm_backbone = adapters.merge_and_unload() if weights else lm_backbone
-    info = {"vocab_size": vocabulary_size(tokenizer), **info}
-    own, temperature = lm_backbone.generation_config, info["task"]["temperature"]
-    lm_backbone.generation_config = pretrained.sampling_config(own, tokenizer, temperature)
-    save_language_model(folder / "policy", lm_backbone, tokenizer, info | {"kind": "policy"}, weights)
+    info = {"vocab_size": pretrained.vocabulary_size(tokenizer), **info}
+    lm_backbone.generation_config = pretrained.sampling_config(
+        lm_backbone.generation_config, tokenizer, info["task"]["temperature"]
+    )
+    save_language_model(folder / "policy", lm_backbone, tokenizer, {**info, "kind": "policy"}, weights)
     if critic and errors.is_first_process():
-        kept = {name: info[name] for name in ("base_model", "vocab_size", "task")} | {"kind": "critic"}
-        save_reward_model(folder / "value", critic, tokenizer, kept, trust_remote_code, weights)
+        of_critic = {name: info[name] for name in ("base_model", "vocab_size", "task")}
+        save_reward_model(
+            folder / "value",
+            critic,
+            tokenizer,
+            info={**of_critic, "kind": "critic"},
+            trust_remote_code=trust_remote_code,
+            weights=weights,
+        )
 
 
 def save_adapters(folder: Path, adapters: nn.Module) -> None:
@@ -265,11 +249,9 @@ def save_adapters(folder: Path, adapters: nn.Module) -> None:
         files.write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})
 
 
-def scheduled_lr(lr: float, schedule: str, step: int, steps: int) -> float:
-    """The learning rate of a step (0-based) out of so many, without warm-up; it would be 0 after the last.
+# ---- Learning rate ---------------------------------------------------------------------------------------------
 
-    cosine: lr * (1 + cos(pi * step / steps)) / 2        linear: lr * (1 - step / steps)
-    """
-    if schedule == "cosine":
-        return lr * (1 + math.cos(math.pi * step / steps)) / 2
-    return lr * (1 - step / steps) if schedule == "linear" else lr
+
+def cosine_lr(lr: float, step: int, steps: int) -> float:
+    """The learning rate of a step (0-based) out of so many, without warm-up; it would be 0 after the last."""
+    return lr * (1 + math.cos(math.pi * step / steps)) / 2

@@ -50,14 +50,6 @@ UNFIT: set[type] = set()  # models that were seen to read shared prefixes in ano
 # ---- A few rows at a time --------------------------------------------------------------------------------------
 
 
-def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
-    results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
-    if isinstance(results[0], Tensor):
-        return torch.cat(results)
-    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-
-
 def by_length(
     function: Callable,
     model: nn.Module,

@@ -38,7 +38,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -52,7 +52,7 @@ from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, layers, pretrained
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli, run, traces
-from ppo_rlhf.tldr import models, networks, packing, posts
+from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
@@ -109,9 +109,7 @@ class PpoArgs(cli.MemoryArgs):
     noptepochs: PositiveInt = 4
     """passes over the batch per update"""
     lr: PositiveFloat = 3e-6
-    """learning rate of the first update"""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """course of the learning rate from update to update"""
+    """learning rate of the first update; it falls linearly"""
     adam_eps: PositiveFloat = 1e-5
     """epsilon of AdamW"""
     weight_decay: NonNegativeFloat = 0.01
@@ -140,9 +138,7 @@ class Args(cli.PolicyRunArgs):
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
     eval_interval: NonNegativeInt = 20
-    """updates between evaluations on held-out posts, from update 0 on; 0: only at the end"""
-    eval_prompts: PositiveInt = 64
-    """held-out posts of such an evaluation"""
+    """updates between evaluations on the first 64 held-out posts, from update 0 on; 0: only at the end"""
     eval_posts: NonNegativeInt = 0
     """held-out posts to summarise after training; 0: all"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
@@ -190,6 +186,8 @@ PRESETS = {
 }
 
 
+EVAL_PROMPTS = 64  # held-out posts of an evaluation during training
+
 # ---- Sizes -----------------------------------------------------------------------------------------------------
 #
 # How a batch is divided, with the numbers of the default, Pythia 1B on one process:
@@ -232,23 +230,46 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    setup, actor_critic, reference = load(args, joint)
-    args, sizes, ids, accelerator = setup.args, setup.sizes, setup.ids, setup.accelerator
+    accelerator = processes.make_accelerator()
+    setup = check(args, accelerator.num_processes)
+    args, sizes, ids, scale = setup.args, setup.sizes, setup.ids, setup.scale
     task, ppo = args.task, args.ppo
-    optimizer = make_optimizer(actor_critic, ppo)
-    controller = AdaptiveKLController(args.rewards.kl_coef, **vars(args.rewards.adaptive_kl))
+    actor_critic, reference = load_networks(args, setup.tokenizer, accelerator)
+    score = load_scorer(args, setup.tokenizer, ids, accelerator)
+    setup = dataclasses.replace(setup, accelerator=accelerator, score=score)
+    # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in actor_critic.parameters() if parameter.requires_grad],
+        ppo.lr,
+        eps=ppo.adam_eps,
+        weight_decay=ppo.weight_decay,
+        fused=True,
+    )
+    adaptive_kl = args.rewards.adaptive_kl
+    controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
+    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(sizes), joint)
     save = partial(save_models, setup=setup, actor_critic=actor_critic, adapters=reference.adapters)
-    this_run, first_update, evaluation = start_run(setup, actor_critic, optimizer, controller, save, joint)
-    rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
-    evaluate = partial(evaluate_policy, setup, this_run, actor_critic)
-    prompts, reference_scores = setup.held_out["validation"].first(args.eval_prompts), {}
+    this_run.rehearse(save)
+    # From the newest checkpoint; {"step": 0} if there is none.
+    resumed = this_run.resume(partial(checkpoints.restore_training_state, actor_critic, optimizer))
+    controller.value = resumed.get("kl_coef", controller.value)
+    scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
+    evaluation = {name: math.nan if mean is None else mean for name, mean in resumed.get("evaluation", {}).items()}
+    if has_own_scale(args.rewards) and args.rewards.normalize_samples and resumed["step"] == 0:
+        # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
+        scale.fit(scores_of_base_model(setup, actor_critic), accelerator)
     recorder = make_recorder(setup, this_run, actor_critic, reference)
+    this_run.start_logging(resumed["step"])
+    rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
 
-    for update in this_run.updates("PPO", first_update, sizes.updates):
-        optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(ppo.lr, ppo.schedule, update, sizes.updates)
+    for update in this_run.updates("PPO", resumed["step"], sizes.updates):
+        optimizer.param_groups[0]["lr"] = lr = ppo.lr * (1 - update / sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
             with this_run.saved_if_it_fails():
-                evaluation, _ = evaluate(prompts, reference_scores, update)
+                prompts = setup.held_out["validation"].first(EVAL_PROMPTS)
+                evaluation, evaluation_rows = evaluate_policy(setup, actor_critic, prompts, update)
+            if update == 0:
+                this_run.write_evaluation("before", evaluation_rows)
 
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
         drawn = posts_of_update(args.seed, len(setup.train_posts), update=update, batch=sizes.batch)  # (batch,)
@@ -257,7 +278,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
         # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.
         with this_run.saved_if_it_fails():
-            episodes = make_rollout(
+            rollout = make_rollout(
                 setup, actor_critic, reference, batch=batch, uniforms=uniforms, kl_coef=controller.value
             )
 
@@ -266,7 +287,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         steps = ppo_update(
             actor_critic,
             optimizer,
-            rollout=episodes,
+            rollout=rollout,
             minibatches=minibatches,
             ppo=ppo,
             pad_id=ids.pad,
@@ -275,23 +296,44 @@ def train(args: Args, joint: dict | None = None) -> Path:
         )
 
         # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
-        metrics = update_metrics(setup, this_run, update, episodes=episodes, steps=steps, lr=lr)
+        metrics = update_metrics(
+            setup, this_run, update, rollout=rollout, steps=steps, kl_coef=controller.value, lr=lr
+        )
         controller.update(metrics["objective/kl"], sizes.batch)
+        state = {
+            "kl_coef": controller.value,
+            "score_scale": [scale.mean, scale.std],
+            "evaluation": files.without_nan(evaluation),
+        }
         this_run.end_of_update(
             update,
             metrics | evaluation,
             f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}, "
             f"{100 * metrics['objective/eos_rate']:.0f} % end",
-            samples=partial(sample_rows, setup, episodes),
-            trace=partial(recorder.record, update, episodes, controller.value),
-            checkpoint=partial(training_state, setup, actor_critic, optimizer, controller, evaluation),
+            samples=partial(sample_rows, setup, rollout),
+            trace=partial(recorder.record, update, rollout, controller.value),
+            # The counterpart of `resume` above.
+            checkpoint=lambda state=state: (checkpoints.training_state(actor_critic, optimizer), state),
         )
-    return finish(setup, this_run, actor_critic, save)
+
+    results = {}
+    for split, held_out in setup.held_out.items():
+        with this_run.saved_if_it_fails():
+            means, evaluation_rows = evaluate_policy(setup, actor_critic, held_out, sizes.updates)
+        this_run.write_evaluation(split, evaluation_rows)
+        for name, mean in means.items():
+            results[name.replace("eval", split, 1)] = mean
+        for name, mean in posts.rouge(evaluation_rows).items():
+            results[f"{split}/rouge/{name}"] = mean
+    save(this_run.model_folder)
+    results |= this_run.last_means("scores", "kl", "eos_rate")
+    this_run.finish("policy", "value", **results, too_long=setup.train_posts.too_long)
+    return this_run.model_folder / "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What the arguments name, apart from models."""
+class Setup:
+    """The parts of a run that no update changes. `train` adds the last two, once everything else is checked."""
 
     typed_args: Args  # with names such as `posts` that are not yet paths
     args: Args
@@ -301,20 +343,14 @@ class Checked:
     train_posts: posts.Posts
     held_out: dict[str, posts.Posts]  # of the splits validation and test
     monitor: dict[str, scorers.Scorer]  # what is only logged, under its name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup(Checked):
-    """The parts of a run that no update changes."""
-
-    score: scorers.Scorer  # (queries, responses, references) -> (rows,), on the scale below
-    scale: Scale  # of the scores of a function
-    accelerator: Accelerator
+    scale: Scale = field(default_factory=Scale)  # of the scores of a function
+    score: scorers.Scorer | None = None  # (queries, responses, references) -> (rows,), before it is scaled
+    accelerator: Accelerator | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """The data of one process's part of the batch that training needs.
+    """Episodes of one process, its part of the batch. PPO needs the first six tensors; the rest is for the logs.
 
     After a response's end, rewards are 0, and log-probs and values mean nothing.
     """
@@ -325,6 +361,15 @@ class Rollout:
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
     mask: Tensor  # (local_batch, response_length) bool, of the tokens
     value_mask: Tensor  # (local_batch, response_length) bool, of the values
+    references: Tensor | None = None  # (local_batch, response_length), the summaries of the data
+    stopped: Tensor | None = None  # (local_batch,) bool, whether the summary ends
+    raw_scores: Tensor | None = None  # (local_batch,), on the scale of a reward model
+    scores: Tensor | None = None  # (local_batch,), after the end-of-text trick
+    ref_logprobs: Tensor | None = None  # (local_batch, response_length)
+    kl: Tensor | None = None  # (local_batch, response_length), nats
+    non_score_rewards: Tensor | None = None  # (local_batch, response_length), the KL penalty
+    sampler_gap: Tensor | None = None  # (local_batch, response_length), distance of log-probs from the sampler's
+    monitored: dict[str, Tensor] = field(default_factory=dict)  # (local_batch,) each
     seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
 
     @property
@@ -336,22 +381,6 @@ class Rollout:
     def responses(self) -> Tensor:
         """The responses alone: (local_batch, response_length)."""
         return self.query_responses[:, -self.logprobs.shape[1] :]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Episodes(Rollout):
-    """What steps 2 to 5 found, with further data for the log only; PPO does not need it."""
-
-    references: Tensor  # (local_batch, response_length), the summaries of the data
-    stopped: Tensor  # (local_batch,) bool, whether the summary ends
-    raw_scores: Tensor  # (local_batch,), of the reward model or function, on the scale of a reward model
-    scores: Tensor  # (local_batch,), after the end-of-text trick
-    ref_logprobs: Tensor  # (local_batch, response_length)
-    kl: Tensor  # (local_batch, response_length), nats
-    non_score_rewards: Tensor  # (local_batch, response_length), the KL penalty
-    sampler_gap: Tensor  # (local_batch, response_length), distance of log-probs from the sampler's
-    monitored: dict[str, Tensor]  # (local_batch,) each
-    kl_coef: float  # that the rewards were made with
 
 
 # ---- Steps 1 to 5: posts, summaries, scores, rewards ---------------------------------------------------------
@@ -373,32 +402,48 @@ def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tenso
 def make_rollout(
     setup: Setup,
     actor_critic: ActorCritic,
-    reference: networks.Reference,
+    reference: models.Reference,
     *,
     batch: posts.Posts,
     uniforms: Tensor,
     kl_coef: float,
-) -> Episodes:
+) -> Rollout:
     """Steps 2 to 5 for some posts (rows). uniforms: (rows, response_length) random numbers, one for each token."""
-    ids, task, shaping, device = setup.ids, setup.args.task, setup.args.rewards, setup.accelerator.device
-    by_length = partial(packing.by_length, pad_id=ids.pad, rows=setup.args.ppo.local_rollout_batch_size)
+    ids, task, shaping = setup.ids, setup.args.task, setup.args.rewards
+    device = setup.accelerator.device
+    pass_rows = setup.args.ppo.local_rollout_batch_size
     references = batch.references.to(device)
     queries = posts.trim_padding(batch.queries, pad_id=ids.pad).to(device)  # (rows, context_length)
     with actor_critic.sampling():
         # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
         #    (rows, response_length).
-        sampling = {"stop_ids": ids.stops, "temperature": task.temperature, "new_tokens": task.response_length}
-        uniforms = uniforms.to(processes.device_of_noise(device))
-        sampled = by_length(respond, actor_critic, queries, uniforms, **sampling)
-        responses = sampled.responses
+        responses, logprobs, values, sampler_gap = packing.by_length(
+            respond,
+            actor_critic,
+            queries,
+            uniforms.to(processes.device_of_noise(device)),
+            pad_id=ids.pad,
+            rows=pass_rows,
+            new_tokens=task.response_length,
+            stop_ids=ids.stops,
+            temperature=task.temperature,
+        )
 
         # 3. Compute the reference's log-probs: (rows, response_length).
         query_responses = torch.cat([queries, responses], dim=1)
-        reading = {"reference": reference, "temperature": task.temperature}
-        ref_logprobs = by_length(reference_logprobs, actor_critic, query_responses, responses, **reading)
+        ref_logprobs = packing.by_length(
+            reference_logprobs,
+            actor_critic,
+            query_responses,
+            responses,
+            pad_id=ids.pad,
+            rows=pass_rows,
+            reference=reference,
+            temperature=task.temperature,
+        )
 
-        # 4. Score the summaries; punish those that do not end.
-        raw_scores = setup.score(queries, responses, references)  # (rows,)
+        # 4. Score the summaries, on the scale of a reward model; punish those that do not end.
+        raw_scores = setup.scale.apply(setup.score(queries, responses, references))  # (rows,)
         stopped = has_stop(responses, ids.stops, 0)  # (rows,)
         scores = punish_missing_eos(
             raw_scores, stopped, form=shaping.missing_eos, penalty=shaping.missing_eos_penalty
@@ -409,16 +454,16 @@ def make_rollout(
         mask, value_mask = response_masks(responses, ids.pad)  # (rows, response_length)
         rewards, non_score_rewards, kl = compute_rewards(
             scores,
-            logprobs=sampled.logprobs,
+            logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             mask=mask,
             kl_coef=kl_coef,
             kl_estimator=shaping.kl_estimator,
         )
-    return Episodes(
+    return Rollout(
         query_responses=query_responses,
-        logprobs=sampled.logprobs,
-        values=sampled.values,
+        logprobs=logprobs,
+        values=values,
         rewards=rewards,
         mask=mask,
         value_mask=value_mask,
@@ -429,19 +474,9 @@ def make_rollout(
         ref_logprobs=ref_logprobs,
         kl=kl,
         non_score_rewards=non_score_rewards,
-        sampler_gap=sampled.sampler_gap,
+        sampler_gap=sampler_gap,
         monitored={name: function(queries, responses, references) for name, function in setup.monitor.items()},
-        kl_coef=kl_coef,
     )
-
-
-class Sampled(NamedTuple):
-    """Responses and what is known of their tokens: four of (rows, response_length)."""
-
-    responses: Tensor  # padding after the stop token
-    logprobs: Tensor  # as training computes them
-    values: Tensor
-    sampler_gap: Tensor  # distance of these log-probs from the sampler's
 
 
 @torch.no_grad()
@@ -453,8 +488,12 @@ def respond(
     pad_id: int,
     stop_ids: Collection[int],
     temperature: float,
-) -> Sampled:
-    """Sample responses to contexts (batch, context_length), with a random number for each token."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sample responses to contexts (batch, context_length), with a random number for each token.
+
+    Returns the responses, with padding after the stop token, their log-probs as training computes them, their values,
+    and the distance of these log-probs from the sampler's: four of (batch, response_length).
+    """
     # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
     # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
     responses, sampled_logprobs = generate_until(
@@ -463,10 +502,11 @@ def respond(
     # [T34] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
     #       ppo.py#L321-L335, ppo.py#L617-L619
     query_responses = torch.cat([contexts, responses], dim=1)
-    reading = {"pad_id": pad_id, "temperature": temperature}
-    logprobs, _, values = packing.by_length(nn.Module.__call__, actor_critic, query_responses, responses, **reading)
-    gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == pad_id, 0)
-    return Sampled(responses=responses, logprobs=logprobs, values=values, sampler_gap=gap)
+    logprobs, _, values = packing.by_length(
+        nn.Module.__call__, actor_critic, query_responses, responses, pad_id=pad_id, temperature=temperature
+    )
+    sampler_gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == pad_id, 0)
+    return responses, logprobs, values, sampler_gap
 
 
 def reference_logprobs(
@@ -475,7 +515,7 @@ def reference_logprobs(
     responses: Tensor,
     *,
     pad_id: int,
-    reference: networks.Reference,
+    reference: models.Reference,
     temperature: float,
 ) -> Tensor:
     """Log-probs (batch, response_length) of the reference; tokens as `ActorCritic` gets them."""
@@ -595,12 +635,11 @@ def ppo_update(
     """Steps 6 and 7: all epochs of PPO on one rollout.
 
     minibatches: this process's episodes in each, (epochs, nminibatches, local_minibatch). Returns numbers of the
-    optimiser steps, (steps,): the gradient norm, and of everything else this process's share of the mean over what
-    counts in the minibatch. The shares of all processes add up to that mean.
+    optimiser steps, (steps,), most under the name that they are logged with: this process's share of the mean over
+    what counts in the minibatch, and of the gradient norm. The shares of all processes add up.
     """
     reduce, device = partial(accelerator.reduce, reduction="sum"), rollout.rewards.device
     lengths = packing.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
-    reading = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size}
     steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
     for b_inds in minibatches:  # of an epoch
         for cpu_inds in b_inds:  # (local_minibatch,)
@@ -630,9 +669,13 @@ def ppo_update(
             #       ppo.py#L721
             optimizer.zero_grad()
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
-            mb_query_responses, mb_rows = rollout.query_responses[mb_inds], torch.arange(len(mb_inds))
             for tokens, rows in packing.micro_batches(
-                actor_critic, lengths[cpu_inds], mb_query_responses, mb_rows, **reading
+                actor_critic,
+                lengths[cpu_inds],
+                rollout.query_responses[mb_inds],
+                torch.arange(len(mb_inds)),
+                pad_id=pad_id,
+                rows=ppo.local_micro_batch_size,
             ):
                 # tokens: (micro_batch, length); rows of the minibatch: (micro_batch,); others: (micro_batch,
                 # response_length)
@@ -641,8 +684,9 @@ def ppo_update(
                 new_logprobs, entropies, new_values = actor_critic(
                     tokens, rollout.responses[inds], pad_id, temperature
                 )
-                seen = {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()}
-                rollout.seen.append((inds, seen))
+                rollout.seen.append(
+                    (inds, {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()})
+                )
                 pg_loss, pg_clipfrac, approxkl = policy_loss(
                     new_logprobs,
                     logprobs=logprobs,
@@ -661,29 +705,40 @@ def ppo_update(
                 )
                 loss = pg_loss + ppo.vf_coef * vf_loss
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
+                statistics = token_statistics(
+                    new_logprobs,
+                    entropies=entropies,
+                    new_values=new_values,
+                    logprobs=logprobs,
+                    returns=mb_returns[rows],
+                    mask=mask,
+                    value_mask=value_mask,
+                    count=count,
+                    value_count=value_count,
+                )
                 shares.append(
-                    {"pg_loss": pg_loss.detach(), "pg_clipfrac": pg_clipfrac, "approxkl": approxkl}
-                    | {"vf_loss": vf_loss.detach(), "vf_clipfrac": vf_clipfrac}
-                    | token_statistics(
-                        new_logprobs,
-                        entropies=entropies,
-                        new_values=new_values,
-                        logprobs=logprobs,
-                        returns=mb_returns[rows],
-                        mask=mask,
-                        value_mask=value_mask,
-                        count=count,
-                        value_count=value_count,
-                    )
+                    {
+                        "loss/policy_avg": pg_loss.detach(),
+                        "policy/clipfrac_avg": pg_clipfrac,
+                        "policy/approxkl_avg": approxkl,
+                        "loss/value_avg": vf_loss.detach(),
+                        "val/clipfrac_avg": vf_clipfrac,
+                        **statistics,
+                    }
                 )
             processes.average_gradients(actor_critic, accelerator)
             gradient_norm = processes.gradient_norm(actor_critic)
             optimizer.step()
+            values, returns = processes.widened(mb_values), processes.widened(mb_returns)
             steps.append(
                 {name: sum(share[name] for share in shares) for name in shares[0]}
-                | moments("value", mb_values, mb_value_mask, value_count)
-                | moments("return", mb_returns, mb_value_mask, value_count)
-                | {"gradient_norm": gradient_norm}
+                | {
+                    "val/mean": masked_mean(values, mb_value_mask, value_count),
+                    "square_of_value": masked_mean(values**2, mb_value_mask, value_count),
+                    "returns/mean": masked_mean(returns, mb_value_mask, value_count),
+                    "square_of_return": masked_mean(returns**2, mb_value_mask, value_count),
+                    "gradient_norm": gradient_norm / accelerator.num_processes,
+                }
             )
     return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
 
@@ -796,87 +851,75 @@ def token_statistics(
     # [X34] Masked positions are left out.   ppo.py#L722-L771
     ratio = torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0))
     return {
-        "entropy": masked_mean(entropies, mask, count),
-        "ratio": masked_mean(ratio, mask, count),
+        "policy/entropy_avg": masked_mean(entropies, mask, count),
+        "val/ratio": masked_mean(ratio, mask, count),
         "square_of_ratio_minus_1": masked_mean((ratio - 1) ** 2, mask, count),
-        "new_value": masked_mean(new_values, value_mask, value_count),
-        "value_error": masked_mean((new_values - returns) ** 2, value_mask, value_count),
+        "val/vpred": masked_mean(new_values, value_mask, value_count),
+        "val/error": masked_mean((new_values - returns) ** 2, value_mask, value_count),
     }
-
-
-def moments(name: str, values: Tensor, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
-    """A process's share of the mean and the mean square of the entries that the mask keeps, in float64."""
-    values = processes.widened(values)
-    return {name: masked_mean(values, mask, count), f"square_of_{name}": masked_mean(values**2, mask, count)}
 
 
 # ---- Step 8: metrics -------------------------------------------------------------------------------------------
 
 
-# A number for each episode, (local_batch,). The metrics are their means.
-OBJECTIVES: dict[str, Callable[[Episodes], Tensor]] = {
-    "kl": lambda episodes: episodes.kl.sum(1),
-    "entropy": lambda episodes: -episodes.logprobs.masked_fill(~episodes.mask, 0).sum(1),
-    "non_score_reward": lambda episodes: episodes.non_score_rewards.sum(1),
-    "scores": lambda episodes: episodes.scores,
-    "raw_scores": lambda episodes: episodes.raw_scores,
-    "eos_rate": lambda episodes: episodes.stopped,
-    "response_length": lambda episodes: episodes.mask.sum(1),
-    "sampler_gap": lambda episodes: episodes.sampler_gap.sum(1) / episodes.mask.sum(1),
-}
+# Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
+TAKEN = {"kl", "entropy", "non_score_reward", "scores", "raw_scores", "eos_rate", "response_length", "sampler_gap"}
+TAKEN |= {"kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
 
 
 def update_metrics(
-    setup: Setup, this_run: run.Run, update: int, *, episodes: Episodes, steps: dict[str, Tensor], lr: float
+    setup: Setup,
+    this_run: run.Run,
+    update: int,
+    *,
+    rollout: Rollout,
+    steps: dict[str, Tensor],
+    kl_coef: float,
+    lr: float,
 ) -> dict[str, float]:
     """The metrics of an update: means over all episodes, means over all optimiser steps, and how far the run is.
 
-    steps: what ppo_update returns. Every process adds its shares, and all get the same numbers. Raises a
-    NumericalError if they are impossible.
+    steps: what ppo_update returns. kl_coef: what the rewards were made with. Every process adds its shares, and all
+    get the same numbers. Raises a NumericalError if they are impossible.
     """
-    args, accelerator, seconds = setup.args, setup.accelerator, this_run.seconds()
-    objectives = {name: of_each(episodes) for name, of_each in OBJECTIVES.items()} | episodes.monitored
+    args, accelerator = setup.args, setup.accelerator
+    objectives = {  # of each episode, (local_batch,)
+        "kl": rollout.kl.sum(1),
+        "entropy": -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
+        "non_score_reward": rollout.non_score_rewards.sum(1),
+        "scores": rollout.scores,
+        "raw_scores": rollout.raw_scores,
+        "eos_rate": rollout.stopped,
+        "response_length": rollout.mask.sum(1),
+        "sampler_gap": rollout.sampler_gap.sum(1) / rollout.mask.sum(1),
+        **rollout.monitored,
+    }
     if has_own_scale(args.rewards):
-        objectives["function_score"] = setup.scale.undo(episodes.raw_scores)
-    shares = {
-        f"objective/{name}": processes.widened(x).mean() / accelerator.num_processes for name, x in objectives.items()
-    }
-    shares |= {name: x.mean() for name, x in steps.items() if name != "gradient_norm"}
-    shares |= {"first": steps["square_of_ratio_minus_1"][0], "stopped": episodes.stopped.sum()}
+        objectives["function_score"] = setup.scale.undo(rollout.raw_scores)
+    shares = {}
+    for name, values in objectives.items():
+        shares[f"objective/{name}"] = processes.widened(values).mean() / accelerator.num_processes
+    for name, values in steps.items():
+        shares[name] = values.mean()
+    shares["square_of_first_gap"] = steps["square_of_ratio_minus_1"][0]
+    shares["val/num_eos_tokens"] = rollout.stopped.sum()
     means = processes.sum_over_processes(shares, accelerator)
+    metrics = {name: mean for name, mean in means.items() if not name.startswith("square_of_")}
     # [X34] Variances over tokens and values; summaries that end.
-    return_var = variance(means["square_of_return"], means["return"])
-    episode = (update + 1) * args.ppo.batch_size
-    metrics = {
-        **{f"objective/{name}": means[f"objective/{name}"] for name in objectives},
-        "loss/policy_avg": means["pg_loss"],
-        "loss/value_avg": means["vf_loss"],
-        "policy/approxkl_avg": means["approxkl"],
-        "policy/clipfrac_avg": means["pg_clipfrac"],
-        "val/clipfrac_avg": means["vf_clipfrac"],
-        "policy/entropy_avg": means["entropy"],
-        "val/ratio": means["ratio"],
-        "val/ratio_var": variance(means["square_of_ratio_minus_1"], means["ratio"] - 1),
-        "val/vpred": means["new_value"],
-        "val/error": means["value_error"],
-        "val/mean": means["value"],
-        "returns/mean": means["return"],
-        "gradient_norm": steps["gradient_norm"].mean().item(),  # the same on every process
-        "val/first_ratio_gap": math.sqrt(means["first"]),
-        "val/num_eos_tokens": means["stopped"],
-        "objective/kl_coef": episodes.kl_coef,
-        "objective/rlhf_reward": means["objective/scores"] + means["objective/non_score_reward"],
-        "val/var": variance(means["square_of_value"], means["value"]),
-        "returns/var": return_var,
-        "val/var_explained": 1 - means["value_error"] / max(return_var, 1e-12),
-        "lr": lr,
-        # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
-        "episode": episode,
-        "eps": episode / seconds,
-        "time": seconds,
-    }
-    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=episodes.monitored)
-    processes.check_equal("objective/kl_coef", episodes.kl_coef, accelerator)
+    metrics["val/first_ratio_gap"] = math.sqrt(means["square_of_first_gap"])
+    metrics["val/ratio_var"] = variance(means["square_of_ratio_minus_1"], means["val/ratio"] - 1)
+    metrics["val/var"] = variance(means["square_of_value"], means["val/mean"])
+    metrics["returns/var"] = variance(means["square_of_return"], means["returns/mean"])
+    metrics["val/var_explained"] = 1 - means["val/error"] / max(metrics["returns/var"], 1e-12)
+    metrics["objective/kl_coef"] = kl_coef
+    metrics["objective/rlhf_reward"] = means["objective/scores"] + means["objective/non_score_reward"]
+    metrics["lr"] = lr
+    # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
+    metrics["episode"] = (update + 1) * args.ppo.batch_size
+    metrics["time"] = this_run.seconds()
+    metrics["eps"] = metrics["episode"] / metrics["time"]
+    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
+    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return metrics
 
 
@@ -885,49 +928,63 @@ def variance(mean_square: float, mean: float) -> float:
     return mean_square - mean**2 if math.isfinite(mean_square) else mean_square
 
 
-def sample_rows(setup: Setup, episodes: Episodes) -> list[dict]:
+def sample_rows(setup: Setup, rollout: Rollout) -> list[dict]:
     """A few episodes to print."""
-    tokens = (episodes.queries[:3], episodes.responses[:3], episodes.references[:3])
-    numbers = {"scores": episodes.scores[:3], "kl": episodes.kl[:3].sum(1)}
-    return posts.sample_table(posts.evaluation_rows(setup.tokenizer, setup.ids, *tokens, **numbers))
+    rows = posts.evaluation_rows(
+        setup.tokenizer,
+        setup.ids,
+        rollout.queries[:3],
+        rollout.responses[:3],
+        rollout.references[:3],
+        scores=rollout.scores[:3],
+        kl=rollout.kl[:3].sum(1),
+    )
+    return posts.sample_table(rows)
 
 
 def make_recorder(
-    setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference: networks.Reference
+    setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference: models.Reference
 ) -> traces.Recorder:
     """Keeps episodes of the batch, and summaries of the first held-out posts with the same noise each time."""
-    args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
+    args, ids, task = setup.args, setup.ids, setup.args.task
     held_out = setup.held_out["validation"].first(traces.TRACED)
     uniforms = episode_noise(args.seed, 0, len(held_out), task.response_length)
-    monitor = {name: traces.scorer_of_traces(score, shaping.monitor) for name, score in setup.monitor.items()}
-    score = traces.scorer_of_traces(setup.score, shaping.function)
-    without_user_code = dataclasses.replace(setup, score=score, monitor=monitor)
+    # A trace must not call functions of the user's.
+    without_user_code = dataclasses.replace(
+        setup,
+        score=traces.scorer_of_traces(setup.score, args.rewards.function),
+        monitor={name: traces.scorer_of_traces(score, args.rewards.monitor) for name, score in setup.monitor.items()},
+    )
 
-    def after_update(episodes: Episodes, rows: slice) -> dict[str, Tensor]:
+    def after_update(rollout: Rollout, rows: slice) -> dict[str, Tensor]:
         new_logprobs, entropies, new_values = actor_critic(
-            episodes.query_responses[rows], episodes.responses[rows], ids.pad, task.temperature
+            rollout.query_responses[rows], rollout.responses[rows], ids.pad, task.temperature
         )
         # Whitened over the whole batch, not over one minibatch.
         advantages, returns = compute_advantages(
-            episodes.rewards,
-            values=episodes.values,
-            mask=episodes.mask,
-            value_mask=episodes.value_mask,
+            rollout.rewards,
+            values=rollout.values,
+            mask=rollout.mask,
+            value_mask=rollout.value_mask,
             ppo=args.ppo,
             reduce=partial(setup.accelerator.reduce, reduction="sum"),
         )
-        numbers = {"new_logprobs": new_logprobs, "entropies": entropies, "new_values": new_values}
-        return numbers | {"advantages": advantages[rows], "returns": returns[rows]}
+        return {
+            "new_logprobs": new_logprobs,
+            "entropies": entropies,
+            "new_values": new_values,
+            "advantages": advantages[rows],
+            "returns": returns[rows],
+        }
 
-    def answer_fixed_queries(kl_coef: float) -> Episodes:
+    def answer_fixed_queries(kl_coef: float) -> Rollout:
         return make_rollout(
             without_user_code, actor_critic, reference, batch=held_out, uniforms=uniforms, kl_coef=kl_coef
         )
 
     def texts(numbers: dict[str, Tensor]) -> dict[str, list[str]]:
-        references = numbers["references"]
-        rows = posts.evaluation_rows(setup.tokenizer, ids, references, references, references)
-        return {"reference": [row["reference"] for row in rows]}
+        references = posts.without_ends(numbers["references"], setup.tokenizer, ids)
+        return {"reference": posts.to_texts(setup.tokenizer, references, ids.pad)}
 
     return traces.Recorder(
         this_run.folder,
@@ -946,58 +1003,51 @@ def make_recorder(
 
 
 def evaluate_policy(
-    setup: Setup,
-    this_run: run.Run,
-    actor_critic: ActorCritic,
-    held_out: posts.Posts,
-    reference_scores: dict[str, Tensor],
-    update: int,
+    setup: Setup, actor_critic: ActorCritic, held_out: posts.Posts, update: int
 ) -> tuple[dict[str, float], list[dict]]:
     """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
 
-    There is no penalty for summaries that do not end. reference_scores: of the posts' references, which do not
-    change; an empty dictionary is filled. Writes evaluation_before.jsonl before the first update. Raises a
-    NumericalError that names the update if a mean is not finite.
+    There is no penalty for summaries that do not end. Raises a NumericalError that names the update if a mean is not
+    finite.
     """
-    # Now and then for the metrics, and after the training; without the penalty.
-    #       ppo.py#L371-L416, ppo.py#L826-L840
-    args, ids, accelerator = setup.args, setup.ids, setup.accelerator
-    judges, rows_at_a_time = {"scores": setup.score} | setup.monitor, setup.sizes.local_rollout_batch
-    generator = keyed_generator(args.seed, "evaluate")
+    args, ids, scale = setup.args, setup.ids, setup.scale
+    judges = {"scores": lambda *tokens: scale.apply(setup.score(*tokens)), **setup.monitor}
+
+    def measure(queries: Tensor, responses: Tensor, references: Tensor) -> list[Tensor]:
+        """What each judge says of summaries and of references."""
+        return [judge(queries, texts, references) for judge in judges.values() for texts in (responses, references)]
+
     with actor_critic.sampling():
-        if not reference_scores:
-            reference_scores |= posts.score_references(judges, held_out, rows_at_a_time, accelerator)
-        responses, *scores = posts.summarise(
+        responses, *measured = posts.summarise(
             actor_critic.lm_backbone,
             held_out,
             ids=ids,
             task=args.task,
-            generator=generator,
-            chunk=rows_at_a_time,
-            accelerator=accelerator,
-            measure=lambda *tokens: [judge(*tokens) for judge in judges.values()],
+            generator=keyed_generator(args.seed, "evaluate"),
+            chunk=setup.sizes.local_rollout_batch,
+            accelerator=setup.accelerator,
+            measure=measure,
         )
-    numbers = {}
-    for name, values in zip(judges, scores, strict=True):
-        numbers |= {name: values, f"reference_{name}": reference_scores[name]}
-    tokens = (held_out.queries, responses, held_out.references)
-    rows = posts.evaluation_rows(setup.tokenizer, ids, *tokens, **numbers)
+    columns = [prefix + name for name in judges for prefix in ("", "reference_")]
+    numbers = dict(zip(columns, measured, strict=True))
+    rows = posts.evaluation_rows(setup.tokenizer, ids, held_out.queries, responses, held_out.references, **numbers)
     means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
     means["eval/eos_rate"] = processes.widened(has_stop(responses, ids.stops, 0)).mean().item()
     means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
     monitored = {f"eval/{prefix}{name}" for name in setup.monitor for prefix in ("", "reference_")}
     trained = {name: mean for name, mean in means.items() if name not in monitored}
     processes.check_finite(trained, update, "the reward model or function must give every summary a number")
-    if update == 0:
-        this_run.write_evaluation("before", rows)
     return means, rows
 
 
 # ---- Plumbing: networks and scorers to load, checkpoints, the saved models -------------------------------------
 
 
-def check_arguments(args: Args, num_processes: int) -> PpoSizes:
-    """Refuse numbers that cannot be meant, before anything is read; return the sizes."""
+def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup:
+    """Refuse what can be refused before any weights are loaded; find and read what the arguments name.
+
+    unmade: arguments that name what an earlier stage will make.
+    """
     cli.check_run(args)
     cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
@@ -1006,32 +1056,12 @@ def check_arguments(args: Args, num_processes: int) -> PpoSizes:
         raise InputError(
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
-    return ppo_sizes(args.ppo, num_processes)
-
-
-def load(args: Args, joint: dict | None) -> tuple[Setup, ActorCritic, networks.Reference]:
-    """Check the arguments, read the posts and load the networks. Nothing is written yet. joint: as of `train`."""
-    accelerator = processes.make_accelerator()
-    found, scale = check(args, accelerator.num_processes, joint), Scale()
-    actor_critic, reference = load_networks(found.args, found.tokenizer, accelerator)
-    score = load_scorer(found.args, found.tokenizer, found.ids, accelerator)
-    few_rows = partial(packing.few_rows_at_a_time, score, found.sizes.local_rollout_batch)
-    setup = Setup(
-        **vars(found), score=lambda *tokens: scale.apply(few_rows(*tokens)), scale=scale, accelerator=accelerator
-    )
-    return setup, actor_critic, reference
-
-
-def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Collection[str] = ()) -> Checked:
-    """Refuse what can be refused before any weights are loaded; find and read what the arguments name.
-
-    unmade: arguments that name what an earlier stage will make.
-    """
-    sizes = check_arguments(args, num_processes)
+    sizes = ppo_sizes(args.ppo, num_processes)
     has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
     if not has_one_source and "rewards.trained_model" not in unmade:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
-    typed_args, args = args, worlds.find_paths(args, unused=["task.comparisons", *unmade])
+    typed_args = args
+    args = worlds.find_paths(args, unused=["task.comparisons", *unmade])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     if args.lora.rank:
@@ -1042,25 +1072,28 @@ def check(args: Args, num_processes: int, joint: dict | None = None, unmade: Col
         critic = pretrained.empty_model(folder, args.trust_remote_code, AutoModel)
         pretrained.check_reward_model(critic, args, ids.vocab_size, "value_model")
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
-    read_posts = partial(posts.read_posts, args.task, tokenizer)
-    return Checked(
+    return Setup(
         typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
         ids=ids,
-        train_posts=read_posts("train"),
-        held_out={split: read_posts(split, args.eval_posts) for split in ("validation", "test")},
+        train_posts=posts.read_posts(args.task, tokenizer, "train"),
+        held_out={
+            split: posts.read_posts(args.task, tokenizer, split, args.eval_posts) for split in ("validation", "test")
+        },
         monitor=scorers.load_monitor(args.rewards.monitor, TAKEN, of_texts),
     )
 
 
 def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
-) -> tuple[ActorCritic, networks.Reference]:
+) -> tuple[ActorCritic, models.Reference]:
     """Policy, critic and reference."""
-    length, vocab_size = args.task.query_length + args.task.response_length, pretrained.vocabulary_size(tokenizer)
-    lm_backbone, critic = models.load_base_model(args), networks.load_critic(args, vocab_size)
+    length = args.task.query_length + args.task.response_length
+    vocab_size = pretrained.vocabulary_size(tokenizer)
+    lm_backbone = models.load_base_model(args)
+    critic = models.load_critic(args, vocab_size)
     packing.enable(lm_backbone, critic.lm_backbone)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
@@ -1068,15 +1101,11 @@ def load_networks(
     actor_critic.to(accelerator.device)
     models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
     if args.lora.rank:
-        return actor_critic, networks.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
+        return actor_critic, models.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
     frozen = models.load_base_model(args, frozen=True)
     packing.enable(frozen)
     frozen.to(accelerator.device)
-    return actor_critic, networks.Reference(frozen, None)
-
-
-# Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
-TAKEN = {*OBJECTIVES, "kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
+    return actor_critic, models.Reference(frozen, None)
 
 
 def has_own_scale(shaping: RewardsArgs) -> bool:
@@ -1090,64 +1119,26 @@ def load_scorer(
     """The scorer of (queries, truncated responses, reference summaries); a reward model reads no references."""
     if args.rewards.function:
         return posts.text_scorer(args.rewards.function, "rewards.function", tokenizer, ids)
-    pad_id = pretrained.vocabulary_size(tokenizer)
     if foreign.is_foreign(args.rewards.trained_model):
         bare = partial(posts.bare, ids=ids)
-        return foreign.load_scorer(args, tokenizer, pad_id, device=accelerator.device, bare=bare)
-    reward_model = models.load_scalar_model(args, "trained_model", pad_id, frozen=True)
+        return foreign.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, bare=bare)
+    reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
     packing.enable(reward_model.lm_backbone)
     reward_model.to(accelerator.device)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641
-    score = networks.response_scorer(reward_model, pad_id)
-    return lambda queries, responses, references: score(queries, responses)
-
-
-def make_optimizer(actor_critic: ActorCritic, ppo: PpoArgs) -> torch.optim.Optimizer:
-    """AdamW for all parameters that learn."""
-    # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
-    trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, ppo.lr, eps=ppo.adam_eps, weight_decay=ppo.weight_decay, fused=True)
-
-
-def start_run(
-    setup: Setup,
-    actor_critic: ActorCritic,
-    optimizer: torch.optim.Optimizer,
-    controller: AdaptiveKLController,
-    save: Callable[..., None],
-    joint: dict | None,
-) -> tuple[run.Run, int, dict[str, float]]:
-    """Make the run's folder, or restore everything from its newest checkpoint. joint: as of `train`.
-
-    save: save_models, of this run.
-
-    Returns the run, the first update to make, and the newest evaluation.
-    """
-    sizes = dataclasses.asdict(setup.sizes)
-    this_run = run.Run(setup.typed_args, setup.accelerator, sizes=sizes, joint=joint)
-    this_run.rehearse(save)
-    state = this_run.resume(partial(checkpoints.restore_training_state, actor_critic, optimizer))
-    controller.value = state.get("kl_coef", controller.value)
-    setup.scale.mean, setup.scale.std = state.get("score_scale", (0.0, 1.0))
-    shaping = setup.args.rewards
-    if has_own_scale(shaping) and shaping.normalize_samples and state["step"] == 0:
-        setup.scale.fit(scores_of_base_model(setup, actor_critic), setup.accelerator)
-    this_run.start_logging(state["step"])
-    evaluation = {name: math.nan if x is None else x for name, x in state.get("evaluation", {}).items()}
-    return this_run, state["step"], evaluation
+    return models.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
 
 
 def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
     """Scores (n,) of summaries that the policy samples of the first posts before it learns; this process's share."""
     args, accelerator = setup.args, setup.accelerator
-    generator = keyed_generator(args.seed, "scale of the function")
     with actor_critic.sampling():
         _, scores = posts.summarise(
             actor_critic.lm_backbone,
             setup.train_posts.first(args.rewards.normalize_samples),
             ids=setup.ids,
             task=args.task,
-            generator=generator,
+            generator=keyed_generator(args.seed, "scale of the function"),
             chunk=setup.sizes.local_rollout_batch,
             accelerator=accelerator,
             measure=lambda *tokens: [setup.score(*tokens)],
@@ -1156,29 +1147,20 @@ def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
     return scores[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
 
 
-def training_state(
-    setup: Setup,
-    actor_critic: ActorCritic,
-    optimizer: torch.optim.Optimizer,
-    controller: AdaptiveKLController,
-    evaluation: dict[str, float],
-) -> tuple[dict[str, Tensor], dict]:
-    """The content of a checkpoint: weights, Adam's moments, KL coefficient, scores' scale, the newest evaluation."""
-    return checkpoints.training_state(actor_critic, optimizer), {
-        "kl_coef": controller.value,
-        "score_scale": [setup.scale.mean, setup.scale.std],
-        "evaluation": files.without_nan(evaluation),
-    }
-
-
 def save_models(
     folder: Path, setup: Setup, actor_critic: ActorCritic, adapters: nn.Module | None, weights: bool = True
 ) -> None:
     """Save policy and critic, both as ordinary models. weights: as of save_policy_and_critic."""
     # They open with the library.   ppo.py#L842-L861
-    args, shaping = setup.typed_args, setup.typed_args.rewards
-    info = {"base_model": args.base_model, "task": dataclasses.asdict(args.task), "monitor": shaping.monitor}
-    info |= {"function": shaping.function, "reward_model": shaping.trained_model, "label": shaping.label}
+    args = setup.typed_args
+    info = {
+        "base_model": args.base_model,
+        "task": dataclasses.asdict(args.task),
+        "monitor": args.rewards.monitor,
+        "function": args.rewards.function,
+        "reward_model": args.rewards.trained_model,
+        "label": args.rewards.label,
+    }
     models.save_policy_and_critic(
         folder,
         lm_backbone=actor_critic.lm_backbone,
@@ -1189,21 +1171,6 @@ def save_models(
         trust_remote_code=args.trust_remote_code,
         weights=weights,
     )
-
-
-def finish(setup: Setup, this_run: run.Run, actor_critic: ActorCritic, save: Callable[..., None]) -> Path:
-    """Summarise all held-out posts, save the models and record the results. Returns the policy's folder."""
-    results = {}
-    for split, split_posts in setup.held_out.items():
-        with this_run.saved_if_it_fails():
-            means, rows = evaluate_policy(setup, this_run, actor_critic, split_posts, {}, setup.sizes.updates)
-        means |= {f"eval/rouge/{name}": value for name, value in posts.rouge(rows).items()}
-        results |= {name.replace("eval", split, 1): value for name, value in means.items()}
-        this_run.write_evaluation(split, rows)
-    save(this_run.model_folder)
-    last = this_run.last_means("scores", "kl", "eos_rate")
-    this_run.finish("policy", "value", **results, **last, too_long=setup.train_posts.too_long)
-    return this_run.model_folder / "policy"
 
 
 if __name__ == "__main__":

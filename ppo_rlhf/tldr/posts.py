@@ -69,9 +69,6 @@ class TaskArgs(templates.FormatArgs):
     """the most tokens of a compared summary, with its end-of-text token; longer ones are cut"""
     article_query_length: PositiveInt = 1_919
     """as query_length, for the news articles among the validation comparisons"""
-    stop_text: str | None = None
-    """text of the one token that ends a sampled summary; None: the tokenizer's end-of-text token, where the reward
-    model has learned to be read, or another that the model's generation_config.json names"""
     temperature: Annotated[float, Ge(0.01)] = 0.7
     """sampling temperature of the policy and of the reference in PPO"""
     eval_temperature: Annotated[float, Ge(1e-6)] = 0.01
@@ -121,15 +118,20 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
-    stop = pretrained.one_token(tokenizer, task.stop_text, "stop_text")
     prefix, suffix = templates.affixes(task, tokenizer)
     if len(prefix) + len(suffix) >= task.query_length:
         raise InputError(
             f"{flag('task.query_length')} {task.query_length} has no room for a post: what is around it has "
             f"{len(prefix) + len(suffix)} tokens"
         )
-    stops = pretrained.end_ids(tokenizer) if stop is None else (stop,)
-    return TaskIds(pad=pretrained.vocabulary_size(tokenizer), eos=eos, stops=stops, prefix=prefix, suffix=suffix)
+    return TaskIds(
+        pad=pretrained.vocabulary_size(tokenizer),
+        eos=eos,
+        # The end-of-text token, where the reward model has learned to be read, and others that the model names.
+        stops=pretrained.end_ids(tokenizer),
+        prefix=prefix,
+        suffix=suffix,
+    )
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------
@@ -510,18 +512,6 @@ def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: 
         return scorer(bare(queries, ids), without_ends(responses, tokenizer, ids), references)
 
     return score
-
-
-def score_references(
-    scorers: dict[str, scorers.Scorer], held_out: Posts, chunk: int, accelerator: Accelerator
-) -> dict[str, torch.Tensor]:
-    """Scores (posts,) of the reference summaries by each scorer, under its name. Every process must call this."""
-
-    def of_rows(inds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        queries, references = (t[inds].to(accelerator.device) for t in (held_out.queries, held_out.references))
-        return tuple(scorer(queries, references, references) for scorer in scorers.values())
-
-    return dict(zip(scorers, processes.map_rows(of_rows, len(held_out), chunk, accelerator), strict=True))
 
 
 def sample_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

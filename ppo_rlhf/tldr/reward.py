@@ -25,13 +25,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward, worlds
 from ppo_rlhf.lib.base import checkpoints, errors, processes
@@ -62,9 +61,7 @@ class Args(cli.MemoryArgs, cli.RunArgs):
     batch_size: PositiveInt = 64
     """comparisons per optimiser step, over all processes"""
     lr: PositiveFloat = 3e-6
-    """learning rate of the first step"""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """how the learning rate falls to zero"""
+    """learning rate of the first step; it falls to 0 along a cosine"""
     weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
     normalize_posts: NonNegativeInt = 0
@@ -91,17 +88,36 @@ def train(args: Args, joint: dict | None = None) -> Path:
     disk fails.
     """
     accelerator = processes.make_accelerator()
-    typed_args, found = args, check(args, accelerator.num_processes, joint)  # meta.json keeps what was typed
-    args, sizes, tokenizer, ids, comparisons = found.args, found.sizes, found.tokenizer, found.ids, found.comparisons
-    reward_model = load_reward_model(args, found.longest, ids.vocab_size, accelerator)
+    typed_args = args
+    data = check(args, accelerator.num_processes)
+    args, tokenizer, ids, comparisons = data.args, data.tokenizer, data.ids, data.comparisons
+    steps = math.ceil(len(comparisons) / args.batch_size)
+    sizes = {
+        "comparisons": len(comparisons),
+        "steps": steps,
+        "batch": args.batch_size,
+        "local_batch": args.batch_size // accelerator.num_processes,
+    }
+    reward_model = load_reward_model(args, data.longest, ids.vocab_size, accelerator)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes), joint=joint)
-    info = {"kind": "reward model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
-    info |= {"label_dataset": typed_args.task.comparisons, "task": dataclasses.asdict(typed_args.task)}
-    saved = {"tokenizer": tokenizer, "info": info, "trust_remote_code": args.trust_remote_code}
-    this_run.rehearse(partial(save_reward_model, reward_model=reward_model, **saved))
+    this_run = run.Run(typed_args, accelerator, sizes, joint)
+    info = {
+        "kind": "reward model",
+        "base_model": typed_args.base_model,
+        "vocab_size": ids.vocab_size,
+        "label_dataset": typed_args.task.comparisons,
+        "task": dataclasses.asdict(typed_args.task),
+    }
+    save = partial(
+        save_reward_model,
+        reward_model=reward_model,
+        tokenizer=tokenizer,
+        info=info,
+        trust_remote_code=args.trust_remote_code,
+    )
+    this_run.rehearse(save)
     first_step = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))["step"]
     this_run.start_logging(first_step)
 
@@ -109,13 +125,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
     #       reward.py#L82, reward.py#L278-L293
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
-    with this_run.progress("reward model", sizes.steps, first_step) as advance:
-        for step in range(first_step, sizes.steps):
+    with this_run.progress("reward model", steps, first_step) as advance:
+        for step in range(first_step, steps):
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
-            optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
+            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
             mb_inds, counts = processes.deal(
-                order[step * sizes.batch : (step + 1) * sizes.batch],
-                sizes.batch,
+                order[step * args.batch_size : (step + 1) * args.batch_size],
+                args.batch_size,
                 accelerator.process_index,
                 accelerator.num_processes,
             )
@@ -132,31 +148,31 @@ def train(args: Args, joint: dict | None = None) -> Path:
             processes.check_finite(metrics, step, "lr")
             this_run.log(step, metrics | {"train/rm/lr": lr})
             advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
-            if this_run.is_time_to_save(step + 1, sizes.steps):
+            if this_run.is_time_to_save(step + 1, steps):
                 this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), {})
 
     # 2. Agreement with people.
     results: dict = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}
     chunk = args.local_rollout_batch_size
     with reward_model.sampling():
-        for name, rows in found.held_out.items():
+        for name, rows in data.held_out.items():
             accuracy, table = agreement(reward_model, rows, ids.pad, chunk, accelerator)
             sides = ("chosen_reward", "rejected_reward")
             means = {f"{name}/{side}": fmean(row[side] for row in table) for side in sides}
-            processes.check_finite(means, sizes.steps, "lr")
+            processes.check_finite(means, steps, "lr")
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
             this_run.write_table(name, table)
             if name == "validation":
-                this_run.log_samples(sizes.steps, sample_rows(rows, table, tokenizer, ids))
+                this_run.log_samples(steps, sample_rows(rows, table, tokenizer, ids))
 
         # 3. Normalise.
-        normalised = shift_to_references(reward_model, found.train_posts, ids.pad, chunk, accelerator)
-        processes.check_finite(normalised, sizes.steps, "lr")
+        normalised = shift_to_references(reward_model, data.train_posts, ids.pad, chunk, accelerator)
+        processes.check_finite(normalised, steps, "lr")
         results |= normalised
 
     folder = this_run.model_folder / "reward"
     if accelerator.is_main_process:
-        save_reward_model(folder, reward_model, **saved)
+        save(folder)
     this_run.finish("reward", **results)
     return folder
 
@@ -265,12 +281,10 @@ def agreement(
 
     # Two tensors of (comparisons,).
     scores = processes.map_rows(score, len(comparisons), chunk, accelerator, lengths)
-    correct = prefers_chosen(*scores).tolist()
+    columns = zip(comparisons.groups, *(s.tolist() for s in scores), prefers_chosen(*scores).tolist(), strict=True)
     rows = [
-        {**group, "chosen_reward": chosen, "rejected_reward": rejected, "correct": int(right)}
-        for group, chosen, rejected, right in zip(
-            comparisons.groups, *(s.tolist() for s in scores), correct, strict=True
-        )
+        {**group, "chosen_reward": chosen, "rejected_reward": rejected, "correct": int(correct)}
+        for group, chosen, rejected, correct in columns
     ]
     groups: dict[str, list[int]] = {"accuracy": [row["correct"] for row in rows]}
     for row in rows:
@@ -284,11 +298,15 @@ def sample_rows(
 ) -> list[dict]:
     """The first comparisons to print, with their scores. table: of `agreement`."""
     tokens = comparisons.tokens(torch.arange(len(table[:3])))
-    rows = zip(posts.evaluation_rows(tokenizer, ids, *tokens), table, strict=False)
     return [
-        {"query": texts["query"], "chosen": texts["response"], "rejected": texts["reference"]}
-        | {name: row[name] for name in ("chosen_reward", "rejected_reward")}
-        for texts, row in rows
+        {
+            "query": texts["query"],
+            "chosen": texts["response"],
+            "rejected": texts["reference"],
+            "chosen_reward": row["chosen_reward"],
+            "rejected_reward": row["rejected_reward"],
+        }
+        for texts, row in zip(posts.evaluation_rows(tokenizer, ids, *tokens), table, strict=False)
     ]
 
 
@@ -312,19 +330,22 @@ def shift_to_references(
     mean = scores.mean().item()
     reward_model.bias.sub_(mean)
     # Of the scores after the shift, with the biased deviation.   reward.py#L495
-    results = {"std": scores.std(unbiased=False), "min": scores.min() - mean, "max": scores.max() - mean}
-    return {"eval/rm/shift": -mean} | {f"eval/rm/normalized_{name}": value.item() for name, value in results.items()}
+    return {
+        "eval/rm/shift": -mean,
+        "eval/rm/normalized_std": scores.std(unbiased=False).item(),
+        "eval/rm/normalized_min": scores.min().item() - mean,
+        "eval/rm/normalized_max": scores.max().item() - mean,
+    }
 
 
-# ---- Plumbing: sizes, data, the model to start from ------------------------------------------------------------
+# ---- Plumbing: data, the model to start from -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class Data:
     """What the arguments name."""
 
     args: Args  # with paths in place of names such as `posts`
-    sizes: PairSizes
     tokenizer: PreTrainedTokenizerBase
     ids: posts.TaskIds
     comparisons: posts.Comparisons
@@ -333,22 +354,27 @@ class Checked:
     longest: int  # tokens of the longest text
 
 
-def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
+def check(args: Args, num_processes: int) -> Data:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
     args = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
-    held_out = read_held_out(args.task, tokenizer)
+    held_out = {"validation": posts.read_comparisons(args.task, tokenizer, "validation")}
+    if len(articles := posts.read_comparisons(args.task, tokenizer, "validation", articles=True)):
+        held_out["validation_cnndm"] = articles
     train_posts = posts.read_posts(args.task, tokenizer, "train", args.normalize_posts)
     rows_of = {"posts": train_posts, "train": comparisons, **held_out}
     lengths = {name: int(rows.lengths(ids.pad).max()) for name, rows in rows_of.items()}
     longest = max(lengths, key=lambda name: lengths[name])
     # Messages name the arguments that limit the longest rows.
-    names = {"task.query_length": "task.article_query_length"} if longest == "validation_cnndm" else {}
-    names |= {"task.response_length": "task.comparison_length"} if longest != "posts" else {}
-    with errors.typed_as(names):
+    limits = {}
+    if longest == "validation_cnndm":
+        limits["task.query_length"] = "task.article_query_length"
+    if longest != "posts":
+        limits["task.response_length"] = "task.comparison_length"
+    with errors.typed_as(limits):
         # The library must have a classifier for the model, as which it is saved.
         classifier = pretrained.empty_model(
             args.base_model, args.trust_remote_code, AutoModelForSequenceClassification
@@ -356,9 +382,8 @@ def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
         pretrained.check_size(
             classifier, f"{errors.flag('base_model')} {args.base_model}", lengths[longest], ids.vocab_size
         )
-    return Checked(
+    return Data(
         args=args,
-        sizes=pair_sizes(args, len(comparisons), num_processes),
         tokenizer=tokenizer,
         ids=ids,
         comparisons=comparisons,
@@ -375,62 +400,22 @@ def check_arguments(args: Args, num_processes: int) -> None:
         raise InputError(
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
-    pair_sizes(args, 1, num_processes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairSizes:
-    """Sizes that follow from the arguments, the number of comparisons and the number of processes."""
-
-    comparisons: int
-    steps: int
-    batch: int
-    local_batch: int
-    local_micro_batch: int
-
-
-def pair_sizes(args: Args, comparisons: int, num_processes: int) -> PairSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    return PairSizes(
-        comparisons=comparisons,
-        steps=math.ceil(comparisons / args.batch_size),
-        batch=args.batch_size,
-        local_batch=local_batch,
-        local_micro_batch=min(args.local_micro_batch_size, local_batch),
-    )
-
-
-def read_held_out(task: posts.TaskArgs, tokenizer: PreTrainedTokenizerBase) -> dict[str, posts.Comparisons]:
-    """Held-out comparisons of posts, and of news articles if there are any."""
-    found = {
-        "validation": posts.read_comparisons(task, tokenizer, "validation"),
-        "validation_cnndm": posts.read_comparisons(task, tokenizer, "validation", articles=True),
-    }
-    return {name: rows for name, rows in found.items() if len(rows)}
+    processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
 
 
 def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> RewardModel:
     """A random head on the body of the fine-tuned model; an InputError if that cannot read so many tokens or ids."""
-    check_base_model(args, longest, vocab_size, accelerator)
-    backbone = models.load_base_model(args, AutoModel)
-    packing.enable(backbone)
+    language_model = models.load_base_model(args).to(accelerator.device)
+    packing.enable(language_model)
+    models.check_model(language_model, args.base_model, longest, vocab_size, read_tokens)
+    backbone = language_model.base_model
     # [T18] A random head on the body of the fine-tuned model. The seed is the same on every process.
     #       reward.py#L173-L208
     torch.manual_seed(args.seed)
-    reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16").to(backbone.dtype)
+    reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         layers.checkpoint_layers(reward_model)
-    reward_model.to(accelerator.device)
-    return reward_model
-
-
-def check_base_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> None:
-    """Refuse a model that does not read tokens as we do."""
-    language_model = models.load_base_model(args)
-    packing.enable(language_model)
-    language_model.to(accelerator.device)
-    models.check_model(language_model, args.base_model, longest, vocab_size, read_tokens)
+    return reward_model.to(accelerator.device, backbone.dtype)
 
 
 if __name__ == "__main__":

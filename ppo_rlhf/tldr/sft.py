@@ -24,7 +24,6 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +60,7 @@ class Args(cli.MemoryArgs, cli.RunArgs):
     batch_size: PositiveInt = 128
     """posts per optimiser step, over all processes"""
     lr: PositiveFloat = 3e-6
-    """learning rate of the first step"""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """how the learning rate falls to zero"""
+    """learning rate of the first step; it falls to 0 along a cosine"""
     weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
     eval_posts: NonNegativeInt = 0
@@ -105,9 +102,23 @@ def train(args: Args, joint: dict | None = None) -> Path:
     disk fails.
     """
     accelerator = processes.make_accelerator()
-    typed_args, found = args, check(args, accelerator.num_processes, joint)  # meta.json keeps what was typed
-    args, sizes, tokenizer, ids = found.args, found.sizes, found.tokenizer, found.ids
-    task, device, train_posts = args.task, accelerator.device, found.train_posts
+    check_arguments(args, accelerator.num_processes)
+    typed_args = args
+    args = worlds.find_paths(args, unused=["task.comparisons"])  # names such as `posts` become paths
+    task, device = args.task, accelerator.device
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = posts.task_ids(task, tokenizer)
+    train_posts = posts.read_posts(task, tokenizer, "train", args.num_train)
+    held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
+    steps_per_epoch = math.ceil(len(train_posts) / args.batch_size)
+    steps = args.epochs * steps_per_epoch
+    sizes = {
+        "posts": len(train_posts),
+        "steps_per_epoch": steps_per_epoch,
+        "steps": steps,
+        "batch": args.batch_size,
+        "local_batch": args.batch_size // accelerator.num_processes,
+    }
     # [T17] Without dropout.   sft.py#L153-L157
     lm_backbone = models.load_base_model(args)
     packing.enable(lm_backbone)
@@ -119,24 +130,28 @@ def train(args: Args, joint: dict | None = None) -> Path:
     models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(typed_args, accelerator, sizes=dataclasses.asdict(sizes), joint=joint)
-    info = {"kind": "sft model", "base_model": typed_args.base_model, "vocab_size": ids.vocab_size}
-    info |= {"task": dataclasses.asdict(typed_args.task)}
+    this_run = run.Run(typed_args, accelerator, sizes, joint)
+    info = {
+        "kind": "sft model",
+        "base_model": typed_args.base_model,
+        "vocab_size": ids.vocab_size,
+        "task": dataclasses.asdict(typed_args.task),
+    }
     save = partial(models.save_language_model, lm_backbone=lm_backbone, tokenizer=tokenizer, info=info)
     this_run.rehearse(save)
     first_step = this_run.resume(partial(checkpoints.restore_training_state, model, optimizer))["step"]
     this_run.start_logging(first_step)
 
     # 1. Passes over the posts. Their order depends on the seed alone.
-    with this_run.progress("SFT", sizes.steps, first_step) as advance:
-        for step in range(first_step, sizes.steps):
-            epoch, batch = divmod(step, sizes.steps_per_epoch)
+    with this_run.progress("SFT", steps, first_step) as advance:
+        for step in range(first_step, steps):
+            epoch, batch = divmod(step, steps_per_epoch)
             # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
-            optimizer.param_groups[0]["lr"] = lr = models.scheduled_lr(args.lr, args.schedule, step, sizes.steps)
+            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
             order = torch.randperm(len(train_posts), generator=keyed_generator(args.seed, "posts", epoch))
             mb_inds, counts = processes.deal(
-                order[batch * sizes.batch : (batch + 1) * sizes.batch],
-                sizes.batch,
+                order[batch * args.batch_size : (batch + 1) * args.batch_size],
+                args.batch_size,
                 accelerator.process_index,
                 accelerator.num_processes,
             )
@@ -155,20 +170,20 @@ def train(args: Args, joint: dict | None = None) -> Path:
             processes.check_finite(metrics, step, "lr")
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
-            if this_run.is_time_to_save(step + 1, sizes.steps):
+            if this_run.is_time_to_save(step + 1, steps):
                 this_run.save_checkpoint(step + 1, checkpoints.training_state(model, optimizer), {})
 
     # 2. Summarise held-out posts.
     results = {"too_long": train_posts.too_long}
-    for split, split_posts in found.held_out.items():
+    for split, split_posts in held_out.items():
         scores, rows = summarise_held_out(
             model, split_posts, split, tokenizer=tokenizer, ids=ids, args=args, accelerator=accelerator
         )
-        processes.check_finite(scores, sizes.steps, "lr")
+        processes.check_finite(scores, steps, "lr")
         results |= scores
         this_run.write_evaluation(split, rows)
         if split == "validation":
-            this_run.log_samples(sizes.steps, posts.sample_table(rows[:3]))
+            this_run.log_samples(steps, posts.sample_table(rows[:3]))
 
     folder = this_run.model_folder / "sft"
     save(folder)
@@ -284,68 +299,13 @@ def summarise_held_out(
     return results | {f"{split}/sft/eos_rate": processes.widened(finished).mean().item()}, rows
 
 
-# ---- Batch sizes: batch (all processes) > local batch (one process) > micro-batch (one forward pass) -----------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What the arguments name."""
-
-    args: Args  # with paths in place of names such as `posts`
-    sizes: SftSizes
-    tokenizer: PreTrainedTokenizerBase
-    ids: posts.TaskIds
-    train_posts: posts.Posts
-    held_out: dict[str, posts.Posts]  # of the splits validation and test
-
-
-def check(args: Args, num_processes: int, joint: dict | None = None) -> Checked:
-    """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
-    check_arguments(args, num_processes)
-    args = worlds.find_paths(args, unused=["task.comparisons"])
-    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
-    read_posts = partial(posts.read_posts, args.task, tokenizer)
-    train_posts = read_posts("train", args.num_train)
-    return Checked(
-        args=args,
-        sizes=sft_sizes(args, len(train_posts), num_processes),
-        tokenizer=tokenizer,
-        ids=posts.task_ids(args.task, tokenizer),
-        train_posts=train_posts,
-        held_out={split: read_posts(split, args.eval_posts) for split in ("validation", "test")},
-    )
+# ---- Checks ----------------------------------------------------------------------------------------------------
 
 
 def check_arguments(args: Args, num_processes: int) -> None:
     """Refuse numbers that cannot be meant, before anything is read."""
     cli.check_run(args)
-    sft_sizes(args, 1, num_processes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftSizes:
-    """Sizes that follow from the arguments, the number of posts and the number of processes."""
-
-    posts: int
-    steps_per_epoch: int
-    steps: int
-    batch: int
-    local_batch: int
-    local_micro_batch: int
-
-
-def sft_sizes(args: Args, posts: int, num_processes: int) -> SftSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    steps_per_epoch = math.ceil(posts / args.batch_size)
-    return SftSizes(
-        posts=posts,
-        steps_per_epoch=steps_per_epoch,
-        steps=args.epochs * steps_per_epoch,
-        batch=args.batch_size,
-        local_batch=local_batch,
-        local_micro_batch=min(args.local_micro_batch_size, local_batch),
-    )
+    processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
 
 
 if __name__ == "__main__":

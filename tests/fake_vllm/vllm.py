@@ -1,24 +1,17 @@
-"""Answers as vLLM does to what engine_vllm.py asks of it, by PyTorch, one token at a time and without a cache.
+"""Answers as vLLM does to what vllm_sampler.py asks of it, by PyTorch, one token at a time and without a cache.
 
-As vLLM, it bends the distribution where a setting is left out: see LLM and SamplingParams.
+As vLLM, it bends the distribution where a setting is left out: see LLM.
 """
-
-import os
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-TROUBLE = os.environ.get("FAKE_VLLM")
-__version__ = "0.0.fake"
-
 
 class SamplingParams:
-    def __init__(self, *, seed, temperature, max_tokens, stop_token_ids, logprobs, detokenize, **other):
+    def __init__(self, *, seed, temperature, max_tokens, stop_token_ids, logprobs, detokenize, ignore_eos):
         assert temperature == 0 or temperature >= 0.01
         self.seed, self.temperature, self.max_tokens, self.stops = seed, temperature, max_tokens, stop_token_ids
-        assert logprobs == 0 and not detokenize and other.pop("ignore_eos")
-        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        assert other == neutral | {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        assert logprobs == 0 and not detokenize and ignore_eos
 
 
 class Said:
@@ -45,8 +38,6 @@ class LLM:
         assert dtype == "float32" and skip_tokenizer_init and enforce_eager and revision is None
         assert own["enable_chunked_prefill"] is False and own["load_format"] == "dummy"
         assert own["hf_overrides"] == {"head_dtype": "float32"}
-        if TROUBLE == "leaves at once":
-            raise MemoryError("there is no room\nfor keys and values")
         self.bent = own.get("generation_config") != "vllm"
         self.raw = own.get("logprobs_mode") != "processed_logprobs"
         self.length = own["max_model_len"]
@@ -56,8 +47,7 @@ class LLM:
 
     def collective_rpc(self, name, kwargs):
         assert name == "reload_weights"
-        if TROUBLE != "keeps the old weights":
-            self.model.load_state_dict(dict(kwargs["weights_iterator"]), strict=False)
+        self.model.load_state_dict(dict(kwargs["weights_iterator"]), strict=False)
 
     def modules(self):
         return [self.head, self.processor]
@@ -66,7 +56,7 @@ class LLM:
         return [function(self)]
 
     def reset_prefix_cache(self):
-        return TROUBLE != "remembers"
+        return True
 
     @torch.no_grad()
     def generate(self, prompts, params, use_tqdm):

@@ -49,8 +49,7 @@ def make_accelerator() -> Accelerator:
         if os.environ.get(f"ACCELERATE_USE_{name}", "false") == "true":
             raise InputError(
                 f"{name} is not supported: every process keeps whole models; launch with "
-                f"benchmark/accelerate/ddp.yaml; for models that do not fit, there are --frozen_bfloat16 and, in "
-                f"chapters 2 and 3, --lora.rank"
+                f"benchmark/accelerate/ddp.yaml; frozen models may be in bfloat16, and chapters 2 and 3 have LoRA"
             )
     accelerator = Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -59,14 +58,13 @@ def make_accelerator() -> Accelerator:
             f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
             f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
         )
-    if accelerator.device.type == "cpu":
-        # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        threads = os.environ.get("PPO_RLHF_THREADS", str(share))
-        if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
-            raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
-        torch.set_num_threads(int(threads))
+    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = os.environ.get("PPO_RLHF_THREADS", str(share))
+    if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
+        raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
+    torch.set_num_threads(int(threads))
     return accelerator
 
 

@@ -21,8 +21,11 @@ SYNTAX, FAILED, TOO_SLOW, TOO_LONG = (f"error: {why}" for why in ("syntax", "fai
 ERRORS = (SYNTAX, FAILED, TOO_SLOW, TOO_LONG)
 Tool = Callable[[str], str]
 
+MAX_CALLS = 8  # that are answered in a response; it ends at the next one
+
 # ---- The calculator --------------------------------------------------------------------------------------------
 
+LONGEST_VALUE = 12  # characters
 LONGEST_CALL = 100  # characters; of numbers and + - * / alone, these stay small enough to compute at once
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -37,7 +40,8 @@ def calculator(call: str) -> str:
         return FAILED
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):  # the last two: too deeply nested
         return SYNTAX
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
+    text = str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
+    return text if len(text) <= LONGEST_VALUE else TOO_LONG
 
 
 def compute(node: ast.expr) -> Fraction:
@@ -54,17 +58,17 @@ def compute(node: ast.expr) -> Fraction:
 
 # ---- The user's ------------------------------------------------------------------------------------------------
 
+SECONDS = 5.0  # that a call may take
 LONGEST_ANSWER = 4_096  # characters
 
 
 class OwnTool:
     """The function `package.module:name` in a process of its own; the module may be in the current folder."""
 
-    def __init__(self, name: str, field: str, seconds: float):
-        """field: the argument that names it, for messages. seconds: that a call may take."""
+    def __init__(self, name: str, field: str):
+        """field: the argument that names it, for messages."""
         self.name, self.failure_shown = name, False
-        self.worker = worker.Worker(name, computing=0, seconds=seconds, confined=False)
-        self.close = self.worker.close
+        self.worker = worker.Worker(name, computing=0, seconds=SECONDS, confined=False)
         try:
             self.worker.start()
         except ImportError as error:
@@ -83,22 +87,18 @@ class OwnTool:
             return TOO_LONG
         if not problem and not isinstance(text, str):
             problem = f"TypeError: it returns {type(text).__name__}, not str"
-        if problem:
-            self.tell(call, problem)
-            return FAILED
-        return text if len(text) <= LONGEST_ANSWER else TOO_LONG
-
-    def tell(self, call: str, problem: str) -> None:
-        """Show the first problem."""
+        if not problem:
+            return text if len(text) <= LONGEST_ANSWER else TOO_LONG
         if not self.failure_shown:
             self.failure_shown = True
             print(f"{self.name} failed on {call[:LONGEST_CALL]!r}: {problem!r}. Later failures are not shown.")
+        return FAILED
 
 
-def load_tool(name: str, field: str, seconds: float) -> Tool:
+def load_tool(name: str, field: str) -> Tool:
     """The tool of an argument: `calculator`, or a function of the user's."""
     if name == "calculator":
         return calculator
     if ":" not in name:
         raise InputError(f"{flag(field)} {name}: unknown; there are calculator and package.module:name")
-    return OwnTool(name, field, seconds)
+    return OwnTool(name, field)

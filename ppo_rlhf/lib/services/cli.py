@@ -104,10 +104,9 @@ class AdaptiveKLArgs:
 Args = TypeVar("Args")
 
 # Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
-MAY_CHANGE = {"ppo.total_episodes", "resume", "judge", "label", "upload_model", "hf_entity", "track", "tracker"}
+MAY_CHANGE = {"ppo.total_episodes", "resume", "upload_model", "hf_entity", "track", "tracker"}
 MAY_CHANGE |= {"wandb_project_name", "wandb_entity", "gradient_checkpointing", "ppo.share_prefixes"}
-MAY_CHANGE |= {"log_interval", "save_interval", "trace_interval", "trace_episodes"}
-MAY_CHANGE |= {"workers", "ray_address", "vllm_python", "gpus_per_worker", "time_out"}
+MAY_CHANGE |= {"log_interval", "save_interval", "trace_interval", "trace_episodes", "workers", "ray_address"}
 MAY_CHANGE |= {group + knob.name for knob in dataclasses.fields(MemoryArgs) for group in ("", "ppo.")}
 
 

@@ -430,6 +430,20 @@ def one_line(value: Any) -> Any:
     return value.replace("\n", "⏎") if isinstance(value, str) else value
 
 
+def print_pairs(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print texts side by side, and below each the numbers that are named after it: `policy score` below `policy`."""
+    cells: list[dict[str, Any]] = []
+    for row in rows:
+        cells.append({})
+        for name, value in row.items():
+            text, _, number = name.partition(" ")
+            if number:
+                cells[-1][text] += f"\n{number} {value:+.2f}"
+            else:
+                cells[-1][name] = one_line(value.strip()) if isinstance(value, str) else value
+    print_table(title, cells)
+
+
 def print_table(title: str, rows: list[dict[str, Any]], *, lines: bool = True) -> None:
     """lines: between the rows."""
     from rich.console import Console

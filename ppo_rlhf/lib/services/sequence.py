@@ -1,14 +1,13 @@
-"""Several training scripts in a row: one command line and one time stamp; the interrupted stage is resumed."""
+"""Several training scripts in a row: one command line, one time stamp, one report at the end."""
 
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
-
-from accelerate.utils import broadcast_object_list
+from typing import Any, TypeVar
 
 from ppo_rlhf.lib.base import files, processes
 from ppo_rlhf.lib.base.errors import InputError, typed_as
@@ -17,113 +16,88 @@ from ppo_rlhf.lib.services import cli, run
 Args = TypeVar("Args")  # of a script, or of a stage
 
 
-def flags_of(part: str, args: cli.RunArgs, shared: Collection[str]) -> contextlib.AbstractContextManager[None]:
-    """Within the block, messages name a stage's arguments as they are typed: ppo.lr is policy.ppo.lr.
+SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task", "resume")  # arguments that all stages get
 
-    shared: arguments that all stages get and that keep their names.
-    """
-    own = [name for name in files.flatten(dataclasses.asdict(args)) if name.split(".")[0] not in (*shared, "resume")]
+
+def flags_of(part: str, args: cli.RunArgs) -> contextlib.AbstractContextManager[None]:
+    """Within the block, messages name a stage's arguments as they are typed: ppo.lr is policy.ppo.lr."""
+    own = [name for name in files.flatten(dataclasses.asdict(args)) if name.split(".")[0] not in SHARED]
     return typed_as({name: f"{part}.{name}" for name in own})
 
 
-def is_finished(folder: Path, args: cli.RunArgs) -> bool:
-    """Whether a run has reached its end, and these arguments do not move that end."""
-    meta = run.read_meta(folder)
-    ppo = getattr(args, "ppo", None)  # other stages have none; their length does not change
-    return meta.get("finished", False) and (not ppo or ppo.total_episodes == meta["args"]["ppo"]["total_episodes"])
-
-
 class Stages:
-    """Trains one stage after another under one time stamp; resumes the stage that was interrupted."""
+    """Trains one stage after another. Resumed, it skips what is finished and goes on with what was interrupted."""
 
-    def __init__(self, args: Args, shared: Collection[str]):
-        """args: of the script that runs the stages; args.resume is the folder of one of their runs, or empty.
-
-        root: the folder that holds runs/ and models/.
-        """
-        self.resume, self.shared, self.accelerator = args.resume, shared, processes.make_accelerator()
+    def __init__(self, args: Args, *parts: str):
+        """args: of the script that runs the stages, with those of each part under its name."""
+        self.resume, self.accelerator = args.resume, processes.make_accelerator()
+        shared = {name: getattr(args, name) for name in SHARED} | {"resume": ""}
+        self.args = {part: dataclasses.replace(getattr(args, part), **shared) for part in parts}
+        names = [stage.exp_name for stage in self.args.values()]
+        if len(set(names)) < len(names):
+            flags = ", ".join(f"--{part}.exp_name" for part in parts)
+            raise InputError(f"{flags} are {', '.join(names)}; give each stage a name of its own")
         self.runs, self.timestamp = Path("runs").absolute(), run.shared_timestamp()
         if args.resume:
-            folder, meta = Path(args.resume).absolute(), run.read_meta(Path(args.resume))
-            self.runs, self.timestamp = folder.parent, meta["joint"]["timestamp"]
-        self.root = self.runs.parent
+            self.runs = Path(args.resume).absolute().parent
+            self.timestamp = run.read_meta(Path(args.resume))["joint"]["timestamp"]
+        self.models = self.runs.with_name("models")
         self.joint = {"args": dataclasses.asdict(args), "timestamp": self.timestamp, "runs": str(self.runs)}
+        self.folders: dict[str, Path] = {}  # of the stages' runs
 
-    def run_folder(self, args: cli.RunArgs) -> Path:
-        """The folder of a stage's run, given the stage's arguments."""
-        return self.runs / run.run_name(args, self.timestamp)
-
-    def train(self, train: Callable[[Args, dict], Path], args: Args, part: str, kind: str) -> Path:
-        """Train one stage, resume it, or skip it if it is finished; returns models/<run>/<kind>."""
-        folder = self.run_folder(args)
-        model = self.root / "models" / folder.name / kind
-        begun = bool(self.resume) and (folder / "meta.json").exists()
-        begun, finished = broadcast_object_list([(begun, begun and is_finished(folder, args))])[0]
-        if finished:
-            return model
-        if self.resume and not begun and self.accelerator.is_main_process:
-            if list(folder.glob("checkpoints/*")):
-                raise InputError(f"{folder} has checkpoints but no meta.json; it cannot be resumed")
-            if model.exists():
-                raise InputError(f"{model} is there, but its run {folder} is not; bring that back")
+    def train(self, part: str, train: Callable[[Args, dict], Path], args: Args) -> Path:
+        """Train one stage, resume it, or skip it if it is finished; returns models/<run>/<part>."""
+        folder = self.folders[part] = self.runs / run.run_name(args, self.timestamp)
+        begun = self.resume and (folder / "meta.json").exists()
+        meta = processes.from_main(lambda: run.read_meta(folder) if begun else {})
+        if meta.get("finished"):
+            return self.models / folder.name / part
+        if meta:
+            # A stage may have been resumed with its own script, with other arguments for memory or tracking.
+            own = cli.saved_args(type(args), folder, meta["args"], meta.get("commit"))
+            args = dataclasses.replace(own, resume=str(folder))
+        elif self.resume and self.accelerator.is_main_process and not (folder / "checkpoints").exists():
             shutil.rmtree(folder, ignore_errors=True)  # interrupted before it had written anything to resume from
-        with flags_of(part, args, self.shared):
-            return train(dataclasses.replace(args, resume=str(folder) if begun else ""), self.joint)
+        with flags_of(part, args):
+            return train(args, self.joint)
+
+    def report(self, title: str, rows: list[dict[str, Any]], sentences: list[str], **places: str) -> None:
+        """Say in plain words what happened, on the main process.
+
+        rows: held-out queries and what was written before and after the training, as run.print_pairs prints them;
+        the first four are. places: where to find more, a path or a command.
+        """
+        run.print_pairs(title, rows[:4])
+        print("", *sentences, "", sep="\n")
+        for name, place in places.items():
+            print(f"{name.replace('_', ' '):17}{place}")
+        for part, folder in self.folders.items():
+            print(f"{part:17}{os.path.relpath(folder / 'learning_curves.png')}")
+            print(f"{'':17}{os.path.relpath(self.models / folder.name / part)}")
 
 
 def parse(presets: dict[str, Args], argv: list[str], *, script: str, policy_script: str, description: str) -> Args:
     """Read the command line of a script that runs several stages, which share some arguments.
 
-    With --resume runs/<run>, one of the stages, the defaults are the arguments of that run. policy_script: the one
-    that takes a reward model from elsewhere.
+    With --resume runs/<run>, one of the stages, the arguments are those with which the stages were started.
+    policy_script: the one that takes a reward model from elsewhere.
     """
     for flag in argv:  # in the patterns, a dot also matches the hyphen that may replace an underscore
-        shared = "preset|seed|base.model|(?:no.)?trust.remote.code|resume|task"
-        if match := re.match(rf"--(?:sft|reward|policy)\.((?:{shared})\b[^=]*)", flag):
+        shared = "|".join(SHARED).replace("_", ".")
+        if match := re.match(rf"--(?:sft|reward|policy)\.((?:no.)?(?:{shared})\b[^=]*)", flag):
             raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
         if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
             raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use {policy_script}")
     if not (resume := cli.flag_value(argv, "--resume")):
         return cli.parse_args(presets, argv, description)
-    folder, cls = Path(resume), type(next(iter(presets.values())))
-    meta = run.read_meta(folder)
-    joint = meta.get("joint")
-    if not joint:
-        raise InputError(f"--resume {folder}: {script} did not start that run; resume it with its own script")
-    saved = cli.saved_args(cls, folder, joint["args"], meta.get("commit"))
-    saved = dataclasses.replace(newest_args(saved, folder, joint["timestamp"]), resume=str(folder))
-    args = cli.parse(cls, argv, description, default=saved)
-    cli.check_same_arguments(saved, args)
-    return args
-
-
-def newest_args(saved: Args, folder: Path, timestamp: int) -> Args:
-    """The arguments of several stages in a row as the last stage that has begun was given them.
-
-    saved: as one of the stages was given them, whose run is in this folder. A stage keeps those with which it ended,
-    so one before the last may not know of a change.
-    """
-    for part in ("policy", "reward", "sft"):  # the last comes first
-        if stage := getattr(saved, part, None):
-            stage = dataclasses.replace(stage, preset=saved.preset, seed=saved.seed)
-            newest = folder.absolute().parent / run.run_name(stage, timestamp)
-            if (newest / "meta.json").exists():
-                meta = run.read_meta(newest)
-                joint, begun = meta.get("joint") or {}, meta.get("commit")
-                own = cli.saved_args(type(stage), newest, meta["args"], begun)
-                saved = cli.saved_args(type(saved), newest, joint.get("args", {}), begun)
-                # A stage may have been resumed with its own script, too.
-                return dataclasses.replace(saved, **{part: with_changes(getattr(saved, part), own)})
-    return saved
-
-
-def with_changes(args: Args, newer: Args, prefix: str = "") -> Args:
-    """Arguments, or a group of them, in which those that may change have newer values."""
-    values = {}
-    for field in dataclasses.fields(args):
-        old, new = getattr(args, field.name), getattr(newer, field.name)
-        if dataclasses.is_dataclass(old):
-            values[field.name] = with_changes(old, new, f"{prefix}{field.name}.")
-        elif prefix + field.name in cli.MAY_CHANGE - {"resume"}:
-            values[field.name] = new
-    return dataclasses.replace(args, **values)
+    if others := [word for word in argv if word.startswith("-") and not word.startswith("--resume")]:
+        raise InputError(
+            f"{others[0]}: --resume takes the arguments with which {script} began; to change those of an interrupted "
+            f"stage, resume it with its own script"
+        )
+    meta = run.read_meta(Path(resume))
+    if not (joint := meta.get("joint")):
+        raise InputError(f"--resume {resume}: {script} did not start that run; resume it with its own script")
+    cls = type(next(iter(presets.values())))
+    saved = cli.saved_args(cls, Path(resume), joint["args"], meta.get("commit"))
+    return dataclasses.replace(saved, resume=resume)

@@ -1,0 +1,77 @@
+"""vLLM as a sampler, with a stand-in for vLLM: what is asked for, answered, refused."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import error_line
+
+from ppo_rlhf.lib.base import checkpoints
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.rlvr.asynchronous import Args, check_arguments, correction_of
+from ppo_rlhf.rlvr.vllm_sampler import VLLMSampler
+from ppo_rlhf.tldr import models
+
+FAKE = str(Path(__file__).with_name("fake_vllm"))
+PAD, STOP = 30, 0
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.syspath_prepend(FAKE)
+
+
+def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_sent(stand_in, tiny_sums, monkeypatch):
+    """Of the distribution at this temperature, to the stop id, from prompts without their padding."""
+    args = Args(base_model=f"{tiny_sums}/model", dtype="float32")
+    vllm, model = VLLMSampler(args, problems.TaskIds(pad=PAD, stops=(STOP,)), threads=1), models.load_base_model(args)
+    start = {name: tensor.detach().clone() for name, tensor in checkpoints.trained_parameters(model).items()}
+    prompts, noise = np.array([[PAD, PAD, 5, 7], [3, 9, 8, 4]]), np.random.default_rng(0).random((6, 8))
+    drawn = []
+    for version, scale in ((4, 1.0), (5, 1.5), (7, 1.0)):
+        weights = {name: (scale * tensor).numpy() for name, tensor in start.items()}
+        model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()}, strict=False)
+        responses, logprobs = vllm.sample(weights, version, prompts, 3, noise, 0.7)
+        assert responses.shape == logprobs.shape == (6, 8)
+        for row in range(6):
+            length = list(responses[row]).index(STOP) + 1 if STOP in responses[row] else 8
+            assert (responses[row, length:] == PAD).all() and (responses[row, :length] != PAD).all()
+            prompt = [5, 7] if row < 3 else [3, 9, 8, 4]
+            ids = torch.tensor([[*prompt, *responses[row, :length].tolist()]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt) - 1 : -1, :PAD] / 0.7
+            expected = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            np.testing.assert_allclose(logprobs[row, :length], expected, atol=1e-5)
+            assert (logprobs[row, length:] == 0).all()
+        drawn.append(responses)
+    assert (drawn[0] == drawn[2]).all() and (drawn[0] != drawn[1]).any()  # noise and weights settle what is drawn
+    assert len({tuple(row) for row in drawn[0]}) > 2  # each response has its own
+    likeliest = vllm.sample(weights, 7, prompts, 1, noise[:2], problems.GREEDY)[0][:, 0]
+    with torch.no_grad():
+        expected = [model(torch.tensor([ids])).logits[0, -1, :PAD].argmax() for ids in ([5, 7], [3, 9, 8, 4])]
+    assert likeliest.tolist() == expected
+    again, _ = vllm.sample(weights, 7, prompts[1:], 3, noise[3:], 0.7)
+    assert (again == drawn[2][3:]).all()  # whatever else is asked for with it
+    monkeypatch.setattr(vllm.llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="vLLM did not give up what the old weights had read"):
+        vllm.sample(weights, 8, prompts, 3, noise, 0.7)
+
+
+def test_bad_input_about_vllm_is_refused(stand_in, monkeypatch):
+    check_arguments(Args(engine="vllm", dtype="bfloat16"))
+    for bad, words in (
+        ({"dtype": "float64"}, "--engine vllm goes with --lora.rank 0, and --dtype float32 or"),
+        ({"lora": models.LoraArgs(rank=4)}, "--engine vllm goes with --lora.rank 0, and --dtype float32 or"),
+        ({"task": dataclasses.replace(Args().task, temperature=3)}, "--task.temperature 3: vLLM takes 0.01 to 2"),
+    ):
+        assert words in error_line(check_arguments, Args(engine="vllm", **bad))
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "--engine vllm needs vLLM in this environment" in error_line(check_arguments, Args(engine="vllm"))
+    # Without staleness, only what the learner's own code samples needs no correction.
+    assert [correction_of(Args(staleness=0, engine=engine)) for engine in ("built-in", "vllm")] == [
+        "none",
+        "decoupled",
+    ]
