@@ -51,7 +51,7 @@ def test_the_slurm_script_is_a_shell_script():
 def test_weights_in_slices_are_refused(name, monkeypatch):
     """In one line, which names what a model that does not fit needs instead."""
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(InputError, match=rf"^{name} is not supported.*--frozen_bfloat16 .*--lora\.rank"):
+    with pytest.raises(InputError, match=rf"^{name} is not supported.*frozen models .*bfloat16.*LoRA"):
         processes.make_accelerator()
 
 
