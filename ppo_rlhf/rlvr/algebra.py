@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 
 # ---- What the steps hand to each other -------------------------------------------------------------------------
 
@@ -377,11 +377,11 @@ def whiten(
     """
     # [V44] Statistics of the whole batch on all processes, in float64, so that 1 and 8 processes agree.
     #       core_algos.py#L215-L263
-    count = reduce(launch.widened(mask.sum())).clamp(min=1)
-    mean = reduce(launch.widened(values.masked_fill(~mask, 0)).sum()) / count
+    count = reduce(processes.widened(mask.sum())).clamp(min=1)
+    mean = reduce(processes.widened(values.masked_fill(~mask, 0)).sum()) / count
     centred = (values - mean).masked_fill(~mask, 0)
     # [V45] [V46] Divided by n, so that one token, or none, gives 0.   torch_functional.py#L322
-    variance = reduce((launch.widened(centred) ** 2).sum()) / count
+    variance = reduce((processes.widened(centred) ** 2).sum()) / count
     whitened = centred * torch.rsqrt(variance + 1e-8) + (mean if keep_mean else 0)
     return whitened.masked_fill(~mask, 0).to(values.dtype)
 

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.services import cli
@@ -302,7 +302,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
     n, steps = ppo.samples_per_prompt, ppo.nminibatches
-    split = partial(launch.split_evenly, "ppo.batch_size", ppo.batch_size)
+    split = partial(processes.split_evenly, "ppo.batch_size", ppo.batch_size)
     split(n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,

@@ -60,7 +60,7 @@ from accelerate import Accelerator
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, errors, launch
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run
@@ -118,10 +118,10 @@ PRESETS = {name: preset(args) for name, args in rlvr_arguments.PRESETS.items()}
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, with samplers in processes of their own."""
-    launch.make_accelerator()
+    processes.make_accelerator()
     rlvr_arguments.check_arguments(args)  # before Ray starts
     check_arguments(args)
-    return rlvr_policy.train(args, partial(SamplerAhead, ray=launch.on_main(partial(connect, args))))
+    return rlvr_policy.train(args, partial(SamplerAhead, ray=processes.on_main(partial(connect, args))))
 
 
 # ---- Batches that are sampled ahead ----------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         started = time.monotonic()
         # All trained parameters by name, tied weights once, are one object with one version.
         weights = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
-        launch.from_main(lambda: self.put(version, weights))
+        processes.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
         self.current, self.publishing = version, time.monotonic() - started
 
@@ -205,7 +205,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         if draw.round >= self.next:
             self.ask(draw.round, version)
         started, device = time.monotonic(), self.setup.accelerator.device
-        of_processes = launch.from_main(partial(self.wait, draw.round))
+        of_processes = processes.from_main(partial(self.wait, draw.round))
         answers = []
         for pieces in of_processes[self.setup.accelerator.process_index]:
             # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
@@ -318,7 +318,7 @@ def correct(episodes: algebra.Rollout, args: Args, number: int, accelerator: Acc
         )
     # The mismatch is always logged, also where the weights are the same.
     metrics = {f"async/{name}": value.item() for name, value in algebra.mismatch(prox, mu, mask).items()}
-    age = launch.widened(number - versions)
+    age = processes.widened(number - versions)
     if not age.any():
         # [V94] Sampler and learner have the same weights, so their log-probs must agree.
         check_gap(mean_of((prox - mu).abs()[mask]).item(), args.dtype)
@@ -365,7 +365,7 @@ def newest_factors(args: Args) -> algebra.Reweigh | None:
 
 def mean_of(numbers: Tensor) -> Tensor:
     """Their mean, 0-d; 0 if there are none, as in a batch of which no response can be scored."""
-    return launch.widened(numbers).sum() / max(len(numbers), 1)
+    return processes.widened(numbers).sum() / max(len(numbers), 1)
 
 
 def check_gap(gap: float, dtype: str) -> None:

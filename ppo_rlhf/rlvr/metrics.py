@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import launch, processes
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import run
@@ -38,7 +38,7 @@ def token_statistics(
 
     flags: more numbers of tokens (micro_batch, response_length), under the names of their means.
     """
-    log_ratio = launch.widened((new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0))
+    log_ratio = processes.widened((new_logprobs - mb.logprobs).masked_fill(~mb.loss_mask, 0))
     square = (log_ratio.exp() - 1) ** 2
     numbers = flags | {
         "policy/kl_old_new": -log_ratio,
@@ -49,7 +49,7 @@ def token_statistics(
         FRESH_RATIO_GAP: square * mb.fresh.unsqueeze(1),  # samples of an older policy do not start at a ratio of 1
     }
     return {
-        name: algebra.aggregate(launch.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
+        name: algebra.aggregate(processes.widened(x), mb.loss_mask, "token-mean", tokens=tokens)
         for name, x in numbers.items()
     }
 
@@ -80,8 +80,8 @@ def update_metrics(
         "val/sequence_lengths": lengths,
         "val/stop_token_rate": sampled.stopped,
         "val/groups_zero_std": ~algebra.scores_differ(sampled.raw_scores, live, sampled.groups),
-        "val/groups_all_right": algebra.by_group(launch.widened(right | ~live), sampled.groups, "amin"),
-        "val/groups_all_wrong": algebra.by_group(launch.widened(~right | ~live), sampled.groups, "amin"),
+        "val/groups_all_right": algebra.by_group(processes.widened(right | ~live), sampled.groups, "amin"),
+        "val/groups_all_wrong": algebra.by_group(processes.widened(~right | ~live), sampled.groups, "amin"),
     }
     if setup.args.tools:
         response_numbers["val/tool_tokens"] = sampled.from_tool.sum(1)
@@ -100,11 +100,11 @@ def update_metrics(
         episode_numbers["train/staleness_mean"] = number - episodes.versions
     loss_numbers = {"val/advantages_mean": batch.advantages, "val/advantages_abs_mean": batch.advantages.abs()}
     if critic:
-        gaps = launch.widened(batch.returns - batch.values)
+        gaps = processes.widened(batch.returns - batch.values)
         loss_numbers |= {
             "val/mean": batch.values,
             "val/returns": batch.returns,
-            "square_of_return": launch.widened(batch.returns) ** 2,
+            "square_of_return": processes.widened(batch.returns) ** 2,
             "error": gaps,
             "square_of_error": gaps**2,
         }
@@ -131,7 +131,7 @@ def update_metrics(
             shares[name] = x[inds].sum() / max(len(inds), 1)
     shares[FRESH_RATIO_GAP] = steps[FRESH_RATIO_GAP][0]
     shares["val/num_stop_token_ids"] = sampled.stopped.sum()
-    metrics |= launch.sum_over_processes(shares, accelerator)
+    metrics |= processes.sum_over_processes(shares, accelerator)
     off = metrics["val/ratio"] - 1 if len(live_steps["tokens"]) else 0
     metrics["val/ratio_var"] = metrics[SQUARED_RATIO_GAP] - off**2
     metrics["val/first_ratio_gap"] = math.sqrt(metrics[FRESH_RATIO_GAP])
@@ -148,7 +148,7 @@ def update_metrics(
     if not setup.args.rewards.kl_loss_coef:
         left_out.add("loss/kl_avg")
     logged = {name: value for name, value in metrics.items() if "/" in name and name not in left_out}
-    launch.check_update(logged, number, setup.args.dtype, gap="val/first_ratio_gap")
+    processes.check_update(logged, number, setup.args.dtype, gap="val/first_ratio_gap")
     return logged
 
 

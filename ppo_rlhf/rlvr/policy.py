@@ -49,7 +49,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import rewards as verifiers
-from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag
 from ppo_rlhf.lib.nets import foreign, layers, pretrained, templates
 from ppo_rlhf.lib.services import cli, run, traces
@@ -225,7 +225,7 @@ def draw_problems(setup: Setup, round_number: int, rank: int, local_problems: in
     groups = round_number * number + torch.arange(len(repeated))[rows] // n
     queries = setup.problems.batch(repeated.tolist(), setup.ids.pad)[rows]  # (local_rows, context_length)
     uniforms = episode_noise(args.seed, round_number, len(repeated), args.task.response_length)[rows]
-    uniforms = uniforms.to(launch.device_of_noise(device))
+    uniforms = uniforms.to(processes.device_of_noise(device))
     requests = [Request(queries.to(device), uniforms, args.task.temperature)]
     if args.ppo.advantage == "remax":
         # [V41] Each prompt gets one more response, the greedy one. It is no episode.   ray_trainer.py#L1404-L1443
@@ -415,7 +415,7 @@ def score_responses(setup: Setup, inds: Tensor, queries: Tensor, responses: Tens
         function(prompts, texts, answers, queries=queries, responses=responses, messages=messages)
         for function, _ in setup.sources.values()
     ]
-    parts = torch.stack([launch.widened(value, responses.device) for value in values], 1)
+    parts = torch.stack([processes.widened(value, responses.device) for value in values], 1)
     return parts, parts @ parts.new_tensor([weight for _, weight in setup.sources.values()])
 
 
@@ -970,7 +970,7 @@ def trace_numbers(setup: Setup, episodes: Rollout, batch: Batch) -> dict[str, An
 
 def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     """Check the arguments, read the problems and load the networks. Nothing is written yet."""
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     rlvr_arguments.check_arguments(args)
     for doubt in rlvr_arguments.doubts(args):
         errors.say(doubt)
@@ -1019,7 +1019,7 @@ def load_sources(
         return lambda *columns, **_: torch.tensor(verifier(*columns), dtype=torch.float64)
 
     def model_source(*texts: list[str], **rows: Any) -> Tensor:
-        scores = launch.widened(score(**rows))  # (rows,)
+        scores = processes.widened(score(**rows))  # (rows,)
         # Only functions of texts may say that a response cannot be scored.
         if not scores.isfinite().all():
             raise NumericalError("the reward model gives scores that are not finite; the run stops")
