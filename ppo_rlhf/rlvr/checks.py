@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from ppo_rlhf.lib.base import errors
 from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.nets import foreign
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, problem_rows, problems
 
@@ -134,6 +135,7 @@ def without_effect(args: rlvr_arguments.Args) -> Iterator[str]:
         ("ppo.prompts_per_round", ppo.filter_groups, flag("ppo.filter_groups")),
         ("rewards.evaluate_text", evaluated(args), "a task of reasoning-gym whose scorer evaluates text"),
         ("rewards.format_weight", shaping.format, flag("rewards.format")),
+        ("rewards.label", foreign.is_foreign(shaping.trained_model), "a reward model from elsewhere"),
         ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
         ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
         ("rewards.kl_estimator", shaping.has_penalty, flag("rewards.kl_coef")),
