@@ -1062,8 +1062,8 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
     if args.rewards.label and not foreign.is_foreign(args.rewards.trained_model):
         raise InputError(
-            f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from elsewhere; "
-            f"leave it empty"
+            f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from "
+            f"elsewhere; leave it empty"
         )
     typed_args = args
     args = worlds.find_paths(args, unused=["task.comparisons", *unmade])
