@@ -822,12 +822,12 @@ def truncate_at(responses: Tensor, stop_id: int | tuple[int, ...] | None, after:
     return responses.masked_fill(stops_before > 0, pad_id)
 
 
-def has_stop(responses: Tensor, stop_id: int | None, after: int) -> Tensor:
+def has_stop(responses: Tensor, stop_id: int | tuple[int, ...] | None, after: int) -> Tensor:
     """Whether each response has a stop token at index >= after: (batch,) bool. stop_id None: all True."""
     # [D50] A stop token before index `after` does not count.   lm_tasks.py#L58-L65
     if stop_id is None:
         return torch.ones(responses.shape[0], dtype=torch.bool, device=responses.device)
-    return (responses[:, after:] == stop_id).any(1)
+    return torch.isin(responses[:, after:], responses.new_tensor(stop_id)).any(1)
 
 
 # ---- Steps 5 to 7: rewards, advantages, losses -----------------------------------------------------------------

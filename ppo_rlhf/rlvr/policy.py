@@ -882,7 +882,7 @@ def record_trace(
             "ratio": torch.exp(new.logprobs - old.logprobs),
         }
 
-    def answer_again(_: float) -> dict[str, Any]:
+    def answer_fixed_queries(_: float) -> dict[str, Any]:
         """Steps 1 to 6 for the first problems."""
         # A user's function may count its calls or draw random numbers, so traces do not call it. In its place, all
         # scores are 0 at first, because NaN would leave all tokens out, and then unknown.
@@ -929,7 +929,7 @@ def record_trace(
         setup.ids.pad,
         episodes=groups * n,
         after_update=after_update,
-        again=answer_again,
+        answer_fixed_queries=answer_fixed_queries,
         numbers=dict,
         texts=lambda numbers: {"answer": [answers[i] for i in numbers["problem"].flatten().tolist()]},
     )
