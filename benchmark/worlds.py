@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import files, launch
+from ppo_rlhf.lib.base import files, processes
 from ppo_rlhf.lib.data import label_files
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.tldr.posts import to_texts
@@ -241,7 +241,7 @@ def write_tales(folder: Path, sizes: Tales = Tales(), *, train_model: bool = Fal
     rng = random.Random(SEED)
     stories = [write_story(rng, SENTENCES) for _ in range(sizes.stories)]
     (folder / "stories.txt").write_text("".join(story + "\n" for story in stories))
-    device = launch.default_device()
+    device = processes.default_device()
 
     def train() -> tuple[Any, Any, float]:
         tokenizer = train_tokenizer(stories, vocab_size=1_024)
@@ -519,7 +519,7 @@ def write_posts(folder: Path, sizes: Posts = Posts(), *, train_model: bool = Fal
         quotes = [write_quotes(rng) for _ in range(sizes.lm_quotes)]
         threads = [write_thread(rng) for _ in range(sizes.lm_threads)]
         tokenizer = train_tokenizer([*threads[:4_000], "TL;DR:"], vocab_size=1_024)
-        return tokenizer, *train_gpt_neox(quotes, threads, tokenizer, sizes, launch.default_device())
+        return tokenizer, *train_gpt_neox(quotes, threads, tokenizer, sizes, processes.default_device())
 
     facts = write_texts(folder, sizes)
     write_facts(folder, facts | add_model(folder, "posts", train if train_model else None))
@@ -776,7 +776,7 @@ def write_sums(folder: Path, name: str, sizes: Sums | None = None, *, train_mode
         pairs = [(f"{other.question}\n", write_solution(rng, other, sizes)) for other in others]
         learned = [prompt + solution for prompt, solution in pairs[:4_000]]
         tokenizer = train_tokenizer(learned, vocab_size=400, digits=True)
-        return tokenizer, *train_llama(pairs, tokenizer, sizes, launch.default_device())
+        return tokenizer, *train_llama(pairs, tokenizer, sizes, processes.default_device())
 
     write_facts(folder, add_model(folder, name, train if train_model else None))
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_policy, worlds
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import errors, files, launch
+from ppo_rlhf.lib.base import errors, files, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import pretrained, templates
@@ -117,7 +117,7 @@ def without_padding(tokens: Tensor, pad_id: int) -> list[list[int]]:
 
 def to_texts(responses: Tensor, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> list[str]:
     """Responses (n, response_length) as people and functions read them: up to the end of the text."""
-    ends = templates.end_ids(tokenizer)
+    ends = pretrained.end_ids(tokenizer)
     rows = without_padding(responses, pad_id)
     return [tokenizer.decode(list(itertools.takewhile(lambda token: token not in ends, row))) for row in rows]
 
@@ -163,7 +163,7 @@ class Comparison:
         saved = worlds.find_paths(saved, unused=["task.comparisons"])
         self.tokenizer, self.task = pretrained.load_tokenizer(args.policy, trust), saved.task
         self.ids = self.chapter.task_ids(self.task, self.tokenizer)
-        self.pad_id, self.seed, self.device = self.ids.pad, args.seed, launch.default_device()
+        self.pad_id, self.seed, self.device = self.ids.pad, args.seed, processes.default_device()
         usual = getattr(task, "eval_temperature", task.temperature)
         self.temperature = usual if args.temperature is None else args.temperature
         self.models: dict[str, PreTrainedModel] = {}
@@ -242,7 +242,7 @@ class Comparison:
         length = contexts.shape[1] + self.task.response_length
         generator = train_policy.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
-        noise = noise.to(launch.device_of_noise(self.device))
+        noise = noise.to(processes.device_of_noise(self.device))
         columns: dict[str, list[Any]] = {"query": [self.tokenizer.decode(query.tokens) for query in queries]}
         known = any(query.reference for query in queries)
         if known:

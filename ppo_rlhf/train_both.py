@@ -21,7 +21,7 @@ from pathlib import Path
 from ppo_rlhf import sample, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base import files
 from ppo_rlhf.lib.base.bounds import NonNegativeInt
-from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import cli, run, sequence
 from ppo_rlhf.worlds import reviews, tales
 
@@ -76,7 +76,7 @@ def train(args: Args) -> tuple[Path, Path]:
     with sequence.flags_of("policy", policy_args):
         train_policy.check_ppo_arguments(policy_args)
         train_policy.ppo_sizes(policy_args.ppo, processes)
-    templates.check_task(args.task)
+    cli.check_task(args.task)
     found = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
     with sequence.flags_of("policy", policy_args):

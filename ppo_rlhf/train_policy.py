@@ -14,8 +14,8 @@ started from (the reference) keeps the text fluent. Each update has eight steps:
     8. adapt the KL coefficient and log
 
 `train()` is the loop and shows steps 1 to 5 and 8. `ppo_update()` has steps 6 and 7, because each minibatch whitens
-its own rewards and advantages. What is imported of ours is machinery, which you can skip: a run's folder and logs,
-the command line, files of models and texts.
+its own rewards and advantages. What is imported of ours is machinery, which you can skip: the command line, a run's
+folder with its logs, checkpoints and traces, several processes, files of models and texts, and functions of texts.
 
 Marks like [D54] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; files
 and lines next to marks are the original's. Marks like [X01] are places where we differ on purpose: docs/reference.
@@ -41,18 +41,18 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import reduce
+from accelerate.utils import gather_object, reduce
 from annotated_types import Ge
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, files, launch
+from ppo_rlhf.lib.base import checkpoints, errors, files, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import layers, pretrained, templates
+from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import cli, run, traces
@@ -173,7 +173,8 @@ class PpoArgs(cli.MemoryArgs):
     whiten_rewards: bool = True
     """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""
     whiten_groups: PositiveInt = 8
-    """slices of the batch, each whitened with its own mean and variance; the original: one per process [X03]"""
+    """groups: slices of the batch, each whitened with its own mean and variance; the original: one per process [X03].
+    In chapter 3, a group is something else: the responses to one problem"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +257,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     device = accelerator.device
-    noise_device = launch.device_of_noise(device)
+    noise_device = processes.device_of_noise(device)
     check_ppo_arguments(args)
     args = with_newest_reward_model(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
@@ -291,7 +292,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if not isinstance(reward, RewardModel) and args.rewards.normalize_samples and resumed["step"] == 0:
         # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
         scores = scores_of_base_model(args, accelerator, stream, ids, policy=policy, reward=reward, rows=pass_rows)
-        scale.fit(scores, accelerator)
+        scale.fit(scores)
     recorder = make_recorder(
         this_run,
         stream,
@@ -317,11 +318,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
             with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
                 # 2. Generate responses. Keep their log-probs and values, all (local_batch, response_length).
                 contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
-                responses, sampled_logprobs, hidden_states = few_rows_at_a_time(
-                    lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, task.temperature),
-                    pass_rows,
-                    contexts,
-                    uniforms,
+                responses, sampled_logprobs, hidden_states = write_responses(
+                    policy, contexts, uniforms, ids.pad, task.temperature, rows=pass_rows
                 )
                 # (local_batch, context_length + response_length)
                 context_responses = torch.cat([contexts, responses], dim=1)
@@ -340,13 +338,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                     values = read_scalar(policy.value_head, hidden_states)
 
                 # 3. Compute the reference's log-probs, at the policy's temperature: (local_batch, response_length).
-                ref_logprobs, _, _ = few_rows_at_a_time(
-                    lambda tokens: response_logprobs(
-                        reference, tokens, ids.pad, ids.context_length, task.temperature, vocab_size=ids.pad
-                    ),
-                    pass_rows,
-                    context_responses,
-                )
+                ref_logprobs = reference_logprobs(reference, context_responses, ids, task.temperature, rows=pass_rows)
 
                 # 4. Truncate the responses, (local_batch, response_length), and score them, (local_batch,).
                 truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
@@ -449,7 +441,7 @@ class TaskIds:
 
     pad: int  # one above the largest id of the tokenizer: all below it can be sampled
     eos: int  # -1 if the tokenizer has none
-    stop: int | tuple[int, ...] | None  # several if it is the end of text, and the model names more
+    stop: int | None
     prefix: list[int]
     suffix: list[int]
     context_length: int  # prefix, padded query and suffix
@@ -457,16 +449,16 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
-    templates.check_task(task)
+    cli.check_task(task)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
-    prefix = [*templates.start_of_plain(tokenizer), *prefix]
+    prefix = [*pretrained.start_of_plain(tokenizer), *prefix]
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=templates.all_ends(tokenizer, pretrained.one_token(tokenizer, task.truncate_text, "truncate_text")),
+        stop=pretrained.one_token(tokenizer, task.truncate_text, "truncate_text"),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -591,6 +583,15 @@ def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tenso
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
+def write_responses(
+    policy: PolicyWithValueHead, contexts: Tensor, uniforms: Tensor, pad_id: int, temperature: float, *, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `generate` returns for contexts (batch, context_length), of which it gets so many rows at a time."""
+    return few_rows_at_a_time(
+        lambda *parts: generate(policy.lm_backbone, *parts, pad_id, pad_id, temperature), rows, contexts, uniforms
+    )
+
+
 @torch.no_grad()
 def generate(
     lm_backbone: PreTrainedModel, contexts: Tensor, uniforms: Tensor, pad_id: int, vocab_size: int, temperature: float
@@ -675,6 +676,23 @@ def response_logprobs(
     with torch.no_grad():
         entropies = -(all_logprobs.exp() * all_logprobs).sum(2)  # (batch, response_length)
     return logprobs, entropies, hidden_states
+
+
+def reference_logprobs(
+    reference: PreTrainedModel, context_responses: Tensor, ids: TaskIds, temperature: float, *, rows: int
+) -> Tensor:
+    """The reference's log-probs (batch, response_length), read so many rows at a time.
+
+    context_responses: (batch, context_length + response_length).
+    """
+    logprobs, _, _ = few_rows_at_a_time(
+        lambda tokens: response_logprobs(
+            reference, tokens, ids.pad, ids.context_length, temperature, vocab_size=ids.pad
+        ),
+        rows,
+        context_responses,
+    )
+    return logprobs
 
 
 def read_tokens(lm_backbone: PreTrainedModel, tokens: Tensor, pad_id: int, columns: slice) -> Tensor:
@@ -1076,18 +1094,18 @@ def update_metrics(
 ) -> dict[str, float]:
     """All metrics of an update, over all processes; all must call this. kl_coef: what its rewards were made with."""
     accelerator = this_run.accelerator
-    of_batch = {}
+    local_means = {}  # of this process
     for name, values in batch.objectives.items():
-        of_batch[f"objective/{name}"] = launch.widened(values).mean()
+        local_means[f"objective/{name}"] = processes.widened(values).mean()
     for name, value in stats.items():
-        of_batch[name] = launch.widened(value.detach())
+        local_means[name] = processes.widened(value.detach())
     # [D75] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
-    flat = accelerator.reduce(torch.stack(list(of_batch.values())), "mean")
-    means = dict(zip(of_batch, flat.tolist(), strict=True))
+    flat = accelerator.reduce(torch.stack(list(local_means.values())), "mean")
+    means = dict(zip(local_means, flat.tolist(), strict=True))
     eos_tokens = (batch.context_responses[:, ids.context_length :] == ids.eos).sum()
     means["ppo/val/num_eos_tokens"] = float(accelerator.reduce(eos_tokens, "sum"))
-    launch.check_update(means, update, args.dtype, monitored=batch.objectives.keys() - OBJECTIVES)
-    launch.check_equal("objective/kl_coef", kl_coef, accelerator)
+    processes.check_update(means, update, args.dtype, monitored=batch.objectives.keys() - OBJECTIVES)
+    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return finish_metrics(
         means,
         update,
@@ -1194,7 +1212,7 @@ def make_recorder(
     group = args.ppo.batch_size // args.ppo.whiten_groups
     queries = stream.first(traces.TRACED, ids.pad).to(device)  # (n, query_length)
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
-    uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(launch.device_of_noise(device))
+    uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(processes.device_of_noise(device))
     # A trace must not call functions of the user's.
     if not isinstance(reward, RewardModel):
         reward = traces.scorer_of_traces(reward, args.rewards.function)
@@ -1217,23 +1235,14 @@ def make_recorder(
             "returns": returns[0, first_rows],
         }
 
-    def answer_again(kl_coef: float) -> Rollout:
+    def answer_fixed_queries(kl_coef: float) -> Rollout:
         """Responses to the first queries, with the numbers that episodes of the batch have."""
         with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
-            responses, logprobs, hidden_states = few_rows_at_a_time(
-                lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, task.temperature),
-                rows,
-                contexts,
-                uniforms,
+            responses, logprobs, hidden_states = write_responses(
+                policy, contexts, uniforms, ids.pad, task.temperature, rows=rows
             )
             context_responses = torch.cat([contexts, responses], dim=1)  # (n, context_length + response_length)
-            ref_logprobs, _, _ = few_rows_at_a_time(
-                lambda tokens: response_logprobs(
-                    reference, tokens, ids.pad, ids.context_length, task.temperature, vocab_size=ids.pad
-                ),
-                rows,
-                context_responses,
-            )
+            ref_logprobs = reference_logprobs(reference, context_responses, ids, task.temperature, rows=rows)
             truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
             own_scores = score_responses(reward, queries, truncated_responses, pad_id=ids.pad, rows=rows)
         raw_scores = scale.apply(own_scores)
@@ -1258,13 +1267,21 @@ def make_recorder(
 
     def numbers(batch: Rollout) -> dict[str, Any]:
         """The tensors under the names that report/ knows."""
-        of_tokens = ("kl", "entropy", "non_score_reward", "response_length", "sampler_gap")  # a trace has these
-        plural = {"score": "scores", "raw_score": "raw_scores"}
-        shown = {plural.get(name, name): x for name, x in batch.objectives.items() if name not in of_tokens}
-        return vars(batch) | {
+        scores = batch.objectives
+        # Beside these, the monitor has the name of its function.
+        shown = ["stopped", "function_score", *(scores.keys() - OBJECTIVES)]
+        return {
             "query_responses": batch.context_responses,
             "scored": batch.truncated_responses != ids.pad,
-            "objectives": shown,
+            "logprobs": batch.logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "kl": batch.kl,
+            "rewards": batch.rewards,
+            "values": batch.values,
+            "scores": scores["score"],
+            "raw_scores": scores["raw_score"],
+            "objectives": {name: scores[name] for name in shown if name in scores},
+            "seen": batch.seen,
         }
 
     return traces.Recorder(
@@ -1274,7 +1291,7 @@ def make_recorder(
         ids.pad,
         episodes=min(args.trace_episodes, group),
         after_update=after_update,
-        again=answer_again,
+        answer_fixed_queries=answer_fixed_queries,
         cliprange=args.ppo.cliprange,
         numbers=numbers,
     )
@@ -1304,10 +1321,10 @@ class PpoSizes:
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    local_groups = launch.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
+    local_groups = processes.split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     slices = ppo.whiten_groups * ppo.nminibatches
     what = f"{typed('ppo.whiten_groups')} x {typed('ppo.nminibatches')}"
-    group_minibatch = launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    group_minibatch = processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     # The original asks for eight episodes.   train_policy.py#L69-L75
     if ppo.whiten_rewards and group_minibatch < 8:
         raise InputError(
@@ -1329,7 +1346,7 @@ def with_newest_reward_model(args: Args) -> Args:
     """Arguments that name no source of scores get the newest reward model of their preset; a line says which."""
     if args.rewards.trained_model or args.rewards.function or args.resume:
         return args
-    newest = launch.from_main(lambda: run.newest_model(args.preset, "reward", "query_dataset"))
+    newest = processes.from_main(lambda: run.newest_model(args.preset, "reward", "query_dataset"))
     if not newest:
         raise InputError(
             f"models/ has no reward model of the preset {args.preset}; train one with train_reward.py --preset "
@@ -1346,15 +1363,15 @@ def load_pretrained(
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
         # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        changed = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
+        our_values = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
         for name, value in vars(config).items():
             if value == "gelu_new":
-                changed[name] = "gelu_pytorch_tanh"
-        own_settings = {name: getattr(config, name) for name in changed}
-        vars(config).update(changed)
+                our_values[name] = "gelu_pytorch_tanh"
+        their_values = {name: getattr(config, name) for name in our_values}
+        vars(config).update(our_values)
         model, loading = auto_class.from_pretrained(
             path,
             revision=revision,
@@ -1368,8 +1385,8 @@ def load_pretrained(
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
-        # The model is saved with the settings that it came with.
-        return pretrained.checked_model(model, loading, own_settings)
+        # The model is saved with the values that it came with.
+        return pretrained.checked_model(model, loading, their_values)
 
 
 def load_policy_and_reference(
@@ -1415,10 +1432,7 @@ def load_reward(
 
 def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, scorers.Scorer]:
     """The function that is only logged, under its name; an empty dictionary if there is none."""
-
-    def of_texts(name: str, field: str) -> scorers.Scorer:
-        return scorers.text_scorer(name, field, tokenizer, pad_id, on_all_processes=True)
-
+    of_texts = partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
     return scorers.load_monitor(name, OBJECTIVES, of_texts)
 
 
@@ -1443,18 +1457,16 @@ class Scale:
         self.mean = 0.0
         self.std = 1.0
 
-    def fit(self, scores: Tensor, accelerator: Accelerator) -> None:
+    def fit(self, scores: Tensor) -> None:
         """Take mean and biased deviation of scores (n,), on all processes together.
 
         A function that gives all of them the same score, but for rounding, keeps its deviation.
         """
-        scores = launch.widened(scores)
-        sums = {"n": scores.new_tensor(len(scores)), "sum": scores.sum()}
-        sums = launch.sum_over_processes(sums, accelerator)
-        if sums["n"]:
-            self.mean = sums["sum"] / sums["n"]
-            squares = {"squares": ((scores - self.mean) ** 2).sum()}
-            std = math.sqrt(launch.sum_over_processes(squares, accelerator)["squares"] / sums["n"])
+        # A process may have fewer scores than another.
+        all_scores = torch.tensor(gather_object(scores.tolist()), dtype=torch.float64)
+        if len(all_scores):
+            self.mean = all_scores.mean().item()
+            std = all_scores.std(unbiased=False).item()
             self.std = std if std > 1e-10 * abs(self.mean) else 1.0
 
     def apply(self, scores: Tensor) -> Tensor:
@@ -1486,14 +1498,10 @@ def scores_of_base_model(
     # [X01] The noise belongs to the sample.
     generator = keyed_generator(args.seed, "scale of the function")
     uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
-    noise = uniforms[mine][: len(queries)].to(launch.device_of_noise(accelerator.device))  # (n, response_length)
+    noise = uniforms[mine][: len(queries)].to(processes.device_of_noise(accelerator.device))  # (n, response_length)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=policy.low_precision):
-        responses, _, _ = few_rows_at_a_time(
-            lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, args.task.temperature),
-            rows,
-            add_affixes(queries, ids.prefix, ids.suffix),  # (n, context_length)
-            noise,
-        )
+        contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
+        responses, _, _ = write_responses(policy, contexts, noise, ids.pad, args.task.temperature, rows=rows)
         return reward(queries, truncate_at(responses, ids.stop, args.task.truncate_after, ids.pad))
 
 
@@ -1502,7 +1510,7 @@ def save_policy(
 ) -> None:
     """Save as an ordinary causal language model, with the value head next to its weights, if these are saved."""
     own = policy.lm_backbone.generation_config
-    policy.lm_backbone.generation_config = templates.sampling_config(own, tokenizer, args.task.temperature)
+    policy.lm_backbone.generation_config = pretrained.sampling_config(own, tokenizer, args.task.temperature)
     policy.lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
     tokenizer.save_pretrained(folder)
     save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")

@@ -7,7 +7,8 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
     2. one pass over the comparisons in random order, with a learning rate that falls linearly
     3. normalise again, on new samples, and discard the gain and bias that were learned in between
 
-You can skip what is imported of ours: a run's folder and logs, the command line, files of models and texts.
+What is imported of ours is machinery, which you can skip: the command line, a run's folder with its logs and
+checkpoints, several processes, and files of models, texts and labels.
 
 Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
 file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/reference.
@@ -39,11 +40,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, launch
+from ppo_rlhf.lib.base import checkpoints, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
 from ppo_rlhf.lib.data import label_files, sources
-from ppo_rlhf.lib.nets import classifier, layers, pretrained, templates
+from ppo_rlhf.lib.nets import classifier, layers, pretrained
 from ppo_rlhf.lib.nets.pretrained import vocabulary_size
 from ppo_rlhf.lib.services import cli, run
 
@@ -177,15 +178,14 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
     """
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
     typed_args = args
     args = worlds.find_paths(args)  # names such as `tales` become paths
-    label_files.find_label_file(
-        args.label_dataset, args.task.query_dataset
-    )  # a slip is found before anything is loaded
+    # A slip is found before anything is loaded.
+    label_files.find_label_file(args.label_dataset, args.task.query_dataset)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
@@ -244,8 +244,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator=accelerator,
                 micro_batch=args.local_micro_batch_size,
             )
-            means = launch.mean_over_processes(stats, accelerator)
-            launch.check_finite(means, step, launch.anew_with_lower("lr"))
+            means = processes.mean_over_processes(stats, accelerator)
+            processes.check_finite(means, step, "lr")
             metrics = {
                 "train_reward/minibatch/loss": means["train/loss"],
                 "train_reward/minibatch/error": means["train/loss"],
@@ -262,7 +262,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
     measured = evaluate(reward_model, labels, held_out, pad_id=ids.pad, rows=pass_rows, accelerator=accelerator)
-    launch.check_finite(measured, sizes.steps, launch.anew_with_lower("lr"))
+    processes.check_finite(measured, sizes.steps, "lr")
 
     # 3. Normalise again.
     # [D38] On the next queries of the stream.   train_reward.py#L252-L254
@@ -274,11 +274,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
         save(folder)
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     if accelerator.is_main_process:
-        samples, lengths = label_files.tables_of(
-            labels, tokenizer, ids.pad, lambda inds: score_samples(reward_model, labels, inds, ids.pad)
-        )
-        this_run.log_samples(sizes.steps, samples)
-        this_run.write_table("lengths", lengths)
+        shown = label_files.shown_labels(labels)
+        with torch.no_grad():
+            scores = score_samples(reward_model, labels, shown, ids.pad)
+        this_run.log_samples(sizes.steps, label_files.sample_rows(labels, shown, scores, tokenizer, ids.pad))
     this_run.finish("reward", **labels.known, skipped_queries=stream.position - queries, **measured)
     return folder
 
@@ -328,7 +327,7 @@ def sample_and_normalize(
     # [X01] The noise belongs to the sample.
     generator = keyed_generator(args.seed, "normalize", stage)
     uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
-    noise = uniforms[mine].to(launch.device_of_noise(queries.device))  # (n, response_length)
+    noise = uniforms[mine].to(processes.device_of_noise(queries.device))  # (n, response_length)
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=reward_model.low_precision):
         responses, _, _ = few_rows_at_a_time(
@@ -498,7 +497,7 @@ def evaluate(
         return {}
     device = reward_model.gain.device
     n = labels.samples.shape[1]
-    scores = launch.widened(torch.zeros(len(inds), n, device=device))
+    scores = processes.widened(torch.zeros(len(inds), n, device=device))
     local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
     for places in local.split(rows) if len(local) else ():  # a process may have none
         scores[places] = score_samples(reward_model, labels, inds[places], pad_id).to(scores.dtype)
@@ -520,7 +519,7 @@ def correlation(x: Tensor, y: Tensor) -> Tensor:
 def ranks(values: Tensor) -> Tensor:
     """The rank of each value (n,), from 1, in float64. Equal values share the mean of their ranks."""
     _, groups, counts = values.unique(return_inverse=True, return_counts=True)
-    last = launch.widened(counts.cumsum(0))  # (distinct values,), the last rank of each
+    last = processes.widened(counts.cumsum(0))  # (distinct values,), the last rank of each
     return (last - (counts - 1) / 2)[groups]
 
 
@@ -567,7 +566,7 @@ class TaskIds:
 
     pad: int  # one above the largest id of the tokenizer: all below it can be sampled
     eos: int  # -1 if the tokenizer has none
-    stop: int | tuple[int, ...] | None  # several if it is the end of text, and the model names more
+    stop: int | None
     prefix: list[int]
     suffix: list[int]
     context_length: int  # prefix, padded query and suffix
@@ -575,16 +574,16 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
-    templates.check_task(task)
+    cli.check_task(task)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
-    prefix = [*templates.start_of_plain(tokenizer), *prefix]
+    prefix = [*pretrained.start_of_plain(tokenizer), *prefix]
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
         # text has and no model samples, one above the largest.
         pad=vocabulary_size(tokenizer),
         eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=templates.all_ends(tokenizer, pretrained.one_token(tokenizer, task.truncate_text, "truncate_text")),
+        stop=pretrained.one_token(tokenizer, task.truncate_text, "truncate_text"),
         prefix=prefix,
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
@@ -859,13 +858,13 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.check_run(args)
     # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
-    local_batch = launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    launch.split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
+    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    processes.split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
     if args.num_train % args.batch_size:
-        fitting = args.num_train // args.batch_size * args.batch_size or args.batch_size
+        whole_batches = args.num_train // args.batch_size * args.batch_size or args.batch_size
         raise InputError(
             f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
-            f"{flag('num_train')} {fitting} is"
+            f"{flag('num_train')} {whole_batches} is"
         )
     # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
     #       train_reward.py#L197-L199
@@ -886,15 +885,15 @@ def load_pretrained(
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
         # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        changed = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
+        our_values = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
         for name, value in vars(config).items():
             if value == "gelu_new":
-                changed[name] = "gelu_pytorch_tanh"
-        own_settings = {name: getattr(config, name) for name in changed}
-        vars(config).update(changed)
+                our_values[name] = "gelu_pytorch_tanh"
+        their_values = {name: getattr(config, name) for name in our_values}
+        vars(config).update(our_values)
         model, loading = auto_class.from_pretrained(
             path,
             revision=revision,
@@ -908,8 +907,8 @@ def load_pretrained(
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
-        # The model is saved with the settings that it came with.
-        return pretrained.checked_model(model, loading, own_settings)
+        # The model is saved with the values that it came with.
+        return pretrained.checked_model(model, loading, their_values)
 
 
 def load_models(

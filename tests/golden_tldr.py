@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base import launch, processes
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.nets import classifier
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.tldr import (
@@ -452,7 +452,7 @@ def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
         *everywhere("read_tokens", read_tokens),
         (posts, "trim_padding", lambda *tokens, pad_id: torch.cat(tokens, dim=1)),
         (tldr_policy, "respond", with_stored_logprobs),
-        (launch, "FIRST_RATIO_TOLERANCE", {"float64": math.inf}),
+        (processes, "FIRST_RATIO_TOLERANCE", {"float64": math.inf}),
         (models, "check_model", lambda *arguments: None),  # it refuses a model that padding matters to
     ]
 

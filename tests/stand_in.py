@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.services import run
 
 NAME = "standin"
@@ -184,7 +184,7 @@ def compute(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]
     if to_cpu:
         return args[0] if name == "copy_" else result
     made = [x.dtype for x in leaves((result,)) if isinstance(x, Tensor)]
-    if NAME in launch.WITHOUT_FLOAT64 and torch.float64 in made:
+    if NAME in processes.WITHOUT_FLOAT64 and torch.float64 in made:
         raise RuntimeError(f"{name} makes float64, which the device does not have")
     return map_only(Tensor, lambda x: wrapped[id(x)] if id(x) in wrapped else StandInTensor(x), result)
 
@@ -406,7 +406,7 @@ def install(*, autocast: Literal["cpu", "cuda"] = "cuda", float64: bool = True) 
     autocast: whose rules it has. Those of the CPU give the CPU's numbers. float64: whether it has that.
     """
     if not float64:
-        launch.WITHOUT_FLOAT64.add(NAME)
+        processes.WITHOUT_FLOAT64.add(NAME)
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     kept.append([register_autocast(autocast), register_whole()])
     forget, prepare = torch.clear_autocast_cache, Accelerator.__init__
@@ -422,7 +422,7 @@ def install(*, autocast: Literal["cpu", "cuda"] = "cuda", float64: bool = True) 
 
     torch.nn.functional.scaled_dot_product_attention = attention
     torch.clear_autocast_cache = clear_autocast_cache
-    Accelerator.__init__, launch.default_device = prepare_for_device, lambda: device
+    Accelerator.__init__, processes.default_device = prepare_for_device, lambda: device
     _foreach_utils._foreach_supported_types.append(StandInTensor)
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     # In the thread that calls, so that a backward pass has our lines, and the modes, above it.

@@ -11,7 +11,7 @@ from accelerate.commands import launch as launcher
 from accelerate.commands.config.config_args import load_config_from_file
 from processes import launch_together
 
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError
 
 FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
@@ -51,18 +51,18 @@ def test_the_slurm_script_is_a_shell_script():
 def test_weights_in_slices_are_refused(name, monkeypatch):
     """In one line, which names what a model that does not fit needs instead."""
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(InputError, match=rf"^{name} is not supported.*--frozen_bfloat16 .*--lora\.rank"):
-        launch.make_accelerator()
+    with pytest.raises(InputError, match=rf"^{name} is not supported.*frozen models .*bfloat16.*LoRA"):
+        processes.make_accelerator()
 
 
 LATE = """
 import datetime, os, pathlib, sys, time
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 
 gone, seconds = pathlib.Path("gone"), int(sys.argv[1])
-launch.PATIENCE.timeout = datetime.timedelta(seconds=seconds)
+processes.PATIENCE.timeout = datetime.timedelta(seconds=seconds)
 try:
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     if accelerator.is_main_process:
         time.sleep(3)
         while seconds < 60 and not gone.exists():  # an impatient process is kept waiting until it has gone
@@ -76,7 +76,7 @@ finally:
 
 def test_the_others_wait_while_the_first_process_uploads(tmp_path):
     """As long as PATIENCE says, in place of the libraries' ten minutes on GPUs."""
-    assert datetime.timedelta(hours=1) <= launch.PATIENCE.timeout <= datetime.timedelta(hours=12)
+    assert datetime.timedelta(hours=1) <= processes.PATIENCE.timeout <= datetime.timedelta(hours=12)
     (tmp_path / "late.py").write_text(LATE)
     assert [result.status for result in launch_together(2, tmp_path / "late.py", "60", folder=tmp_path)] == [0, 0]
     (tmp_path / "gone").unlink()

@@ -26,7 +26,6 @@ SCRIPTS = [*TRAINING, *NEEDED]
 # A number without bounds is probably one whose bounds were forgotten, but for these.
 ANY_NUMBER = {
     "task.penalty_reward_value",
-    "rewards.format_weight",
     "rewards.trained_weight",
     "rejection_high",  # it has a bound together with rejection_low
 }

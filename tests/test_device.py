@@ -299,7 +299,7 @@ def test_chapter_3_without_float64(chapter_3, tiny_sums, tmp_path):
     ("good", "bad", "message"),
     [
         ("ids.pad)[rows].to(device)", "ids.pad)[rows]", "mixes tensors of the device and of the CPU"),
-        ("noise_device = launch.device_of_noise(device)", "noise_device = device", "makes float64"),
+        ("noise_device = processes.device_of_noise(device)", "noise_device = device", "makes float64"),
     ],
 )
 def test_a_mistake_is_found(good, bad, message, chapter_1, tiny_world, tmp_path):

@@ -17,8 +17,7 @@ from ppo_rlhf.report import __main__ as report, derivation, page
 from ppo_rlhf.rlvr import policy as rlvr_policy
 
 RUNS = {  # settings for which a trace has to hold something of its own
-    "pretraining": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.critic_warmup 1 "
-    "--ppo.critic_explains 0.9",
+    "own targets": "--ppo.advantage gae --ppo.lam 0.8 --ppo.gamma 0.9 --ppo.critic_lam 0.6",
     "remax": "--ppo.advantage remax --rewards.kl_coef 0.1 --rewards.kl_estimator full --rewards.kl_loss_coef 0.1 "
     "--rewards.kl_loss_estimator full --ppo.nll_coef 0.2 "
     "--ppo.loss_aggregation seq-mean-token-mean",

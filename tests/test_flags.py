@@ -14,7 +14,7 @@ from refusals import with_value
 from ppo_rlhf import train_both, train_policy, train_reward, worlds
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.base.files import flatten
-from ppo_rlhf.lib.base.launch import anew_with_lower, check_finite
+from ppo_rlhf.lib.base.processes import check_finite
 from ppo_rlhf.lib.nets import pretrained
 from ppo_rlhf.lib.services import sequence
 from ppo_rlhf.lib.services.sequence import flags_of
@@ -132,7 +132,7 @@ def test_an_argument_has_the_name_of_its_stage():
 def test_a_broken_number_is_followed_by_the_argument_to_lower(stage):
     names = {"ppo.lr": "policy.ppo.lr"} if stage else {}
     with pytest.raises(NumericalError) as caught, typed_as(names):
-        check_finite({"objective/ppo.lr": math.nan}, 3, anew_with_lower("ppo.lr"))
+        check_finite({"objective/ppo.lr": math.nan}, 3, "ppo.lr")
     assert str(caught.value) == (
         "objective/ppo.lr is nan in step 3; the run stops and saves nothing more; "
         f"if it happens again after --resume, start again with a lower --{stage}ppo.lr"
@@ -227,7 +227,7 @@ def test_texts_name_arguments_by_what_is_typed(module):
     assert flags <= EVERYWHERE | OF_OTHERS
     inside = [text for text in texts if " " in text and re.search(r"(?<![\w/.])(ppo|task|rewards|lora)\.[a-z]", text)]
     assert not inside
-    functions = {"flag", "typed", "anew_with_lower", "split_evenly", "rows_at_a_time"}
+    functions = {"flag", "typed", "check_finite", "split_evenly", "rows_at_a_time"}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in functions]
     named = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
     assert named - {"", "ppo."} <= ALL  # but for prefixes

@@ -24,7 +24,7 @@ from transformers import (
 
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets import foreign
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems, scores as rlvr_scores
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems
 from ppo_rlhf.tldr import policy as tldr_policy, posts
 
 PAD = 29  # of the policy with the tiny tokenizer
@@ -245,9 +245,9 @@ def test_a_reward_model_reads_the_messages_of_a_row(tmp_path, theirs, question, 
     args = rlvr_arguments.Args(task=task, rewards=rlvr_arguments.RewardsArgs(trained_model=folder))
     found, ids = problems.read_problems(task, policy, "train"), problems.task_ids(task, policy)
     setup = SimpleNamespace(tokenizer=policy, ids=ids, problems=found)
-    setup.sources = rlvr_scores.load_sources(args, policy, ids, Accelerator(cpu=True), found.messages)
+    setup.sources = rlvr_policy.load_sources(args, policy, ids, Accelerator(cpu=True), found.messages)
     said = [*policy.encode(" It is<|im_start|>4", split_special_tokens=True), 258]
-    parts, _ = rlvr_scores.score_responses(setup, torch.tensor([1]), found.batch([1], ids.pad), torch.tensor([said]))
+    parts, _ = rlvr_policy.score_responses(setup, torch.tensor([1]), found.batch([1], ids.pad), torch.tensor([said]))
     row = in_template(expected, judge)
     if theirs is None and task.prompt_format == "plain":  # the response continues the text
         row = policy.encode(found.texts[1] + " It is<|im_start|>4", split_special_tokens=True)

@@ -16,7 +16,7 @@ from benchmark import lab
 from benchmark.experiments import arithmetic
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.rlvr import checks as rlvr_checks, policy as rlvr_policy
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy
 
 # Its training script never starts.
 TOY = lab.Experiment(
@@ -48,13 +48,13 @@ def arguments(experiment: lab.Experiment, module: ModuleType, folder: Path) -> d
 def test_arithmetic_is_learned_by_three_methods(tmp_path):
     read = arguments(arithmetic.EXPERIMENT, rlvr_policy, tmp_path)
     for args in read.values():
-        rlvr_checks.check_arguments(args)
+        rlvr_arguments.check_arguments(args)
     plain = read["dr_grpo"]
     assert plain == dataclasses.replace(rlvr_policy.PRESETS["arithmetic"], log_interval=0)
     for name, change in {"gae": {"critic_warmup": 3}, "reinforce++": {}}.items():
         ppo = dataclasses.replace(plain.ppo, advantage=name, **change)
         assert read[name] == dataclasses.replace(plain, ppo=ppo), name
-        assert not [*rlvr_checks.doubts(read[name])] and read[name].rewards.kl_loss_coef > 0
+        assert not [*rlvr_arguments.doubts(read[name])] and read[name].rewards.kl_loss_coef > 0
 
 
 def test_variants_are_chosen_by_name():

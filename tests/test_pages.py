@@ -9,7 +9,7 @@ import scipy.stats
 from jinja2 import UndefinedError
 
 from benchmark import pages
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
@@ -89,7 +89,7 @@ def test_arguments_have_their_defaults_and_meanings():
 
 def test_limits_that_the_questions_name():
     page = " ".join((ROOT / "docs/questions.md").read_text().split())
-    limits = launch.FIRST_RATIO_TOLERANCE
+    limits = processes.FIRST_RATIO_TOLERANCE
     assert f"above {limits['float32']}, or {limits['bfloat16']} in bfloat16" in page
     assert "at most 0.001 nats, or 0.05 in bfloat16" in page
     for limit, dtype in ((0.001, "float32"), (0.05, "bfloat16")):

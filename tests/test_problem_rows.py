@@ -15,7 +15,7 @@ from test_problems import TOKENIZER, byte_tokenizer
 from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.scoring.worker import Worker
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, checks as rlvr_checks, problem_rows, problems
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, problem_rows, problems
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -286,7 +286,8 @@ def test_a_task_that_evaluates_text_needs_a_flag(name, judge):
 
     def check(**changes) -> None:
         shaping = dataclasses.replace(rlvr_arguments.RewardsArgs(), **changes)
-        rlvr_checks.check_arguments(dataclasses.replace(rlvr_arguments.PRESETS["gsm8k"], task=task, rewards=shaping))
+        preset = rlvr_arguments.PRESETS["gsm8k"]
+        rlvr_arguments.check_arguments(dataclasses.replace(preset, task=task, rewards=shaping))
 
     with pytest.raises(InputError, match=rf"^--{name} reasoning_gym:countdown,size=9: .* risk .*evaluate_text$"):
         check(**{judge: "reasoning_gym"})

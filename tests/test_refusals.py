@@ -502,11 +502,10 @@ FULL = "--rewards.kl_coef 0.1 --rewards.kl_estimator full"
 RLOO = "--ppo.advantage rloo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0"
 GDPO = f"{RLOO} --rewards.format gsm8k_format".replace("rloo", "gdpo")
 RLVR = {
-    "--ppo.critic_explains 0.5 --ppo.critic_warmup 0": "--ppo.critic_explains 0.5 ends the updates of",
     "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.critic_lam 1": "--ppo.critic_lam 1.0 does nothing",
     "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.lam_alpha 1": "--ppo.lam_alpha 1.0 does nothing",
     "--ppo.lam 0.9 --ppo.lam_alpha 1 --ppo.critic_lam 1": "--ppo.lam 0.9 does nothing without",
-    "--ppo.advantage maxrl": "compares the responses to a prompt; --ppo.samples_per_prompt 1 must be at least 2",
+    "--ppo.advantage maxrl": "compares the responses to a problem; --ppo.samples_per_prompt 1 must be at least 2",
     "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
     GDPO.replace("--rewards.format gsm8k_format", ""): "--rewards.format or --rewards.trained_model, or take grpo",
     f"{GDPO} --rewards.kl_coef 0.1": "--rewards.kl_coef 0.1 does nothing with --ppo.advantage gdpo",
@@ -521,7 +520,7 @@ RLVR = {
     FULL: "--rewards.kl_estimator full goes with",
     f"{FULL} --rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full": "kl_loss_coef that is --rewards.kl_coef",
     "--ppo.advantage reinforce++": "--ppo.critic_warmup 5 is for a critic",
-    f"{RLOO} --ppo.critic_warmup 5": "0 switches it off, as --preset sums-grpo does",
+    f"{RLOO} --ppo.critic_warmup 5": "0 switches it off",
     "--rewards.adaptive_kl.target 3": "--rewards.adaptive_kl.target moves --rewards.kl_coef, which is 0",
     "--ppo.loss cispo --ppo.dual_clip 3": "--ppo.dual_clip 3.0 is for --ppo.loss ppo",
     "--ppo.dual_clip 1.1": "above 1 + --ppo.cliprange_high",
@@ -534,9 +533,7 @@ RLVR = {
     f"{RLOO} --ppo.cliprange_value 0.5": "--ppo.cliprange_value 0.5 does nothing",
     f"{RLOO} --ppo.gamma 0.9": "--ppo.gamma 0.9 does nothing",
     "--ppo.loss reinforce --ppo.cliprange_low 0.1": "--ppo.cliprange_low 0.1 does nothing",
-    "--ppo.prompts_per_round 8": "--ppo.prompts_per_round 8 does nothing without --ppo.filter_groups",
     "--rewards.missing_stop_penalty 2": "--rewards.missing_stop_penalty 2.0 does nothing",
-    "--rewards.format_weight 2": "--rewards.format_weight 2.0 does nothing without --rewards.format",
     "--rewards.trained_weight 2": "--rewards.trained_weight 2.0 does nothing",
     "--rewards.kl_loss_estimator k2": "--rewards.kl_loss_estimator k2 does nothing without --rewards.kl_loss_coef",
     "--rewards.kl_estimator k3": "--rewards.kl_estimator k3 does nothing",

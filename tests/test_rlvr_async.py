@@ -19,7 +19,7 @@ import torch
 from oracles import on_processes, slow_gae, slow_whiten
 from processes import launch_together
 from runs import explained_metrics, metrics_of, only
-from test_rlvr_math import ALONE, numbers, rollout_of
+from test_rlvr_math import ALONE, batch_from, numbers, rollout_of
 from test_rlvr_runs import LETTERS, sums_arguments
 from test_vllm_sampler import FAKE
 from torch.testing import assert_close
@@ -30,7 +30,6 @@ from ppo_rlhf.lib.services import cli, plots, traces
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
     asynchronous as rlvr_async,
-    episodes as rlvr_episodes,
     policy as rlvr_policy,
     problems,
     samplers,
@@ -178,7 +177,7 @@ def two_updates_late(tiny_sums, tmp_path_factory):
                 ]
                 answers.append(tuple(map(torch.cat, zip(*pieces, strict=True))))
             version = max(self.version - 2, 0)
-            return rlvr_episodes.Samples(draw=draw, answers=answers, version=version, on_policy=False)
+            return rlvr_policy.Samples(draw=draw, answers=answers, version=version, on_policy=False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlvr_policy, "Sampler", LateSampler)
@@ -228,7 +227,7 @@ def test_a_score_that_fails_costs_no_update_and_no_version(
 
 def test_a_score_that_fails_in_a_second_round_costs_no_update(tiny_sums, monkeypatch, tmp_path):
     """[V78] What is left over of one batch, and the number of rounds, are those of the last finished update."""
-    words = ["--ppo.filter_groups", "--ppo.prompts_per_round", "4", "--save_interval", "0"]
+    words = ["--ppo.filter_groups", "--save_interval", "0"]
     words += ["--ppo.advantage", "grpo", "--ppo.samples_per_prompt", "4", "--ppo.batch_size", "16"]
     whole = train_by(rlvr_policy, tiny_sums, tmp_path / "whole", *words)
     rounds = [int(row["train/rounds"]) for row in numbers_of(whole)]
@@ -487,7 +486,7 @@ def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(way
     args = args_of(correction=way, off_policy_mask=0.5)
     correction = correct(batch, args, 5, ALONE)
     advantages = torch.tensor([[-1.0, 1, -1], [-1, -1, -1], [-1, -1, -1]]).double()
-    mb = rlvr_episodes.make_batch(correction, (zeros, zeros, zeros), (advantages, zeros), 5)
+    mb = batch_from(correction, zeros, (advantages, zeros), 5)
     for fall, expected in (
         (0.4, [[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
         (0.6, [[0, 1, 0], [0, 0, 0], [0, 0, 1]]),  # the last token of the third is padding

@@ -18,20 +18,33 @@ from ppo_rlhf.rlvr import asynchronous as rlvr_async
 from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     IN_GROUPS,
+    Batch,
+    Rollout,
     aggregate,
     kl_estimate,
+    lower_clip_range,
     mismatch,
     off_policy_mask,
     rejection_mask,
     response_mask,
+    scores_differ,
     token_losses,
     value_losses,
     whiten,
 )
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs
-from ppo_rlhf.rlvr.episodes import Reading, Rollout, make_batch, scores_differ
-from ppo_rlhf.rlvr.policy import ActorCritic, compute_advantages, kl_in_loss, token_rewards, update
-from ppo_rlhf.rlvr.scores import punish
+from ppo_rlhf.rlvr.policy import (
+    ActorCritic,
+    Correction,
+    Reading,
+    compute_advantages,
+    kl_in_loss,
+    make_batch,
+    policy_losses,
+    punish,
+    token_rewards,
+    update,
+)
 
 ROWS, LENGTH = 6, 5
 MASK = torch.tensor(
@@ -66,6 +79,21 @@ def rollout_of(mask: torch.Tensor = MASK, **fields: torch.Tensor) -> Rollout:
     return Rollout(**given | {"mask": mask, "loss_mask": mask} | fields)
 
 
+def batch_from(
+    correction: Correction, rewards: torch.Tensor, estimate: tuple[torch.Tensor, torch.Tensor], number: int = 0
+) -> Batch:
+    """The batch of an update. rewards: in place of the KL and its penalty, too. estimate: advantages and returns."""
+    return make_batch(
+        correction,
+        rewards=rewards,
+        non_score_rewards=rewards,
+        kl=rewards,
+        advantages=estimate[0],
+        returns=estimate[1],
+        number=number,
+    )
+
+
 ALONE = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, process_index=0)
 
 
@@ -95,7 +123,7 @@ def updated_stand_in(
     """Steps of an update of rlvr/asynchronous.py, of episodes of one update before; network.table.grad stays."""
     correction = rlvr_async.correct(episodes, args, 1, ALONE)
     estimate = compute_advantages(correction.episodes, rewards, args.ppo, torch.clone)
-    batch = make_batch(correction, (rewards, rewards, rewards), estimate, 1)
+    batch = batch_from(correction, rewards, estimate, 1)
     return update(
         setup_of(args, -1),
         batch,
@@ -439,13 +467,13 @@ def test_losses_do_not_see_what_is_masked(loss):
 
 @pytest.mark.parametrize(("low", "weights"), [(None, [0.05, 0.9, 1.2]), (0.2, [0.8, 0.9, 1.2])])
 def test_cispo_has_a_lower_bound_only_if_one_is_asked_for(low, weights):
-    settings = PpoArgs(loss="cispo", cliprange_low=low)
     ratios, mask = torch.tensor([[0.05, 0.9, 5.0]], dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool)
     new = ratios.log().requires_grad_(True)
-    losses, clipped, _ = token_losses(new, torch.zeros(1, 3), torch.ones(1, 3), mask, "cispo", **settings.bounds)
+    mb = SimpleNamespace(logprobs=torch.zeros(1, 3), advantages=torch.ones(1, 3), loss_mask=mask)
+    losses, clipped, _ = policy_losses(new, mb, PpoArgs(loss="cispo", cliprange_low=low))
     assert (-torch.autograd.grad(losses.sum(), new)[0])[0].tolist() == pytest.approx(weights)
     assert clipped[0].tolist() == [low is not None, False, True]
-    assert PpoArgs().bounds == {"low": 0.2, "high": 0.2, "dual_clip": None, "trust_region": 0.3}
+    assert lower_clip_range("ppo", None) == 0.2
 
 
 @pytest.mark.parametrize("loss", ["ipo", "dppo"])
@@ -559,8 +587,7 @@ def test_mismatch_is_that_of_valid_tokens():
 
 
 def test_groups_with_a_signal_are_those_whose_scores_differ():
-    scores = torch.tensor([0.1 * 3, 0.3, 1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
-    equal = rollout_of(raw_scores=scores, groups=torch.tensor([0, 0, 1, 1, 1, 1]))
-    assert scores_differ(equal).tolist() == [True, True, True, True, True, True]  # .1 * 3 is not .3; row 3 is out
-    equal = rollout_of(raw_scores=torch.full((6,), 0.1).double() * 3, groups=GROUPS)
-    assert not scores_differ(equal).any()
+    scores, live = torch.tensor([0.1 * 3, 0.3, 1.0, 0.0, 0.5, 0.5], dtype=torch.float64), MASK.any(1)
+    differ = scores_differ(scores, live, torch.tensor([0, 0, 1, 1, 1, 1]))
+    assert differ.tolist() == [True, True, True, True, True, True]  # .1 * 3 is not .3; row 3 is out
+    assert not scores_differ(torch.full((6,), 0.1).double() * 3, live, GROUPS).any()

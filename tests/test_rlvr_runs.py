@@ -26,12 +26,10 @@ from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.nets import foreign, pretrained
 from ppo_rlhf.lib.services import cli, plots, traces
 from ppo_rlhf.rlvr import (
-    checks as rlvr_checks,
-    episodes as rlvr_episodes,
+    arguments as rlvr_arguments,
     metrics as rlvr_metrics,
     policy as rlvr_policy,
     problems,
-    scores as rlvr_scores,
     tools as rlvr_tools,
 )
 from ppo_rlhf.rlvr.algebra import ESTIMATORS, IN_GROUPS
@@ -64,8 +62,8 @@ def never(prompts, responses, answers):
 def one_of_eight_is_none(prompts, responses, answers):
     return [None if (len(responses), i) == (8, 0) else 1.0 for i in range(len(responses))]
 
-def below(prompts, responses, answers):
-    return [-1.0] * len(responses)
+def three_groups(prompts, responses, answers):
+    return [float(i in (0, 4, 8)) for i in range(len(responses))]
 
 def first(prompts, responses, answers):
     return [float(i == 0) for i in range(len(responses))]
@@ -111,10 +109,8 @@ COMMON = (
 
 KINDS = {
     "ppo": "",
-    "pretraining": "--ppo.critic_warmup 3 --ppo.critic_explains 1e-9 --ppo.critic_lr 0.01 --ppo.lam_alpha 0.5 "
-    "--ppo.critic_lam 0.9 --ppo.nll_coef 0.1",
-    "groups": "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups --ppo.prompts_per_round 6 "
-    "--ppo.critic_warmup 0",
+    "critic": "--ppo.critic_lr 0.01 --ppo.lam_alpha 0.5 --ppo.critic_lam 0.9 --ppo.nll_coef 0.1",
+    "groups": "--ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups --ppo.critic_warmup 0",
 }
 
 
@@ -160,7 +156,6 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
         assert 0 < row["policy/entropy_avg"] < math.log(400) and row["policy/grad_norm"] > 0
     meta, first = meta_of(this_run), rows_of(tiny_sums / "problems_train.jsonl")[0]
     assert meta["finished"] and meta["first_prompt"] == first["question"] + "\n"
-    assert set(meta["inputs"]) == {"base_model", "task.problems"}
     assert meta["sizes"]["steps_per_update"] == 2
     solved, held_out = rows_of(this_run / "evaluation.jsonl"), rows_of(tiny_sums / "problems_test.jsonl")
     assert [row["prompt"] for row in solved] == [row["question"] + "\n" for row in held_out[:8]]
@@ -176,26 +171,6 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(ppo_run, tiny_sums):
     AutoTokenizer.from_pretrained(saved / "policy")
     assert models.load_reward_model(saved / "value", torch.float32).reward_head.weight.abs().max() > 0
     assert (this_run / "learning_curves.png").stat().st_size > 10_000
-
-
-def test_value_pretraining_learns_sums_of_rewards_until_it_explains_them(run_once):
-    """Of five updates at most; returns are scores while it lasts, and then what lambda 0.5 makes of them."""
-    words = "--ppo.critic_warmup 5 --ppo.critic_explains 0.02 --ppo.critic_lr 0.02 --ppo.lam 0.5 --rewards.kl_coef 0"
-    words += " --ppo.total_episodes 96 --rewards.verifier letters:letters --trace_interval 1 --ppo.noptepochs 4"
-    rows = run_once(words)
-    ends = next(i for i, row in enumerate(rows) if row["val/explained_var"] >= 0.02) + 1
-    assert 1 < ends < 5, [row["val/explained_var"] for row in rows]
-    moved = [abs(row["policy/kl_old_new"]) > 1e-12 for row in rows]
-    assert moved == [number >= ends for number in range(6)]
-    this_run = only(Path.cwd(), "runs/*")
-    for update, again in traces.kept(this_run):
-        if again:  # without a score, since the verifier is the user's
-            continue
-        kept = traces.read(this_run, update, again)
-        returns, mask = kept.tokens["returns"], kept.tokens["scored"].bool()
-        scores = kept.episodes["scores"].unsqueeze(1).expand(mask.shape)
-        is_score = torch.allclose(returns[mask].double(), scores[mask].double(), atol=1e-6)
-        assert is_score == (update < ends), update
 
 
 def test_the_policy_waits_for_the_critic(ppo_run):
@@ -226,13 +201,13 @@ HOSTILE = (
 )
 HELD_OUT = {"question": "Petra has 7 apples. How many?", "answer": "#### 7", "kind": "one\u2028line\ror\ntwo"}
 FAMILIES = {**PRESETS, **rlvr_tools.PRESETS}
-IN_ROUNDS = "--ppo.filter_groups --ppo.prompts_per_round 24"
+IN_ROUNDS = "--ppo.filter_groups"
 MAY_BE_HELD = {name: (name, "") for name, args in FAMILIES.items() if not args.ppo.filter_groups}
 MAY_BE_HELD |= {
     f"{name}, filtered": (name, IN_ROUNDS) for name, args in FAMILIES.items() if args.ppo.samples_per_prompt > 1
 }
 MAY_BE_HELD |= {f"{name}, no score": (name, "--rewards.verifier letters:silent") for name in ("sums", "sums-tools")}
-MAY_BE_HELD |= {"remax": ("gsm8k", "--ppo.advantage remax"), "pretraining": ("sums", "--ppo.critic_explains 0.5")}
+MAY_BE_HELD |= {"remax": ("gsm8k", "--ppo.advantage remax")}
 
 
 @pytest.mark.parametrize(("family", "more"), MAY_BE_HELD.values(), ids=MAY_BE_HELD)
@@ -250,14 +225,15 @@ def test_a_checkpoint_takes_whatever_a_run_may_hold(tiny_sums, tiny_tools, in_fo
     tensors = load_file(newest.with_name("1") / "tensors.safetensors")
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     if IN_ROUNDS in more:
-        assert len(tensors["surplus/mask"]) > 0 and tensors["surplus/from_tool"].any() == with_tool
+        surplus = len(tensors["surplus/mask"])
+        assert surplus or family not in ("gsm8k-grpo", "dr-grpo", "sums-grpo")
     assert len(rows) == 2 and run_in(folder, monkeypatch, "--resume", str(newest.parents[1]), module=module) == rows
 
 
 CHUNKS = "--ppo.local_micro_batch_size 2 --ppo.local_rollout_batch_size 4"
 
 
-@pytest.mark.parametrize("kind", ["ppo", "pretraining"])
+@pytest.mark.parametrize("kind", ["ppo", "critic"])
 def test_processes_and_chunks_change_nothing_but_rounding(whole_run, in_folder, kind):
     (whole, arguments), folder = whole_run(kind), in_folder()
     results = launch_together(2, "rlvr/policy.py", *arguments, *CHUNKS.split(), folder=folder)
@@ -327,26 +303,6 @@ WAYS |= {
 }
 
 
-def test_a_run_does_not_go_on_with_other_problems(tiny_sums, in_folder, monkeypatch):
-    """The problems to train on, and those of the evaluation, may be in folders of their own."""
-    folder, places = in_folder(), ("problems", "test_problems")
-    for name in places:
-        shutil.copytree(tiny_sums, folder / name)
-    words = [*sums_arguments(tiny_sums), *ONCE, "--ppo.total_episodes", "16"]
-    run_in(folder, monkeypatch, *words, "--task.problems", "problems", "--task.test_problems", "test_problems")
-    resume = ["--resume", str(only(folder, "runs/*")), "--ppo.total_episodes", "32"]
-    for name, split in (("problems", "train"), ("problems", "test"), ("test_problems", "test")):
-        changed = folder / name / f"problems_{split}.jsonl"
-        text = changed.read_text()
-        changed.write_text(text.split("\n", 1)[1])
-        words = rf"{name}\b.* is not what --task\.{name} was when this run began; bring that back"
-        with pytest.raises(InputError, match=words):
-            run_in(folder, monkeypatch, *resume)
-        changed.write_text(text)
-    (folder / "test_problems/problems_train.jsonl").unlink()  # which nothing reads
-    assert len(run_in(folder, monkeypatch, *resume)) == 2
-
-
 def test_pictures_are_of_the_verifiers_of_the_run(run_once):
     drawn = []
     run_once("--eval_interval 1 --rewards.verifier letters:letters", draw=lambda *of_run: drawn.append(of_run))
@@ -402,10 +358,9 @@ def test_a_minibatch_without_a_token_is_in_no_mean(run_once, verifier):
 
 @pytest.mark.parametrize("verifier", ["never", "silent"])
 def test_a_critic_explains_nothing_where_all_returns_are_equal(run_once, verifier):
-    """So value pretraining goes on, although no return differs from what the critic says."""
-    rows = run_once(f"--rewards.verifier letters:{verifier} --ppo.critic_warmup 2 --ppo.critic_explains 0.3")
+    """Although no return differs from what the critic says."""
+    rows = run_once(f"--rewards.verifier letters:{verifier} --ppo.critic_warmup 2")
     assert [row["val/explained_var"] for row in rows] == [0, 0]
-    assert json.loads(only(Path.cwd(), "runs/*/checkpoints/2/state.json").read_text())["explained"] == 0
 
 
 def test_the_likelihood_loss_is_a_mean_over_minibatches_with_a_correct_response(run_once):
@@ -418,18 +373,13 @@ def test_the_likelihood_loss_is_a_mean_over_minibatches_with_a_correct_response(
     assert row["loss/nll_avg"] == pytest.approx(-logprobs.double().mean().item(), rel=1e-5) != 0
 
 
-def test_negative_scores_do_not_go_with_maxrl(run_once, capsys):
-    run_once(f"{WAYS['maxrl']} --rewards.verifier letters:below --ppo.critic_warmup 0")
-    assert capsys.readouterr().out.count("--ppo.advantage maxrl: there are negative scores") == 1
-
-
 def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(run_once):
     words = "--rewards.verifier letters:letters --rewards.format gsm8k_format"
-    words += " --rewards.format_weight 0.5 --rewards.missing_stop subtract --rewards.missing_stop_penalty 0.25"
+    words += " --rewards.missing_stop subtract --rewards.missing_stop_penalty 0.25"
     rows = run_once(words)
     for row in rows:
         verifier, form = row["objective/verifier_reward"], row["objective/format_reward"]
-        expected = verifier + 0.5 * form - 0.25 * (1 - row["val/stop_token_rate"])
+        expected = verifier + form - 0.25 * (1 - row["val/stop_token_rate"])
         assert row["objective/scores"] == pytest.approx(expected)
         assert row["objective/verifiable_correct_rate"] == pytest.approx(verifier)
 
@@ -445,7 +395,7 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
         args, rewards=dataclasses.replace(args.rewards, trained_model=str(folder), trained_weight=3.0), ppo=few
     )
     accelerator = SimpleNamespace(device=torch.device("cpu"))
-    score, weight = rlvr_scores.load_sources(args, None, ids, accelerator)["reward_model"]
+    score, weight = rlvr_policy.load_sources(args, None, ids, accelerator)["reward_model"]
     queries = torch.tensor([[400, 400, 5], [6, 7, 8], [400, 9, 10], [11, 12, 13], [400, 400, 14]])
     responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400], [4, 5, 6], [7, 8, 0]])
     model = models.load_reward_model(folder, torch.float64)
@@ -471,23 +421,24 @@ def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run,
 
 
 def test_filtered_groups_count_as_episodes_but_are_not_trained_on(run_once, monkeypatch):
-    words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:letters --ppo.filter_groups"
-    words += " --ppo.prompts_per_round 6"
-    take, versions = rlvr_episodes.Pool.take, []
+    """In three groups of four, one response is correct: two rounds leave two groups over, and then one is enough."""
+    words = f"{WAYS['grpo']} --ppo.critic_warmup 0 --rewards.verifier letters:three_groups --ppo.filter_groups"
+    take, versions = rlvr_policy.Pool.take, []
 
     def watched(pool):
         found = take(pool)
         versions.append(found[0].versions)
         return found
 
-    monkeypatch.setattr(rlvr_episodes.Pool, "take", watched)
+    monkeypatch.setattr(rlvr_policy.Pool, "take", watched)
     rows = run_once(words)
-    assert rows[-1]["train/used_episodes"] == 32 < rows[-1]["episode"] and rows[-1]["episode"] % 24 == 0
+    assert [row["train/used_episodes"] for row in rows] == [16, 32]
+    assert [row["episode"] for row in rows] == [32, 48]
     ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]
     assert [row["train/staleness_mean"] for row in rows] == ages and ages[1] > 0
     # The ratio of groups that were left over doesn't start at 1, and so they are not in this number.
     assert all(row["val/first_ratio_gap"] < 1e-9 for row in rows)
-    words = words.replace("letters:letters", "letters:never")
+    words = words.replace("letters:three_groups", "letters:never")
     with pytest.raises(InputError, match=r"10 rounds of generation did not fill a batch: only 0 of 16"):
         run_once(words)
 
@@ -619,7 +570,7 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize("words", DOUBTFUL)
 def test_what_may_not_be_meant_is_said(words):
-    said = list(rlvr_checks.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
+    said = list(rlvr_arguments.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
     assert DOUBTFUL[words] in "\n".join(said) and bool(said) == bool(DOUBTFUL[words])
     assert not any("\n" in line for line in said)
 
@@ -635,35 +586,9 @@ def test_a_run_of_an_older_version_is_called_that(tmp_path):
 
 
 def test_a_temperature_of_samples_may_stay_when_they_are_switched_off():
-    rlvr_checks.check_arguments(
+    rlvr_arguments.check_arguments(
         cli.parse_args(PRESETS, ["--preset", "sums", "--eval_samples", "0", "--eval_temperature", "0.7"])
     )
-
-
-def test_a_run_that_learns_nothing_says_so_once(capsys):
-    """Nothing correct in three updates; or nothing but groups of one score in three updates, first in a row."""
-
-    def said(words: str, right: list[float], equal: list[float], unscorable: float = 0.0) -> list[str]:
-        args = cli.parse_args(PRESETS, ["--preset", "sums-grpo", *words.split()])
-        names = "objective/verifiable_correct_rate", "val/groups_zero_std", "val/stop_token_rate", "val/unscorable"
-        rows, this_run = [], SimpleNamespace(rows=[], is_main=True)
-        for row in zip(right, equal, [0.5] * len(right), [unscorable] * len(right), strict=True):
-            this_run.rows.append(dict(zip(names, row, strict=True)))
-            rlvr_metrics.say_if_nothing_is_learned(SimpleNamespace(args=args), this_run)
-            rows.append(capsys.readouterr().out)
-        assert all(row.count("\n") == bool(row) for row in rows)
-        return [re.sub(r" .*", "", row.strip()) for row in rows]
-
-    assert said("", [0.0] * 6, [0.9] * 6) == ["", "", "No", "", "", ""]
-    assert said("", [0.0, 0.0, 0.1, 0.0, 0.0, 0.0], [0.9] * 6) == [""] * 6
-    assert said("", [1.0] * 8, [1, 1, 0.9, 1, 1, 1, 1, 1]) == ["", "", "", "", "", "In", "", ""]
-    assert said("", [1.0] * 8, [1, 1, 1, 0.5, 1, 1, 1, 1]) == ["", "", "In", "", "", "", "", ""]
-    alone = "--ppo.samples_per_prompt 1 --ppo.advantage gae"
-    assert said(alone, [0.5] * 4, [1] * 4) == [""] * 4
-    assert said(alone, [0.0] * 4, [1] * 4) == ["", "", "No", ""]
-    # Where nothing gets a score, the first update says so, and no other line blames the policy.
-    assert said(alone, [0.0] * 4, [0] * 4, unscorable=1.0) == ["No", "", "", ""]
-    assert said(alone, [0.5] * 4, [0] * 4, unscorable=0.9) == [""] * 4
 
 
 def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(tiny_sums, in_folder, monkeypatch):
@@ -685,9 +610,9 @@ def test_k1_in_the_loss_is_no_choice():
 
 def test_presets_are_named_by_their_key_and_pass_the_checks():
     for name, args in PRESETS.items():
-        assert args.preset == name and not [*rlvr_checks.doubts(args)]
-        rlvr_checks.check_arguments(args)
-        rlvr_policy.ppo_sizes(args.ppo, 4)
+        assert args.preset == name and not [*rlvr_arguments.doubts(args)]
+        rlvr_arguments.check_arguments(args)
+        rlvr_arguments.ppo_sizes(args.ppo, 4)
         assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
 
 

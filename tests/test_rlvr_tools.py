@@ -13,6 +13,7 @@ import pytest
 import torch
 from processes import launch_together
 from runs import TINY_TOOLS, explained_metrics, metrics_of, only
+from test_rlvr_math import batch_from
 from transformers import AutoTokenizer
 
 from benchmark import worlds
@@ -23,7 +24,7 @@ from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli, traces
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
-    episodes as rlvr_episodes,
+    arguments as rlvr_arguments,
     metrics as rlvr_metrics,
     policy as rlvr_policy,
     problems,
@@ -218,7 +219,7 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
             logprobs[row] = read[row].masked_fill(torch.arange(24) >= len(mask), 0)
             logprobs[row, : len(mask)].masked_fill_(of_tool, math.nan)
         networks = {"actor_critic": actor_critic, "reference": reference}
-        rollout = rlvr_policy.rollout(setup, samples, **networks)
+        rollout = rlvr_policy.make_rollout(setup, samples, **networks)
     expected = torch.zeros(2, 24, dtype=torch.bool)
     for row, mask in enumerate(masks):
         expected[row, : len(mask)] = torch.tensor(mask).bool()
@@ -252,8 +253,8 @@ def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
     recorded = rollout.sampler_logprobs.masked_fill(rollout.from_tool, math.nan)
     answers = [(rollout.responses, recorded)]
     draw = rlvr_policy.draw_problems(setup, 0, 0)
-    samples = rlvr_episodes.Samples(draw=draw, answers=answers, version=0, on_policy=True)
-    again = rlvr_policy.rollout(setup, samples, actor_critic=actor_critic, reference=reference)
+    samples = rlvr_policy.Samples(draw=draw, answers=answers, version=0, on_policy=True)
+    again = rlvr_policy.make_rollout(setup, samples, actor_critic=actor_critic, reference=reference)
     own = expected.sum(1).tolist()
     from_tool = [2, int(rollout.from_tool[1].sum())]  # `12`, and an error or `7`
     assert from_tool[1] >= 1
@@ -269,7 +270,7 @@ def gradients_of(
     setup, actor_critic, reference, rollout, expected = episodes
     rewards = rlvr_policy.token_rewards(rollout, 0.1, "k1")
     found = rlvr_policy.compute_advantages(rollout, rewards[0], setup.args.ppo, torch.clone)
-    batch = rlvr_episodes.make_batch(rlvr_episodes.Correction(episodes=rollout), rewards, found, 0)
+    batch = batch_from(rlvr_policy.Correction(episodes=rollout), rewards[0], found)
     if spoil is not None:
         names = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl", "weights")
         spoilt = {name: getattr(batch, name).masked_fill(~batch.mask, spoil) for name in names}
@@ -488,7 +489,7 @@ def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
     assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
 
 
-def talk_of(setup: rlvr_episodes.Setup) -> rlvr_tools.Conversation:
+def talk_of(setup: rlvr_arguments.Setup) -> rlvr_tools.Conversation:
     args = setup.args.tools
     return rlvr_tools.conversation(setup, tools.load_tool(args.tool, "tools.tool"))
 

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracles import on_processes
-from test_rlvr_math import numbers, rollout_of, setup_of
+from test_rlvr_math import batch_from, numbers, rollout_of, setup_of
 from torch.testing import assert_close
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.rlvr import algebra, episodes as rlvr_episodes, policy as rlvr_policy, problems
-from ppo_rlhf.rlvr.algebra import ESTIMATORS
+from ppo_rlhf.rlvr import algebra, policy as rlvr_policy, problems
+from ppo_rlhf.rlvr.algebra import ESTIMATORS, Rollout
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs, ppo_sizes
-from ppo_rlhf.rlvr.episodes import Correction, Pool, Rollout
-from ppo_rlhf.rlvr.policy import ActorCritic, Reference, update
+from ppo_rlhf.rlvr.policy import ActorCritic, Correction, Pool, Reference, update
 from ppo_rlhf.tldr import packing, responses as tldr_responses
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
@@ -204,12 +203,12 @@ def make_episodes(actor_critic: ActorCritic, reference: Reference, seed: int = 1
     return episodes, numbers(seed + 2, *mask.shape).masked_fill(~mask, math.nan)
 
 
-def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process, **options) -> rlvr_episodes.Batch:
+def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process, **options) -> algebra.Batch:
     """Steps 6 and 7 up to the losses, as in `train`."""
     reduce = partial(process.reduce, reduction="sum")
     estimate = rlvr_policy.compute_advantages(episodes, rewards, ppo, reduce, weights=[1.0])
     correction = Correction(episodes=episodes, **options)
-    return rlvr_episodes.make_batch(correction, (rewards, rewards, rewards), estimate, 0)
+    return batch_from(correction, rewards, estimate)
 
 
 def updated(tiny_models, processes: int = 1, change=lambda *given: given, policy_learns: bool = True, **settings):
@@ -419,18 +418,6 @@ def test_counts_of_a_minibatch_are_those_of_all_processes():
     assert counts == {"tokens": 13, "sequences": 22, "episodes": 33, "length": 3}
 
 
-def test_value_pretraining_ends_when_the_critic_explains_enough():
-    """With targets of lambda 1 until then, and never after critic_warmup updates."""
-    ppo = PpoArgs(critic_warmup=3, critic_explains=0.4, lam=0.9, critic_lam=0.8)
-    pretrains = dataclasses.replace(ppo, critic_lam=1.0)
-    for explained, number, expected in (
-        *((0.0, 0, (pretrains, False)), (0.39, 2, (pretrains, False)), (0.4, 2, (ppo, True)), (0.0, 3, (ppo, True))),
-    ):
-        assert rlvr_policy.ppo_of_update(ppo, explained, number) == expected
-    plain = PpoArgs(critic_warmup=3)
-    assert [rlvr_policy.ppo_of_update(plain, 0.9, number) for number in (2, 3)] == [(plain, False), (plain, True)]
-
-
 def test_the_critic_learns_alone_during_its_warm_up(tiny_models):
     start, _ = networks(tiny_models)
     ((parameters, _),) = updated(tiny_models, policy_learns=False)
@@ -488,7 +475,7 @@ def fill(pool: Pool, roll_out) -> tuple[Rollout, list[Rollout]]:
 
 
 def test_surplus_groups_are_the_first_of_the_next_update():
-    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, prompts_per_round=4, nminibatches=1)
+    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, nminibatches=1)
     roll_out = rounds_of([[1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 1]])
 
     def check(process):
@@ -525,7 +512,7 @@ def test_without_a_filter_a_round_is_a_batch():
 
 
 def test_the_limit_of_rounds_names_the_scores(monkeypatch):
-    monkeypatch.setattr(rlvr_episodes, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(rlvr_policy, "MOST_ROUNDS", 2)
     ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, nminibatches=1)
     roll_out = rounds_of([[1, 1, 0, 0], [1, 0, 1, 1]])
     with pytest.raises(ValueError, match=r"--ppo.filter_groups: 2 rounds .* 2 of 4 episodes .* 0.625"):
@@ -533,7 +520,7 @@ def test_the_limit_of_rounds_names_the_scores(monkeypatch):
 
 
 def test_two_processes_share_a_filtered_batch():
-    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, prompts_per_round=4, nminibatches=1)
+    ppo = PpoArgs(batch_size=4, samples_per_prompt=2, filter_groups=True, nminibatches=1)
     everything = rounds_of([[1, 1, 0, 1, 0, 0, 1, 0]])
 
     def fill_mine(process):
@@ -551,8 +538,8 @@ def test_steps_per_update_and_prompts_follow():
     sizes = ppo_sizes(
         PpoArgs(total_episodes=1_000, batch_size=40, samples_per_prompt=5, nminibatches=2, noptepochs=3), 4
     )
-    assert (sizes.updates, sizes.steps_per_update, sizes.round_prompts, sizes.local_batch) == (25, 6, 8, 10)
-    assert (sizes.local_minibatch, sizes.round) == (5, 40)
+    assert (sizes.updates, sizes.steps_per_update, sizes.problems, sizes.local_batch) == (25, 6, 8, 10)
+    assert (sizes.batch, sizes.local_minibatch) == (40, 5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ppo_rlhf.lib import rewards
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, pretrained, templates
 from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, problems, scores as rlvr_scores
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, policy as rlvr_policy, problems
 from ppo_rlhf.tldr import models, posts
 
 TOKENIZER = byte_tokenizer()
@@ -193,7 +193,7 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     tokenizer, shaping = byte_tokenizer(THINKING), {"verifier": "think_answer"}
     args = rlvr_arguments.Args(task=of_chapter_3(), rewards=rlvr_arguments.RewardsArgs(**shaping), eval_samples=0)
     response, ids = "Hm.\n</think>\n<answer>7</answer>", problems.task_ids(args.task, tokenizer)
-    sources = rlvr_scores.load_sources(args, tokenizer, ids, Accelerator(cpu=True))
+    sources = rlvr_policy.load_sources(args, tokenizer, ids, Accelerator(cpu=True))
     prompt = problems.render_prompt("?", args.task, tokenizer)
     said = [score([prompt] * 2, [response, response[1:-1]], ["7"] * 2).tolist() for score, _ in sources.values()]
     assert said == [[1.0, 0.0]]
@@ -250,16 +250,7 @@ def of_two_ends(tmp_path):
 
 
 def test_all_ends_count_where_the_end_of_text_does(of_two_ends):
-    task = train_policy.TaskArgs(truncate_text="<|im_end|>")
-    assert train_policy.task_ids(task, of_two_ends).stop == (256, END)
-    assert train_policy.task_ids(dataclasses.replace(task, truncate_text="."), of_two_ends).stop == in_letters(".")[0]
     assert posts.task_ids(posts.TaskArgs(), of_two_ends).stops == (256, END)
-    for tokens in (torch.int32, torch.int64):
-        responses = torch.tensor([[1, 2, 256, 4], [1, END, 3, 4], [256, 1, 2, 3]], dtype=tokens)
-        for script in (train_policy,):
-            cut = script.truncate_at(responses, (256, END), 1, PAD)
-            assert cut.tolist() == [[1, 2, 256, PAD], [1, END, PAD, PAD], [256, 1, 2, 3]] and cut.dtype == tokens
-            assert script.has_stop(responses, (256, END), 1).tolist() == [True, True, False]
 
 
 def test_a_saved_policy_says_how_it_was_sampled(of_two_ends, tmp_path, tiny_models):
@@ -282,7 +273,7 @@ def test_ids_outside_the_vocabulary_are_not_saved(of_two_ends, tmp_path, tiny_mo
     """-1 means none to some models, and the library does not save it."""
     model, args = tiny_models("llama", rows=300), train_policy.PRESETS["tales"]
     model.generation_config = GenerationConfig(eos_token_id=[256, -1], pad_token_id=-1, bos_token_id=PAD)
-    assert templates.end_ids(of_two_ends, model.generation_config) == (256, END)
+    assert pretrained.end_ids(of_two_ends, model.generation_config) == (256, END)
     policy = train_policy.PolicyWithValueHead(model, PAD)
     info = {"base_model": "", "task": dataclasses.asdict(args.task)}
     train_policy.save_policy(tmp_path / "chapter 1", policy, of_two_ends, args)

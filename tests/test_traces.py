@@ -141,7 +141,6 @@ def test_a_resumed_run_has_the_traces_of_one_that_nothing_happened_to(traced, tm
     shutil.rmtree(run / "checkpoints" / "4")
     for update, again in KEPT[2:]:  # after the checkpoint
         traces.path_of(run, update, again).write_bytes(b"of another course")
-    traces.path_of(run, 7, again=True).write_bytes(b"of a longer one")
     result = launch(traced.script, "--resume", str(run), folder=traced.folder)
     assert result.status == 0, result.stderr
     assert traces.kept(run) == KEPT

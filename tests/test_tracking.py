@@ -9,13 +9,11 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-import torch
 from accelerate import Accelerator
 from test_run import FakeArgs, read_events
 from wandb.proto import wandb_internal_pb2
 
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import label_files
 from ppo_rlhf.lib.services import run as run_module, tracking
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
@@ -114,14 +112,6 @@ def test_a_model_without_a_tracked_run_has_a_card_without_a_link(monkeypatch, tm
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert tracking.upload_model(tmp_path, "", "name") == "https://hub.test/owner/name"
     assert "http" not in Hub.cards["owner/name"] and "ppo_rlhf.json" in Hub.cards["owner/name"]
-
-
-def test_lengths_leave_padding_out():
-    rows = label_files.rows_of_lengths(9, query=torch.tensor([[1, 9, 9], [1, 2, 3]]), sample=torch.tensor([[[9, 4]]]))
-    assert rows == [
-        {"text": "query", "texts": 2, "fewest": 1, "mean": 2.0, "most": 3},
-        {"text": "sample", "texts": 1, "fewest": 1, "mean": 1.0, "most": 1},
-    ]
 
 
 def test_trackio_must_be_installed(monkeypatch):

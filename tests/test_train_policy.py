@@ -29,7 +29,7 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import errors, launch
+from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError, NumericalError
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.services import plots, run
@@ -490,7 +490,7 @@ def test_three_episodes_are_shown(tiny_tokenizer):
 
 def test_a_table_shows_sign_two_decimals_and_line_breaks_as_marks(args: Args, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    shown = run.Run(args, launch.make_accelerator(), {"batch": 1})
+    shown = run.Run(args, processes.make_accelerator(), {"batch": 1})
     shown.start_logging(0)
     shown.log_samples(
         0, [{"query": "one\n\ntwo", "score": 1.005, "kl": -0.125}, {"query": "", "score": 0.0, "kl": 20.0}]
@@ -509,9 +509,9 @@ def test_a_table_shows_sign_two_decimals_and_line_breaks_as_marks(args: Args, tm
     ("dtype", "rounding", "too_far"), [("float64", 1e-12, 2e-3), ("float32", 1e-5, 2e-3), ("bfloat16", 0.05, 0.2)]
 )
 def test_a_ratio_that_does_not_begin_at_one_is_an_error(dtype: str, rounding: float, too_far: float):
-    launch.check_update({"ppo/val/first_ratio_gap": rounding}, 7, dtype)
+    processes.check_update({"ppo/val/first_ratio_gap": rounding}, 7, dtype)
     with pytest.raises(NumericalError, match=r"ratio .* update 7"):
-        launch.check_update({"ppo/val/first_ratio_gap": too_far}, 7, dtype)
+        processes.check_update({"ppo/val/first_ratio_gap": too_far}, 7, dtype)
 
 
 def ends_with_one_line(call: Callable[[], object], capsys) -> str:
@@ -541,7 +541,7 @@ def test_a_sampler_that_disagrees_with_training_stops_the_run(args: Args, tmp_pa
 DIFFERENT_COEFFICIENTS = """
 import os
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.services import cli
 
 right = train_policy.AdaptiveKLController.update
@@ -643,7 +643,7 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
 def test_a_scale_needs_scores_that_differ(scores: list[float], mean: float):
     """By more than rounding: the mean of three times 0.1 is not quite 0.1."""
     scale, found = Scale(), torch.tensor(scores, dtype=torch.float64)
-    scale.fit(found, launch.make_accelerator())
+    scale.fit(found)
     assert (scale.mean, scale.std) == (pytest.approx(mean), 1.0)
     assert scale.undo(scale.apply(torch.tensor([5.0]))).item() == pytest.approx(5.0)
 
@@ -793,6 +793,6 @@ def test_sample_continues_held_out_queries_as_training_does(finished: Finished, 
 def test_all_processes_take_the_reward_model_that_the_first_finds(in_a_fresh_folder, monkeypatch):
     """The others may find none, or a newer one."""
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(launch, "broadcast_object_list", lambda objects: ["models/of the first/reward"])
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: ["models/of the first/reward"])
     args = train_policy.with_newest_reward_model(train_policy.PRESETS["tales"])
     assert args.rewards.trained_model == "models/of the first/reward"

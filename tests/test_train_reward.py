@@ -5,7 +5,6 @@ that the golden numbers prove: the sampler, the model's forward pass and Adam.
 """
 
 import contextlib
-import csv
 import io
 import json
 import math
@@ -241,11 +240,6 @@ def test_a_reward_run_is_its_replay(kind: LabelKind, all_args, expected, tiny_wo
         with torch.no_grad():
             score = saved(torch.tensor([query + sample]), vocabulary_size(tokenizer))
         assert score.item() == pytest.approx(row["score"], abs=1e-9)
-    with (only(tmp_path, "runs/*") / "lengths.csv").open(newline="") as file:
-        lengths = {row["text"]: row for row in csv.DictReader(file)}
-    assert set(lengths) == {"query", "sample"} | ({"best sample"} if kind == "best" else set())
-    texts = [token for row in rows for token in row["query"]]
-    assert float(lengths["query"]["mean"]) == pytest.approx(len([t for t in texts if t != 50259]) / len(rows))
 
 
 def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):

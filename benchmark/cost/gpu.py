@@ -32,8 +32,8 @@ from benchmark import worlds
 from benchmark.cost import speed, speed_runs
 from benchmark.curves.compare import markdown
 from ppo_rlhf.lib.base.errors import InputError, exit_with
-from ppo_rlhf.lib.base.launch import default_device
-from ppo_rlhf.lib.services.run import commit, cpu_name
+from ppo_rlhf.lib.base.processes import default_device
+from ppo_rlhf.lib.services.run import commit
 
 ROOT = speed.ROOT
 
@@ -304,7 +304,7 @@ def main(args: Args) -> int:
     results = do_all(replace(args, folder=args.folder.resolve()))
     about = {name: version(name) for name in ("torch", "transformers", "accelerate")}
     about["command"] = " ".join(["bash benchmark/gpu.sh", *sys.argv[1:]])
-    about["device"] = f"{cpu_name()}, a rehearsal" if args.rehearse else torch.cuda.get_device_name()
+    about["device"] = f"{speed.cpu_name()}, a rehearsal" if args.rehearse else torch.cuda.get_device_name()
     output = args.folder if args.rehearse else ROOT / "benchmark/results/gpu"
     output.mkdir(parents=True, exist_ok=True)
     steps = {name: asdict(result) for name, result in results.items()}

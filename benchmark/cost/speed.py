@@ -28,8 +28,10 @@ Chapter 3 is GRPO without a KL penalty. The model of sums ends its responses its
 weights end none.
 """
 
+import contextlib
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -61,7 +63,7 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib.base.errors import InputError, exit_with
 from ppo_rlhf.lib.base.files import write_json
 from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.services.run import commit, cpu_name
+from ppo_rlhf.lib.services.run import commit
 from ppo_rlhf.train_reward import RewardModel
 from ppo_rlhf.worlds import smollm
 
@@ -110,6 +112,15 @@ REMARKS = {
     3: "TRL's GRPOTrainer runs in float32, generates by itself, without vLLM, and keeps activations as ours does; it "
     "reads every row at the length of the longest prompt and the longest response of its update.",
 }
+
+
+def cpu_name() -> str:
+    """The processor's model, where the system says so."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)

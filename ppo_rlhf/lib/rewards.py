@@ -15,7 +15,7 @@ from decimal import Decimal
 
 import torch
 
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.scoring import scorers
 from ppo_rlhf.lib.scoring.worker import Worker
@@ -326,7 +326,7 @@ def overlong_punishment(lengths: torch.Tensor, response_length: int, buffer: int
     lengths: (batch,) tokens, including the stop id. Up to response_length - buffer tokens, there is no punishment.
     """
     # [V26] It falls linearly from 0 to -factor over the last `buffer` tokens.   reward_manager/dapo.py#L116-L127
-    return factor * ((response_length - buffer - launch.widened(lengths)) / buffer).clamp(-1, 0)
+    return factor * ((response_length - buffer - processes.widened(lengths)) / buffer).clamp(-1, 0)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

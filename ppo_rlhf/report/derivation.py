@@ -22,7 +22,7 @@ NAMES = re.compile(r"(?<![\w.])[a-z]\w*")  # in an expression
 CHAPTERS = {"train": 1, "tldr": 2, "rlvr": 3}  # by the beginning of a script's name
 WHITENED = ("gae", "gdpo", "reinforce++", "reinforce++-baseline")  # estimators, unless the arguments say otherwise
 GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce++-baseline")  # estimators with one total per response
-OWN_TARGETS = ("critic_lam", "lam_alpha", "critic_explains")  # with one of these, the critic has targets of its own
+OWN_TARGETS = ("critic_lam", "lam_alpha")  # with one of these, the critic has targets of its own
 RECORDED = ("kl", "rewards", "returns", "advantages")  # which a trace holds, too
 ROUNDING = 2e-5  # of the largest number in a line, and of 0.1 at least
 
@@ -73,7 +73,6 @@ DEFAULTS = {  # of arguments that not every script has
         "lam": NAN,
         "lam_alpha": None,
         "critic_lam": None,  # lam
-        "critic_explains": None,
         "whiten_rewards": False,
         "whiten_advantages": None,
         "cliprange": NAN,
@@ -91,7 +90,6 @@ DEFAULTS = {  # of arguments that not every script has
         "kl_loss_coef": 0.0,
         "kl_loss_estimator": "k3",
         "format": None,
-        "format_weight": 1.0,
         "trained_model": None,
         "trained_weight": 1.0,
     },
@@ -119,7 +117,7 @@ def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
     if s["correction"] == "auto":
         s["correction"] = "decoupled" if s["staleness"] else "none"
     s["sources"] = {"verifier": 1.0}
-    s["sources"] |= {"format": s["format_weight"]} if s["format"] else {}
+    s["sources"] |= {"format": 1.0} if s["format"] else {}
     s["sources"] |= {"reward_model": s["trained_weight"]} if s["trained_model"] else {}
     # Chapter 3 loads no reference where nothing is penalised.
     s["reference"] = s["chapter"] < 3 or bool(s["kl_coef"] or s["kl_loss_coef"])

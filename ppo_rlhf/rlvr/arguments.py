@@ -1,20 +1,28 @@
-"""Arguments of chapter 3: what they mean, presets, and how a batch is divided. rlvr/checks.py refuses bad values.
+"""Arguments of chapter 3: what they mean, presets, how a batch is divided, which are refused, and what they name.
 
-Marks like [V99] name an implementation detail; see docs/reference. verl is verl-project/verl at commit b178a3c.
+Marks like [V99] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
+next to marks are the original's. See docs/reference.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Annotated, Literal
 
+from accelerate import Accelerator
 from annotated_types import Ge, Gt, Lt
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.base.errors import InputError, flag, typed
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.rlvr import algebra, problems
+from ppo_rlhf.rlvr import algebra, problem_rows, problems
 from ppo_rlhf.tldr import models
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -29,9 +37,7 @@ class RewardsArgs:
     """allow tasks of reasoning-gym whose scorers evaluate an answer as Python. The risk: what the policy writes runs
     with your rights, though only arithmetic, in a process with limits and, where the system offers it, no network"""
     format: str = ""
-    """a second verifier, of the form: gsm8k_format, think_answer, or a function; empty: none"""
-    format_weight: float = 1.0
-    """weight of the second verifier's value in the score; 0: it is only logged and evaluated"""
+    """a second verifier, of the form, whose value is added: gsm8k_format, think_answer, or a function; empty: none"""
     trained_model: str = ""
     """a reward model whose score is added: models/<run>/reward, or any sequence classifier, in a folder or on the
     hub; empty: none"""
@@ -71,7 +77,7 @@ class PpoArgs(cli.MemoryArgs):
     batch_size: PositiveInt = 256
     """episodes (prompt and response) per update, over all processes"""
     samples_per_prompt: PositiveInt = 1
-    """responses to each prompt, a group; so an update has batch_size / samples_per_prompt prompts"""
+    """responses to each problem, a group; so an update has batch_size / samples_per_prompt problems"""
     nminibatches: PositiveInt = 4
     """optimiser steps per pass over the batch"""
     noptepochs: PositiveInt = 1
@@ -80,13 +86,8 @@ class PpoArgs(cli.MemoryArgs):
     """learning rate of the policy"""
     critic_lr: PositiveFloat = 1e-5
     """learning rate of the critic"""
-    lr_warmup: NonNegativeInt = 0
-    """updates over which both learning rates rise linearly to lr and critic_lr"""
     critic_warmup: NonNegativeInt = 0
     """updates at the start in which only the critic learns"""
-    critic_explains: Annotated[float, Gt(0), Lt(1)] | None = None
-    """value pretraining: these updates end when the critic explains this share of the variance of the returns, and
-    its targets in them are sums of rewards (critic_lam 1). None: all of these updates, with the usual targets"""
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
     """second beta of AdamW; the first is 0.9"""
     weight_decay: NonNegativeFloat = 0.01
@@ -129,19 +130,10 @@ class PpoArgs(cli.MemoryArgs):
     """weight of the mean of -log p over the tokens of correct responses, per nat"""
     filter_groups: bool = False
     """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
-    prompts_per_round: NonNegativeInt = 0
-    """with filter_groups: prompts that are sampled at a time; 0: as many as the batch has"""
     local_rollout_batch_size: PositiveInt = 256
     """responses that one process samples at a time, at most; a memory knob"""
     share_prefixes: bool = True
     """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
-
-    @property
-    def bounds(self) -> dict[str, float | None]:
-        """How far a token may move, for token_losses."""
-        low = algebra.lower_clip_range(self.loss, self.cliprange_low)
-        found = {"low": low, "high": self.cliprange_high, "dual_clip": self.dual_clip}
-        return found | {"trust_region": self.trust_region}
 
     @property
     def whitens(self) -> bool:
@@ -288,7 +280,7 @@ PRESETS = {name: dataclasses.replace(args, preset=name) for name, args in PRESET
 #
 #     batch         256 episodes, one update; every process has an equal part, its local batch
 #     group           1 of them, 8 in sums-grpo: the responses to one problem, whose scores are compared
-#     round         256 that are generated at a time: a batch, unless prompts_per_round says otherwise
+#     round         256 that are generated at a time: a batch; with filter_groups, a batch may need several rounds
 #     minibatch      64: 1 / nminibatches of the batch, one optimiser step
 #     pass          a part of the minibatch, or micro-batch, that is read at a time; changes memory, not numbers
 
@@ -300,10 +292,8 @@ class PpoSizes:
     updates: int
     steps_per_update: int  # of the optimisers; a run prints all sizes when it starts
     batch: int
-    round: int
-    round_prompts: int
+    problems: int  # of a batch; each is a group
     local_batch: int
-    local_round: int
     local_rollout_batch: int
     local_minibatch: int
 
@@ -311,21 +301,225 @@ class PpoSizes:
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
-    n, split, typed = ppo.samples_per_prompt, launch.split_evenly, errors.typed
-    prompts = split("ppo.batch_size", ppo.batch_size, n, typed("ppo.samples_per_prompt"))
-    split("ppo.batch_size", ppo.batch_size, n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
-    slices = num_processes * ppo.nminibatches
-    local_minibatch = split("ppo.batch_size", ppo.batch_size, slices, f"processes x {typed('ppo.nminibatches')}")
-    round_prompts = ppo.prompts_per_round if ppo.filter_groups and ppo.prompts_per_round else prompts
-    local_round = n * split("ppo.prompts_per_round", round_prompts, num_processes, "processes")
+    n, steps = ppo.samples_per_prompt, ppo.nminibatches
+    split = partial(processes.split_evenly, "ppo.batch_size", ppo.batch_size)
+    split(n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
-        steps_per_update=ppo.noptepochs * ppo.nminibatches,
+        steps_per_update=ppo.noptepochs * steps,
         batch=ppo.batch_size,
-        round=round_prompts * n,
-        round_prompts=round_prompts,
+        problems=ppo.batch_size // n,
         local_batch=ppo.batch_size // num_processes,
-        local_round=local_round,
-        local_rollout_batch=min(ppo.local_rollout_batch_size, local_round),
-        local_minibatch=local_minibatch,
+        local_rollout_batch=min(ppo.local_rollout_batch_size, ppo.batch_size // num_processes),
+        local_minibatch=split(num_processes * steps, f"processes x {typed('ppo.nminibatches')}"),
     )
+
+
+# ---- Checks ----------------------------------------------------------------------------------------------------
+
+
+def check_arguments(args: Args) -> None:
+    """Raise an InputError for arguments that cannot be meant."""
+    ppo, shaping = args.ppo, args.rewards
+    cli.check_run(args)
+    cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
+    for problem in (*impossible(args), *without_effect(args)):
+        raise InputError(problem)
+
+
+def evaluated(args: Args) -> list[str]:
+    """The arguments that name a task whose scorer evaluates an answer as Python, if that scorer is the verifier."""
+    by_scorer = "reasoning_gym" in (args.rewards.verifier, args.rewards.format)
+    names = ("task.problems", "task.test_problems")
+    return [name for name in names if by_scorer and problem_rows.evaluates_text(attrgetter(name)(args))]
+
+
+def impossible(args: Args) -> Iterator[str]:
+    """Arguments that do not go together."""
+    ppo, shaping = args.ppo, args.rewards
+    for name in evaluated(args) if not shaping.evaluate_text else ():
+        yield (
+            f"{flag(name)} {attrgetter(name)(args)}: its scorer evaluates what the policy writes as Python, with "
+            f"your rights, though only arithmetic, in a process with limits and, where the system offers it, no "
+            f"network; if you accept the risk that is left, add {flag('rewards.evaluate_text')}"
+        )
+    n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
+    # [V35] verl would train on raw rewards.   core_algos.py#L309-L311
+    if ppo.advantage in algebra.IN_GROUPS and n < 2:
+        yield (
+            f"{flag('ppo.advantage')} {ppo.advantage} compares the responses to a problem; "
+            f"{flag('ppo.samples_per_prompt')} {n} must be at least 2"
+        )
+    # [V112] Nothing but the sources enters these advantages. Where there is only one, GDPO's code does plain GRPO.
+    if ppo.advantage == "gdpo":
+        if not (shaping.format or shaping.trained_model):
+            yield (
+                f"{flag('ppo.advantage')} gdpo scales each of several sources of the score alone; there is only the "
+                f"verifier. Add {flag('rewards.format')} or {flag('rewards.trained_model')}, or take grpo"
+            )
+        penalties = {
+            "rewards.kl_coef": shaping.kl_coef,
+            "rewards.overlong_buffer": shaping.overlong_buffer,
+            "rewards.missing_stop": shaping.missing_stop != "none",
+        }
+        for name, acts in penalties.items():
+            if acts:
+                yield (
+                    f"{flag(name)} {attrgetter(name)(args)} does nothing with {flag('ppo.advantage')} gdpo, which "
+                    f"compares what each source says; {flag('rewards.kl_loss_coef')} penalises the KL in the loss"
+                )
+        if ppo.filter_groups:
+            yield (
+                f"{flag('ppo.filter_groups')} leaves out groups whose sums are all equal, but their sources may "
+                f"differ, from which {flag('ppo.advantage')} gdpo learns; leave one of the two out"
+            )
+    if ppo.filter_groups and n < 2:
+        yield f"{flag('ppo.filter_groups')} needs {flag('ppo.samples_per_prompt')} 2 or more"
+    # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
+    #       gradient of the KL of whole responses. In the reward alone, its gradient points away from the reference.
+    unequal = shaping.kl_loss_coef != shaping.kl_coef or shaping.adaptive_kl.target is not None
+    full_in_reward = shaping.kl_coef and shaping.kl_estimator == "full"
+    if full_in_reward and (not full_in_loss or unequal):
+        yield (
+            f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
+            f"{flag('rewards.kl_loss_coef')} that is {flag('rewards.kl_coef')}, and no "
+            f"{flag('rewards.adaptive_kl.target')}: in the reward alone its gradient points away from the reference"
+        )
+    if full_in_reward and (ppo.whitens or ppo.advantage == "grpo"):
+        yield (
+            f"{flag('rewards.kl_estimator')} full needs advantages that nothing rescales, since the loss has the "
+            f"rest of its gradient: {flag('ppo.whiten_advantages')} False, and {flag('ppo.advantage')} rloo, not grpo"
+        )
+    # [V56] A coefficient that cannot have an effect is an error.   verl/utils/config.py#L181
+    if shaping.adaptive_kl.target is not None and not shaping.kl_coef:
+        yield f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so"
+    if ppo.critic_warmup and ppo.advantage != "gae":
+        yield (
+            f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
+            f"{ppo.advantage} has none of; 0 switches it off"
+        )
+    if ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high):
+        yield (
+            f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "
+            f"{flag('ppo.cliprange_high')}; None switches it off"
+        )
+    if ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean":
+        yield f"{flag('ppo.loss')} gspo goes with {flag('ppo.loss_aggregation')} seq-mean-token-mean alone"
+    # [V78] Scores that contain a reward model's score are never equal.
+    if ppo.filter_groups and shaping.trained_model:
+        yield (
+            f"{flag('ppo.filter_groups')} leaves out groups whose scores are all equal, which they never are with "
+            f"{flag('rewards.trained_model')}; leave one of the two out"
+        )
+    if shaping.overlong_buffer > args.task.response_length:
+        yield (
+            f"{flag('rewards.overlong_buffer')} {shaping.overlong_buffer} is more than "
+            f"{flag('task.response_length')} {args.task.response_length}"
+        )
+
+
+def without_effect(args: Args) -> Iterator[str]:
+    """Arguments that were given although nothing reads them: their value is not that of the preset."""
+    ppo, shaping = args.ppo, args.rewards
+    usual = PRESETS.get(args.preset, Args())
+    critic = "ppo.lam ppo.cliprange_value rewards.value_model ppo.critic_lam ppo.lam_alpha"
+    clips = ("ppo", "gspo", "cispo")
+    lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
+    # [V56] Each row has arguments, whether something reads them, and what would.
+    readers = [
+        (critic, ppo.advantage == "gae", f"{flag('ppo.advantage')} gae"),
+        ("ppo.lam", lam_is_read, f"{flag('ppo.lam_alpha')} None or {flag('ppo.critic_lam')} None"),
+        ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
+        ("ppo.cliprange_low ppo.cliprange_high", ppo.loss in clips, f"{flag('ppo.loss')} ppo, gspo or cispo"),
+        ("ppo.trust_region", ppo.loss in ("ipo", "dppo"), f"{flag('ppo.loss')} ipo or dppo"),
+        ("rewards.evaluate_text", evaluated(args), "a task of reasoning-gym whose scorer evaluates text"),
+        ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
+        ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
+        ("rewards.kl_estimator", shaping.has_penalty, flag("rewards.kl_coef")),
+        ("rewards.kl_loss_estimator", shaping.kl_loss_coef, flag("rewards.kl_loss_coef")),
+        ("rewards.adaptive_kl.horizon", shaping.adaptive_kl.target, flag("rewards.adaptive_kl.target")),
+    ]
+    for names, is_read, reader in readers:
+        for name in names.split():
+            value, default = (attrgetter(name)(one) for one in (args, usual))
+            if not is_read and value != default:
+                yield f"{flag(name)} {value} does nothing without {reader}; leave it at {default!r}"
+
+
+def doubts(args: Args) -> Iterator[str]:
+    """Warnings about settings that may be a mistake."""
+    ppo, shaping = args.ppo, args.rewards
+    estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
+    # [V48] verl and TRL 1.16 offer these without a warning.   ray_trainer.py#L86-L108
+    if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
+        yield (
+            f"{estimator}: in the reward, its gradient vanishes near the reference and can point away from it "
+            f"further out; that of k1 is the gradient of the KL divergence"
+        )
+    # [V34] In a group whose scores are all equal, only the penalties differ, and they are divided by how much they
+    #       differ. verl does the same.   core_algos.py#L267-L330
+    if shaping.kl_coef and ppo.advantage == "grpo" and not ppo.filter_groups:
+        yield (
+            f"{flag('ppo.advantage')} grpo divides by the group's standard deviation. Where all scores are equal, "
+            f"that of the KL penalty is left, and however small {flag('rewards.kl_coef')} {shaping.kl_coef:g} is, "
+            f"advantages are about 1; {flag('rewards.kl_loss_coef')} or {flag('ppo.advantage')} dr_grpo avoids that"
+        )
+    # [V56] Both penalties at once are allowed, with a warning.   verl/utils/config.py#L181
+    if shaping.kl_coef and shaping.kl_loss_coef and shaping.kl_estimator != "full":
+        yield f"{flag('rewards.kl_coef')} and {flag('rewards.kl_loss_coef')} both penalise the KL"
+    if shaping.adaptive_kl.target is not None and shaping.kl_estimator in ("abs", "k2"):
+        yield f"{flag('rewards.adaptive_kl.target')} is in nats of KL, which {estimator} does not estimate"
+    if ppo.loss == "gspo" and max(algebra.lower_clip_range(ppo.loss, ppo.cliprange_low), ppo.cliprange_high) > 0.01:
+        yield (
+            f"{flag('ppo.loss')} gspo: the ratio of a whole response hardly leaves 1, so a clip range above 0.01 "
+            f"never acts; its authors take {flag('ppo.cliprange_low')} 3e-4 and {flag('ppo.cliprange_high')} 4e-4"
+        )
+    # [V109] Below 0, a mean would turn advantages around, so such groups are left out.
+    if ppo.advantage == "maxrl" and (shaping.kl_coef or shaping.missing_stop != "none" or shaping.overlong_buffer):
+        yield (
+            f"{flag('ppo.advantage')} maxrl divides by the mean of the scores, which ought to be the share of right "
+            f"responses. Penalties in the score change it, and groups in which it is not above 0 teach nothing; "
+            f"{flag('rewards.kl_loss_coef')} penalises the KL without that"
+        )
+    # [V36] Half of Dr. GRPO is in the aggregation of the loss.
+    if ppo.advantage == "dr_grpo" and ppo.loss_aggregation != "seq-mean-token-sum-norm":
+        yield (
+            f"{flag('ppo.advantage')} dr_grpo is Dr. GRPO only with {flag('ppo.loss_aggregation')} "
+            f"seq-mean-token-sum-norm"
+        )
+
+
+def check_problems(source: problems.Problems, sizes: PpoSizes) -> None:
+    """Raise an InputError if there are fewer problems than a round of generation draws."""
+    if len(source) < sizes.problems:
+        raise InputError(
+            f"{flag('task.problems')} has {len(source)} problems, fewer than the {sizes.problems} that are drawn at "
+            f"a time ({flag('ppo.batch_size')} / {flag('ppo.samples_per_prompt')})"
+        )
+
+
+# ---- Setup -----------------------------------------------------------------------------------------------------
+
+# (prompts, texts, answers, queries=, responses=, messages=) -> (rows,); and its weight
+Source = tuple[Callable[..., Tensor], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the arguments name, apart from the networks that learn: the parts of a run that no update changes."""
+
+    typed_args: Args  # with names such as `sums` that are not yet paths
+    args: Args
+    sizes: PpoSizes
+    tokenizer: PreTrainedTokenizerBase
+    ids: problems.TaskIds
+    problems: problems.Problems  # to train on
+    held_out: problems.Problems
+    sources: dict[str, Source]  # what scores, under its name; the verifier first
+    adapters: nn.Module | None  # peft's handle of the policy's adapters
+    accelerator: Accelerator
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the sources."""
+        return [weight for _, weight in self.sources.values()]

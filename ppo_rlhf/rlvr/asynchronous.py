@@ -60,15 +60,13 @@ from accelerate import Accelerator
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, errors, launch
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.services import cli, run
 from ppo_rlhf.rlvr import (
     algebra,
     arguments as rlvr_arguments,
-    checks as rlvr_checks,
-    episodes as rlvr_episodes,
     policy as rlvr_policy,
     samplers,
     vllm_sampler,
@@ -120,10 +118,10 @@ PRESETS = {name: preset(args) for name, args in rlvr_arguments.PRESETS.items()}
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, with samplers in processes of their own."""
-    launch.make_accelerator()
-    rlvr_checks.check_arguments(args)  # before Ray starts
+    processes.make_accelerator()
+    rlvr_arguments.check_arguments(args)  # before Ray starts
     check_arguments(args)
-    return rlvr_policy.train(args, partial(SamplerAhead, ray=launch.on_main(partial(connect, args))))
+    return rlvr_policy.train(args, partial(SamplerAhead, ray=processes.on_main(partial(connect, args))))
 
 
 # ---- Batches that are sampled ahead ----------------------------------------------------------------------------
@@ -132,7 +130,7 @@ def train(args: Args) -> Path:
 class SamplerAhead(rlvr_policy.Sampler):
     """Step 2 in other processes, ahead of the learner. The main process asks for the responses of all processes."""
 
-    def __init__(self, setup: rlvr_episodes.Setup, actor_critic: rlvr_policy.ActorCritic, ray: Any):
+    def __init__(self, setup: rlvr_arguments.Setup, actor_critic: rlvr_policy.ActorCritic, ray: Any):
         """ray: the library, connected to a cluster; None on all processes but the first."""
         super().__init__(setup, actor_critic)
         self.ray = ray
@@ -141,9 +139,9 @@ class SamplerAhead(rlvr_policy.Sampler):
         self.waiting = self.publishing = 0.0  # seconds
 
     @contextlib.contextmanager
-    def at_work(self, this_run: run.Run, progress: rlvr_episodes.Progress) -> Iterator[None]:
+    def at_work(self, this_run: run.Run, progress: rlvr_policy.Progress) -> Iterator[None]:
         self.next = progress.pool.rounds  # round to ask for; without filter_groups, each update has one
-        kept_versions, progress.of_sampler = progress.of_sampler, {}
+        kept_versions, progress.sampler_state = progress.sampler_state, {}
         if self.ray:
             self.workers = itertools.cycle(start_workers(self.ray, self.setup))
             # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
@@ -164,7 +162,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         started = time.monotonic()
         # All trained parameters by name, tied weights once, are one object with one version.
         weights = checkpoints.trained_parameters(self.actor_critic.lm_backbone)
-        launch.from_main(lambda: self.put(version, weights))
+        processes.from_main(lambda: self.put(version, weights))
         self.versions = {old: weights for old, weights in self.versions.items() if old >= self.version_of(version)}
         self.current, self.publishing = version, time.monotonic() - started
 
@@ -201,20 +199,20 @@ class SamplerAhead(rlvr_policy.Sampler):
                     pieces.append(piece)
                 of_rank.append(pieces)
 
-    def sample(self, draw: rlvr_episodes.Draw) -> rlvr_episodes.Samples:
+    def sample(self, draw: rlvr_policy.Draw) -> rlvr_policy.Samples:
         """Responses to the requests of this process in a round; waits for them."""
         version = self.version_of(self.current)
         if draw.round >= self.next:
             self.ask(draw.round, version)
         started, device = time.monotonic(), self.setup.accelerator.device
-        of_processes = launch.from_main(partial(self.wait, draw.round))
+        of_processes = processes.from_main(partial(self.wait, draw.round))
         answers = []
         for pieces in of_processes[self.setup.accelerator.process_index]:
             # [V82] The sampler's log-probs are kept, in addition to those of the learner's forward pass.
             responses, logprobs = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
             answers.append((torch.tensor(responses, device=device), torch.tensor(logprobs, device=device)))
         self.waiting += time.monotonic() - started
-        return rlvr_episodes.Samples(
+        return rlvr_policy.Samples(
             draw=draw, answers=answers, version=version, on_policy=is_on_policy(self.setup.args)
         )
 
@@ -230,7 +228,7 @@ class SamplerAhead(rlvr_policy.Sampler):
             lines = str(error).strip().splitlines()
             raise InputError(f"sampling has failed: {lines[-1 if 'Error' in lines[-1] else 0]}") from error
 
-    def correct(self, episodes: rlvr_episodes.Rollout, number: int) -> rlvr_episodes.Correction:
+    def correct(self, episodes: algebra.Rollout, number: int) -> rlvr_policy.Correction:
         return correct(episodes, self.setup.args, number, self.setup.accelerator)
 
     def state(self, made: int) -> dict[str, dict[str, Tensor]]:
@@ -252,7 +250,7 @@ class SamplerAhead(rlvr_policy.Sampler):
 REPLACED = {"max_restarts": -1, "max_task_retries": 4}
 
 
-def start_workers(ray: Any, setup: rlvr_episodes.Setup) -> list[Any]:
+def start_workers(ray: Any, setup: rlvr_arguments.Setup) -> list[Any]:
     """Actors that sample: Ray starts one that was lost anew, and makes the calls again that it had."""
     args = setup.args
     sampler = vllm_sampler.VLLMSampler if args.engine == "vllm" else samplers.TorchSampler
@@ -290,9 +288,7 @@ def connect(args: Args) -> Any:
 ROUNDING = 1e-4  # by which a ratio may be off in float32
 
 
-def correct(
-    episodes: rlvr_episodes.Rollout, args: Args, number: int, accelerator: Accelerator
-) -> rlvr_episodes.Correction:
+def correct(episodes: algebra.Rollout, args: Args, number: int, accelerator: Accelerator) -> rlvr_policy.Correction:
     """The batch from which update `number` learns, of episodes that older weights have sampled.
 
     With mu the policy that has sampled, prox the learner's when the batch arrived and new the one that learns:
@@ -322,7 +318,7 @@ def correct(
         )
     # The mismatch is always logged, also where the weights are the same.
     metrics = {f"async/{name}": value.item() for name, value in algebra.mismatch(prox, mu, mask).items()}
-    age = launch.widened(number - versions)
+    age = processes.widened(number - versions)
     if not age.any():
         # [V94] Sampler and learner have the same weights, so their log-probs must agree.
         check_gap(mean_of((prox - mu).abs()[mask]).item(), args.dtype)
@@ -337,7 +333,7 @@ def correct(
     way = correction_of(args)
     # [V84] With bypass, the old log-probs are the sampler's.   core_algos.py#L2065-L2195
     logprobs = episodes.sampler_logprobs if way == "bypass" else episodes.logprobs
-    return rlvr_episodes.Correction(
+    return rlvr_policy.Correction(
         episodes=dataclasses.replace(episodes, **masks, logprobs=logprobs),
         # [V83] The clip is around prox, and the weight leads from mu to prox.   core_algos.py#L1237
         weights=weights[mine] if way == "decoupled" else None,
@@ -346,13 +342,13 @@ def correct(
     )
 
 
-def newest_factors(args: Args) -> rlvr_episodes.Reweigh | None:
+def newest_factors(args: Args) -> algebra.Reweigh | None:
     """Factors of the policy's losses that each pass computes from the newest policy; None if there are none."""
     has_weights = correction_of(args) == "bypass" and args.ppo.loss == "reinforce"
     if not has_weights and args.off_policy_mask is None:
         return None
 
-    def factors(new_logprobs: Tensor, mb: rlvr_episodes.Batch) -> Tensor:
+    def factors(new_logprobs: Tensor, mb: algebra.Batch) -> Tensor:
         found = torch.ones_like(new_logprobs)
         if has_weights:
             found = algebra.importance_weights(
@@ -369,7 +365,7 @@ def newest_factors(args: Args) -> rlvr_episodes.Reweigh | None:
 
 def mean_of(numbers: Tensor) -> Tensor:
     """Their mean, 0-d; 0 if there are none, as in a batch of which no response can be scored."""
-    return launch.widened(numbers).sum() / max(len(numbers), 1)
+    return processes.widened(numbers).sum() / max(len(numbers), 1)
 
 
 def check_gap(gap: float, dtype: str) -> None:

@@ -4,6 +4,7 @@ A language model (the policy) solves problems, and a verifier decides whether a 
 learning makes correct responses likelier, and a penalty on the KL divergence may keep the policy near the model that
 it started from (the reference). The main differences from chapter 2: the score comes from a rule, not from a model;
 a problem may get several responses, a group, whose mean takes the place of the critic; generation stops at a stop id.
+In chapter 1, a group is something else: a slice of the batch that is whitened together.
 Each update does eight things, the steps of `train()` below:
 
     1. draw problems
@@ -15,9 +16,10 @@ Each update does eight things, the steps of `train()` below:
     7. epochs over minibatches: one of six losses, one of four ways to aggregate it
     8. adapt the KL coefficient and log
 
-The arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 in rlvr/algebra.py. Here the functions of the
-algorithm come after `train()` in its order, then traces, loading and saving. rlvr/asynchronous.py and rlvr/tools.py
-run this loop with another step 2. small/grpo.py is one setting of this script in a few lines; read it first.
+The arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 in rlvr/algebra.py, and with them the tensors
+that the steps hand to each other. Here the functions of the algorithm come after `train()` in its order, then traces,
+loading and saving. rlvr/asynchronous.py and rlvr/tools.py run this loop with another step 2. small/grpo.py is one
+setting of this script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/reference.
@@ -32,7 +34,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,27 +48,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
-from ppo_rlhf.lib.nets import layers, pretrained
-from ppo_rlhf.lib.services import cli, run
-from ppo_rlhf.rlvr import algebra, checks as rlvr_checks, metrics as rlvr_metrics, problems
-from ppo_rlhf.rlvr.algebra import response_mask
-from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, ppo_sizes
-from ppo_rlhf.rlvr.episodes import (
-    Batch,
-    Correction,
-    Draw,
-    Pool,
-    Progress,
-    Reading,
-    Request,
-    Rollout,
-    Sampled,
-    Samples,
-    Setup,
-    make_batch,
-)
-from ppo_rlhf.rlvr.scores import load_sources, punish, score_responses
+from ppo_rlhf.lib import rewards as verifiers
+from ppo_rlhf.lib.base import checkpoints, errors, processes
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag
+from ppo_rlhf.lib.nets import foreign, layers, pretrained, templates
+from ppo_rlhf.lib.services import cli, run, traces
+from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, metrics as rlvr_metrics, problems
+from ppo_rlhf.rlvr.algebra import Batch, Reweigh, Rollout, response_mask
+from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, Setup, Source
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
 from ppo_rlhf.train_policy import (
@@ -87,18 +78,17 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
     before anything is written; later if a disk or a verifier fails.
     """
     setup, actor_critic, reference = load(args)
-    args, sizes, reduce = setup.args, setup.sizes, partial(setup.accelerator.reduce, reduction="sum")
-    sampler, optimizers = (new_sampler or Sampler)(setup, actor_critic), make_optimizers(actor_critic, args.ppo)
+    args, ppo, sizes, rank = setup.args, setup.args.ppo, setup.sizes, setup.accelerator.process_index
+    reduce = partial(setup.accelerator.reduce, reduction="sum")
+    sampler = (new_sampler or Sampler)(setup, actor_critic)
+    optimizers = make_optimizers(actor_critic, ppo)
     this_run, progress = start_run(setup, actor_critic, optimizers)
     pool, controller = progress.pool, progress.controller
-    trace = partial(trace_episodes, this_run, sampler, reference)
-    first = setup.accelerator.process_index * sizes.local_batch
-    rows = slice(first, first + sizes.local_batch)  # this process's episodes
+    rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's episodes
 
     with sampler.at_work(this_run, progress):
         for number in this_run.updates("RLVR", progress.first_update, sizes.updates):
             sampler.begin_update(number)
-            lr = set_learning_rates(optimizers, args.ppo, number)
             if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
                 with this_run.saved_if_it_fails(), actor_critic.sampling():
                     progress.evaluation |= rlvr_metrics.evaluate(setup, sampler.respond, with_samples=number == 0)[0]
@@ -106,34 +96,41 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             with this_run.saved_if_it_fails(), actor_critic.sampling():
                 while not pool.is_full():  # one round is enough, unless groups are filtered
                     # 1. Draw problems. Every process draws the whole round and takes its rows.
-                    draw = draw_problems(setup, pool.rounds, setup.accelerator.process_index)
+                    draw = draw_problems(setup, pool.rounds, rank)
 
                     # 2. Generate responses, each up to its first stop id. All responses to a problem are a group.
                     samples = sampler.sample(draw)
 
                     # 3. Read the responses as training will: log-probs and values, and the reference's log-probs.
                     # 4. Score them. A verifier judges the whole text, so a response has one score.
-                    pool.add(rollout(setup, samples, actor_critic=actor_critic, reference=reference))
+                    pool.add(make_rollout(setup, samples, actor_critic=actor_critic, reference=reference))
                 episodes, generated = pool.take()
 
             # 5. Compute per-token rewards. The score judges the whole response, so it is on the last token. The KL
             #    divergence is a sum over tokens, so each token pays for its own part.
-            rewards = token_rewards(episodes, controller.value, args.rewards.kl_estimator)
+            rewards, non_score_rewards, kl = token_rewards(episodes, controller.value, args.rewards.kl_estimator)
 
             # 6. Compute advantages and returns: how much better did it go than expected? A critic learns what to
             #    expect from the text so far. Without one, the mean score of the group shows how well the policy
             #    usually does on this problem. That is good enough where the score comes only at the end.
-            ppo, policy_learns = ppo_of_update(args.ppo, progress.explained, number)
             correction = sampler.correct(episodes, number)  # of a sampler that is not the policy
-            estimate = compute_advantages(
-                correction.episodes, rewards[0], ppo=ppo, reduce=reduce, weights=setup.weights
+            advantages, returns = compute_advantages(
+                correction.episodes, rewards, ppo=ppo, reduce=reduce, weights=setup.weights
             )
 
             # 7. Optimise, in epochs over minibatches. The ratio says how much more likely a token has become since it
             #    was sampled. The advantages were measured under the old policy and mean less the further the policy
             #    moves away from it. So the loss is clipped: beyond the clip range, nothing is gained by moving on.
-            of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
-            batch = make_batch(correction, rewards, estimate=estimate, **of_batch)
+            batch = make_batch(
+                correction,
+                rewards=rewards,
+                non_score_rewards=non_score_rewards,
+                kl=kl,
+                advantages=advantages,
+                returns=returns,
+                number=number,
+                verifier=args.rewards.verifier,
+            )
             before = this_run.seconds_of_update()
             steps = update(
                 setup,
@@ -144,7 +141,8 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                 # [V75] A minibatch has episodes, not groups; seed, update and epoch settle them.
                 #       ray_trainer.py#L1455
                 minibatches=draw_minibatches(args.seed, number, ppo.noptepochs, rows, ppo.nminibatches),
-                policy_learns=policy_learns,
+                # [V71] In the first critic_warmup updates, the policy does not move at all.   ray_trainer.py#L1604
+                policy_learns=number >= ppo.critic_warmup,
             )
             training = this_run.seconds_of_update() - before
 
@@ -154,46 +152,86 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                 setup, number, episodes=episodes, generated=generated, batch=batch, steps=steps
             )
             metrics |= rlvr_metrics.run_metrics(
-                setup, this_run, progress, number=number, lr=lr, rounds=len(generated), training=training
+                setup,
+                this_run,
+                number,
+                kl_coef=controller.value,
+                rounds=len(generated),
+                all_rounds=pool.rounds,
+                training=training,
             )
             metrics |= correction.metrics | sampler.metrics()
             controller.update(metrics.get("objective/kl", 0.0), sizes.batch)
-            progress.explained = max(progress.explained, metrics.get("val/explained_var", 0.0))
             this_run.end_of_update(
                 number,
                 metrics | progress.evaluation,
                 f"correct {metrics['objective/verifiable_correct_rate']:.3f}",
                 samples=partial(rlvr_metrics.sample_rows, setup, episodes, batch),
-                trace=partial(trace, number, episodes=episodes, batch=batch, kl_coef=controller.value, ppo=ppo),
+                trace=partial(
+                    record_trace,
+                    this_run,
+                    sampler,
+                    reference,
+                    number,
+                    episodes=episodes,
+                    batch=batch,
+                    kl_coef=controller.value,
+                ),
                 checkpoint=training_state(sampler, optimizers, progress, made=number + 1),
             )
-            rlvr_metrics.say_if_nothing_is_learned(setup, this_run)
     return finish(this_run, sampler)
 
 
-# ---- Steps 1 to 4: problems, responses, scores -----------------------------------------------------------------
+# ---- Steps 1 and 2: problems, responses ------------------------------------------------------------------------
 
 
-def draw_problems(setup: Setup, round_number: int, rank: int, local_prompts: int = 0) -> Draw:
+class Request(NamedTuple):
+    """What a sampler is to answer."""
+
+    contexts: Tensor  # (rows, context_length), padded on the left
+    uniforms: Tensor  # (rows, response_length), a random number for each token
+    temperature: float
+
+
+class Draw(NamedTuple):
+    """Step 1: this process's rows of a round."""
+
+    round: int  # how many rounds came before it, since the run began
+    problems: Tensor  # (rows,), numbers of the problems, each n times
+    groups: Tensor  # (rows,), equal for the responses to one problem
+    requests: list[Request]  # one for all rows; with remax, a second one for the greedy responses
+
+
+class Samples(NamedTuple):
+    """Step 2: the answers to the requests of a draw."""
+
+    draw: Draw
+    answers: list[tuple[Tensor, Tensor]]  # to each, responses and their log-probs, both (rows, response_length)
+    version: int  # updates that the sampling policy had seen
+    on_policy: bool  # whether that is the policy that learns, and the log-probs are in its arithmetic
+
+
+def draw_problems(setup: Setup, round_number: int, rank: int, local_problems: int = 0) -> Draw:
     """Step 1 for a process. round_number: rounds before this one, since the run began.
 
-    local_prompts: how many problems it gets; 0: as many as a round of training has.
+    local_problems: how many it gets; 0: its part of a batch.
     """
     args, n, device = setup.args, setup.args.ppo.samples_per_prompt, setup.accelerator.device
-    local_round = local_prompts * n or setup.sizes.local_round
-    round_prompts = local_round // n * setup.accelerator.num_processes
-    drawn = problems.problems_of_batch(len(setup.problems), round_prompts, round_number, args.seed)
-    rows, of_all = slice(rank * local_round, (rank + 1) * local_round), drawn.repeat_interleave(n)
-    groups = round_number * round_prompts + torch.arange(len(of_all))[rows] // n
-    queries = setup.problems.batch(of_all.tolist(), setup.ids.pad)[rows]  # (local_round, context_length)
-    uniforms = episode_noise(args.seed, round_number, len(of_all), args.task.response_length)[rows]
-    uniforms = uniforms.to(launch.device_of_noise(device))
+    local_rows = local_problems * n or setup.sizes.local_batch
+    rows = slice(rank * local_rows, (rank + 1) * local_rows)
+    number = local_rows // n * setup.accelerator.num_processes  # of problems, for all processes
+    drawn = problems.problems_of_batch(len(setup.problems), number, round_number, args.seed)
+    repeated = drawn.repeat_interleave(n)
+    groups = round_number * number + torch.arange(len(repeated))[rows] // n
+    queries = setup.problems.batch(repeated.tolist(), setup.ids.pad)[rows]  # (local_rows, context_length)
+    uniforms = episode_noise(args.seed, round_number, len(repeated), args.task.response_length)[rows]
+    uniforms = uniforms.to(processes.device_of_noise(device))
     requests = [Request(queries.to(device), uniforms, args.task.temperature)]
     if args.ppo.advantage == "remax":
         # [V41] Each prompt gets one more response, the greedy one. It is no episode.   ray_trainer.py#L1404-L1443
         greedy = Request(queries[::n].to(device), torch.full_like(uniforms[::n], 0.5), problems.GREEDY)
         requests.append(greedy)
-    return Draw(round=round_number, problems=of_all[rows], groups=groups, requests=requests)
+    return Draw(round=round_number, problems=repeated[rows], groups=groups, requests=requests)
 
 
 class Sampler:
@@ -202,7 +240,12 @@ class Sampler:
     rlvr/asynchronous.py has a sampler that is ahead of the learner; that of rlvr/tools.py lets responses call a tool.
     """
 
-    def __init__(self, setup: Setup, actor_critic: ActorCritic, generate: Callable[..., Sampled] = generate_until):
+    def __init__(
+        self,
+        setup: Setup,
+        actor_critic: ActorCritic,
+        generate: Callable[..., tuple[Tensor, Tensor]] = generate_until,
+    ):
         self.setup, self.actor_critic, self.generate, self.version = setup, actor_critic, generate, 0
 
     def at_work(self, this_run: run.Run, progress: Progress) -> contextlib.AbstractContextManager[None]:
@@ -215,20 +258,30 @@ class Sampler:
 
     def sample(self, draw: Draw) -> Samples:
         """Responses to the requests of a draw; within `sampling`."""
-        chunk = self.setup.sizes.local_rollout_batch
         answers = [
-            few_rows_at_a_time(partial(self.respond, temperature=temperature), chunk, contexts, uniforms)
+            few_rows_at_a_time(
+                partial(self.respond, temperature=temperature),
+                self.setup.sizes.local_rollout_batch,
+                contexts,
+                uniforms,
+            )
             for contexts, uniforms, temperature in draw.requests
         ]
         return Samples(draw=draw, answers=answers, version=self.version, on_policy=True)
 
     # [V14] Only the stop ids of the model's generation config are used: no penalty, no top-k, no top-p.
     #       hf_rollout.py#L94
-    def respond(self, contexts: Tensor, uniforms: Tensor, temperature: float) -> Sampled:
+    def respond(self, contexts: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Responses of the policy, padding after the stop id, and their log-probs; within `sampling`."""
-        ids = self.setup.ids
-        settings = {"pad_id": ids.pad, "vocab_size": ids.vocab_size, "stop_ids": ids.stops}
-        return self.generate(self.actor_critic.lm_backbone, contexts, uniforms, temperature=temperature, **settings)
+        return self.generate(
+            self.actor_critic.lm_backbone,
+            contexts,
+            uniforms,
+            pad_id=self.setup.ids.pad,
+            vocab_size=self.setup.ids.vocab_size,
+            stop_ids=self.setup.ids.stops,
+            temperature=temperature,
+        )
 
     def correct(self, episodes: Rollout, number: int) -> Correction:
         """What update `number` learns from, if another policy has sampled. Every process must call this."""
@@ -241,16 +294,20 @@ class Sampler:
     def state(self, made: int) -> dict[str, dict[str, Tensor]]:
         """For a checkpoint after so many updates: what the sampler needs to go on.
 
-        It gets it back in `progress.of_sampler`.
+        It gets it back in `progress.sampler_state`.
         """
         return {}
 
 
-def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, reference: Reference | None) -> Rollout:
+# ---- Steps 3 and 4: log-probs and values, scores ---------------------------------------------------------------
+
+
+def make_rollout(
+    setup: Setup, samples: Samples, *, actor_critic: ActorCritic, reference: Reference | None
+) -> Rollout:
     """Steps 3 and 4 for this process's rows of a round."""
-    args, ids, task, shaping = setup.args, setup.ids, setup.args.task, setup.args.rewards
-    n, draw, queries = args.ppo.samples_per_prompt, samples.draw, samples.draw.requests[0].contexts
-    (responses, sampler_logprobs), *greedy = samples.answers
+    args, ids, draw, device = setup.args, setup.ids, samples.draw, setup.accelerator.device
+    queries, (responses, sampler_logprobs) = draw.requests[0].contexts, samples.answers[0]
     mask, stopped = response_mask(responses, ids.stops)
     # [V101] A tool's tokens are context for later tokens, but they are in no loss, no KL and no advantage. Nor is the
     #        padding of a response that ends without a stop id, at one call too many.
@@ -262,12 +319,19 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
     # [V76] [V82] The log-probs are those that the first step of training will compute again, so that the ratio starts
     #       at 1. In full precision the sampler has recorded them; otherwise the responses are read as training will.
     #       The sampler's log-probs are kept, too.   dp_actor.py#L543, dp_actor.py#L590
-    query_responses, exact = torch.cat([queries, responses], dim=1), shaping.kl_estimator == "full"
-    recorded = samples.on_policy and args.dtype != "bfloat16" and not exact
-    settings = {"pad_id": ids.pad, "reference": reference, "exact": exact, "recorded": recorded}
-    settings |= {"rows": args.ppo.local_micro_batch_size}
-    read = packing.by_length(
-        read_responses, actor_critic, query_responses, responses, mask, sampler_logprobs, **settings
+    query_responses, exact = torch.cat([queries, responses], dim=1), args.rewards.kl_estimator == "full"
+    logprobs, values, ref_logprobs, exact_kl = packing.by_length(
+        read_responses,
+        actor_critic,
+        query_responses,
+        responses,
+        mask,
+        sampler_logprobs,
+        pad_id=ids.pad,
+        rows=args.ppo.local_micro_batch_size,
+        reference=reference,
+        exact=exact,
+        recorded=samples.on_policy and args.dtype != "bfloat16" and not exact,
     )
 
     # 4. Score.
@@ -276,36 +340,35 @@ def rollout(setup: Setup, samples: Samples, *, actor_critic: ActorCritic, refere
     mask = mask & raw_scores.isfinite().unsqueeze(1)
     parts, raw_scores = parts.nan_to_num(0), raw_scores.nan_to_num(0)
     lengths = (responses != ids.pad).sum(1)  # (rows,), with a tool's tokens, as response_length
-    punished = partial(punish, shaping=shaping, response_length=task.response_length)
-    scores = punished(raw_scores, lengths, stopped)
-    # [V109] Only scores of 0 and 1 have a mean that is the share of correct responses.
-    if args.ppo.advantage == "maxrl" and (scores < 0).any():
-        errors.say_once(
-            f"{errors.flag('ppo.advantage')} maxrl: there are negative scores; it divides by the mean of the scores, "
-            f"which ought to be the share of right responses, and leaves out groups in which that is not above 0"
-        )
+    scores = punish(raw_scores, lengths, stopped, args.rewards, args.task.response_length)
     baselines = torch.zeros_like(scores)
-    for likeliest, _ in greedy:
-        greedy_lengths, greedy_stopped = (likeliest != ids.pad).sum(1), response_mask(likeliest, ids.stops)[1]
-        _, raw = score_responses(setup, draw.problems[::n], queries=queries[::n], responses=likeliest)
-        baselines = punished(raw.nan_to_num(0), greedy_lengths, greedy_stopped).repeat_interleave(n)
+    if args.ppo.advantage == "remax":
+        n, (greedy, _) = args.ppo.samples_per_prompt, samples.answers[1]
+        _, raw = score_responses(setup, draw.problems[::n], queries=queries[::n], responses=greedy)
+        lengths, ends = (greedy != ids.pad).sum(1), response_mask(greedy, ids.stops)[1]  # (rows / n,) each
+        punished = punish(raw.nan_to_num(0), lengths, ends, args.rewards, args.task.response_length)
+        baselines = punished.repeat_interleave(n)
         mask = mask & raw.isfinite().repeat_interleave(n).unsqueeze(1)
-    # A sampler's correction may leave tokens out of the loss. Files hold no tensor twice, hence the copy.
-    found = {"query_responses": query_responses, "mask": mask, "loss_mask": mask.clone()}
-    found |= read._asdict() | {"sampler_logprobs": sampler_logprobs, "from_tool": from_tool}
-    found |= {"parts": parts, "raw_scores": raw_scores, "scores": scores, "baselines": baselines, "stopped": stopped}
-    found |= {"problems": draw.problems, "groups": draw.groups}
-    found |= {"versions": torch.full_like(draw.groups, samples.version)}
-    return Rollout(**{name: tensor.to(setup.accelerator.device) for name, tensor in found.items()})
-
-
-class Readings(NamedTuple):
-    """Step 3: what the networks say before training, four of (rows, response_length)."""
-
-    logprobs: Tensor
-    values: Tensor
-    ref_logprobs: Tensor  # the policy's own if there is no reference
-    exact_kl: Tensor  # 0 if it was not asked for
+    return Rollout(
+        query_responses=query_responses,
+        mask=mask,
+        # A sampler's correction may leave tokens out of the loss. Files hold no tensor twice, hence the copy.
+        loss_mask=mask.clone(),
+        from_tool=from_tool,
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        ref_logprobs=ref_logprobs,
+        exact_kl=exact_kl,
+        values=values,
+        parts=parts,
+        raw_scores=raw_scores,
+        scores=scores,
+        baselines=baselines,
+        stopped=stopped,
+        problems=draw.problems.to(device),
+        groups=draw.groups.to(device),
+        versions=torch.full_like(draw.groups, samples.version).to(device),
+    )
 
 
 def read_responses(
@@ -319,15 +382,125 @@ def read_responses(
     reference: Reference | None,
     exact: bool,
     recorded: bool,
-) -> Readings:
-    """Step 3 for some rows. tokens, responses, mask: as in ActorCritic.forward.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Step 3 for some rows: log-probs, values, the reference's log-probs, exact KLs, four of (rows, response_length).
 
-    exact: whether exact KLs are needed. recorded: whether the log-probs are the sampler's.
+    The policy's own log-probs take the place of the reference's if there is no reference. tokens, responses, mask: as
+    in ActorCritic.forward. exact: whether exact KLs are needed; otherwise they are 0. recorded: whether the log-probs
+    are the sampler's.
     """
-    known = sampler_logprobs if recorded else None
-    old = actor_critic(tokens, responses, mask, pad_id, reference=reference if exact else None, recorded=known)
+    old = actor_critic(
+        tokens,
+        responses,
+        mask,
+        pad_id,
+        reference=reference if exact else None,
+        recorded=sampler_logprobs if recorded else None,
+    )
     ref_logprobs = reference.logprobs(tokens, responses, mask, pad_id) if reference else old.logprobs
-    return Readings(logprobs=old.logprobs, values=old.values, ref_logprobs=ref_logprobs, exact_kl=old.exact_kl)
+    return old.logprobs, old.values, ref_logprobs, old.exact_kl
+
+
+def score_responses(setup: Setup, inds: Tensor, queries: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+    """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say.
+
+    inds: numbers of the problems (rows,).
+    """
+    source, texts = setup.problems, problems.to_texts(setup.tokenizer, responses, setup.ids)
+    columns = (source.texts, source.answers, source.messages)
+    prompts, answers, messages = ([column[i] for i in inds] for column in columns)
+    # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
+    #       reward_manager/naive.py#L74-L91
+    values = [
+        function(prompts, texts, answers, queries=queries, responses=responses, messages=messages)
+        for function, _ in setup.sources.values()
+    ]
+    parts = torch.stack([processes.widened(value, responses.device) for value in values], 1)
+    return parts, parts @ parts.new_tensor([weight for _, weight in setup.sources.values()])
+
+
+def punish(
+    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: RewardsArgs, response_length: int
+) -> Tensor:
+    """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
+    # [V24] The punishment comes after the sum.
+    penalty = shaping.missing_stop_penalty
+    forms = {"none": raw_scores, "replace": torch.full_like(raw_scores, -penalty), "subtract": raw_scores - penalty}
+    scores = torch.where(stopped, raw_scores, forms[shaping.missing_stop])
+    if shaping.overlong_buffer:
+        scores = scores + verifiers.overlong_punishment(lengths, response_length, shaping.overlong_buffer, factor=1.0)
+    return scores
+
+
+# ---- How a batch is filled -------------------------------------------------------------------------------------
+
+MOST_ROUNDS = 10  # of generation in an update; groups that never differ would fill no batch
+
+
+class Pool:
+    """Collects what is sampled until it makes a batch: in one round or, with filter_groups, in several."""
+
+    def __init__(
+        self,
+        ppo: PpoArgs,
+        pad_id: int,
+        accelerator: Accelerator,
+        *,
+        rounds: int = 0,
+        surplus: Rollout | None = None,
+    ):
+        """rounds: made since the run began. surplus: what the last batch has left over."""
+        self.ppo, self.pad_id, self.accelerator, self.rounds, self.surplus = ppo, pad_id, accelerator, rounds, surplus
+        self.generated: list[Rollout] = []  # by this process, for the current batch
+        self.kept = [surplus] if surplus else []  # groups of all processes whose scores differ
+
+    def is_full(self) -> bool:
+        """Whether there is a batch; an InputError if there is still none after MOST_ROUNDS of generation."""
+        if not self.ppo.filter_groups:
+            return bool(self.generated)
+        filled, wanted = sum(len(part.groups) for part in self.kept), self.ppo.batch_size
+        if filled < wanted and len(self.generated) == MOST_ROUNDS:
+            mean = torch.cat([one.raw_scores for one in self.generated]).mean()
+            raise InputError(
+                f"{flag('ppo.filter_groups')}: {MOST_ROUNDS} rounds of generation did not fill a batch: only "
+                f"{filled} of {wanted} episodes are in groups whose scores differ; the mean score is "
+                f"{mean.item():.3f}"
+            )
+        return filled >= wanted
+
+    def add(self, rollout: Rollout) -> None:
+        """Take in this process's rows of a round. Every process must call this."""
+        self.rounds += 1
+        self.generated.append(rollout)
+        if self.ppo.filter_groups:
+            # [V78] Only groups whose raw scores differ are kept; the others have no signal.
+            gathered = {name: self.accelerator.gather(x.contiguous()) for name, x in rollout.tensors().items()}
+            whole = Rollout(**gathered)
+            self.kept.append(whole.rows(algebra.scores_differ(whole.raw_scores, whole.mask.any(1), whole.groups)))
+
+    def take(self) -> tuple[Rollout, list[Rollout]]:
+        """This process's part of the batch, and all that it has generated for it. Makes room for the next batch."""
+        generated, self.generated = self.generated, []
+        if not self.ppo.filter_groups:
+            return generated[0], generated
+        whole = algebra.join(self.kept, self.pad_id)
+        local_batch = self.ppo.batch_size // self.accelerator.num_processes
+        # [V78] What is left over comes first in the next batch, in its order.
+        self.surplus = whole.rows(slice(self.ppo.batch_size, None))
+        self.kept = [self.surplus]
+        start = self.accelerator.process_index * local_batch
+        return whole.rows(slice(start, start + local_batch)), generated
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The state that one update hands to the next, in addition to the networks; a checkpoint keeps it."""
+
+    first_update: int  # when this process started or resumed the run
+    controller: AdaptiveKLController
+    pool: Pool
+    evaluation: dict[str, float]  # the newest
+    sampler_state: dict[str, dict[str, Tensor]]  # what the sampler's state() has put into the checkpoint
 
 
 # ---- Steps 5 and 6: rewards, advantages ------------------------------------------------------------------------
@@ -345,17 +518,14 @@ def token_rewards(episodes: Rollout, kl_coef: float, name: str) -> tuple[Tensor,
     )
 
 
-def ppo_of_update(ppo: PpoArgs, explained: float, number: int) -> tuple[PpoArgs, bool]:
-    """The arguments of update `number`, and whether the policy learns in it.
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """The batch from which an update learns, of episodes that another policy may have sampled."""
 
-    explained: the largest share of the variance of the returns that the critic has explained so far.
-    """
-    pretrains = ppo.critic_explains is not None
-    if number >= ppo.critic_warmup or (pretrains and explained >= ppo.critic_explains):
-        return ppo, True
-    # [V107] The policy stays as it is, so the critic may learn what its responses really earn. With a lower lambda, a
-    #        new critic would learn from its own first values, and would call early tokens worth less than they are.
-    return dataclasses.replace(ppo, critic_lam=1.0) if pretrains else ppo, False
+    episodes: Rollout  # with the masks and the old log-probs of the loss
+    weights: Tensor | None = None  # (rows, response_length), factors of the losses; None: 1
+    reweigh: Reweigh | None = None  # None: no more factors
+    metrics: dict[str, float] = field(default_factory=dict)  # how far the sampler is from the learner
 
 
 def compute_advantages(
@@ -379,13 +549,50 @@ def estimate_advantages(
     episodes: Rollout, rewards: Tensor, ppo: PpoArgs, weights: Sequence[float]
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages, not whitened, and returns if there is a critic."""
-    # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
-    known = {"values": episodes.values, "baselines": episodes.baselines, "parts": episodes.parts, "weights": weights}
-    numbers = {"gamma": ppo.gamma, "lam": ppo.lam, "critic_lam": ppo.critic_lam, "lam_alpha": ppo.lam_alpha}
-    return algebra.ESTIMATORS[ppo.advantage](rewards, episodes.mask, episodes.groups, **known, **numbers)
+    return algebra.ESTIMATORS[ppo.advantage](
+        rewards,
+        # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
+        episodes.mask,
+        episodes.groups,
+        values=episodes.values,
+        baselines=episodes.baselines,
+        parts=episodes.parts,
+        weights=weights,
+        gamma=ppo.gamma,
+        lam=ppo.lam,
+        critic_lam=ppo.critic_lam,
+        lam_alpha=ppo.lam_alpha,
+    )
 
 
 # ---- Step 7: update --------------------------------------------------------------------------------------------
+
+
+def make_batch(
+    correction: Correction,
+    *,
+    rewards: Tensor,
+    non_score_rewards: Tensor,
+    kl: Tensor,
+    advantages: Tensor,
+    returns: Tensor,
+    number: int,
+    verifier: str = "",
+) -> Batch:
+    """The batch of update `number`. verifier: its name says which of its values mean a correct response."""
+    episodes, weights = correction.episodes, correction.weights
+    return Batch(
+        **vars(episodes),
+        rewards=rewards,
+        non_score_rewards=non_score_rewards,
+        kl=kl,
+        advantages=advantages,
+        returns=returns,
+        weights=torch.ones_like(episodes.logprobs) if weights is None else weights,
+        right=verifiers.is_right(episodes.parts[:, 0], verifier),
+        fresh=episodes.versions == number,
+        reweigh=correction.reweigh,
+    )
 
 
 def update(
@@ -405,9 +612,7 @@ def update(
     processes add up.
     """
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
-    exact = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
-    read_by = reference if exact else None
-    limits = {"pad_id": pad_id, "rows": ppo.local_micro_batch_size}
+    needs_exact_kl = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
     lengths = packing.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
@@ -416,14 +621,19 @@ def update(
             mb = batch.rows(mb_inds.to(batch.logprobs.device))
             counts = minibatch_counts(mb.loss_mask, reduce)
             right_tokens = minibatch_counts(mb.right_mask, reduce)["tokens"] if ppo.nll_coef else 0
-            seen = counts | {"right_tokens": right_tokens}
-            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in seen.items()}))
+            divisors = counts | {"right_tokens": right_tokens}
+            batch.seen.append((mb_inds, {name: torch.full(mb_inds.shape, n) for name, n in divisors.items()}))
             shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             # [V77] A micro-batch has rows of similar length: little padding, and the same sum.
             for tokens, rows in packing.micro_batches(
-                actor_critic, lengths[mb_inds], mb.query_responses, torch.arange(len(mb_inds)), **limits
+                actor_critic,
+                lengths[mb_inds],
+                mb.query_responses,
+                torch.arange(len(mb_inds)),
+                pad_id=pad_id,
+                rows=ppo.local_micro_batch_size,
             ):
                 micro_batch = mb.rows(rows)
                 new = actor_critic(
@@ -431,12 +641,13 @@ def update(
                     micro_batch.responses,
                     micro_batch.loss_mask,
                     pad_id,
-                    reference=read_by,
+                    reference=reference if needs_exact_kl else None,
                 )
                 loss, share = micro_batch_loss(new, micro_batch, args, counts=counts, right_tokens=right_tokens)
-                batch.see(mb_inds[rows], new)
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
+                outputs = {"new_logprobs": new.logprobs, "exact_kl": new.exact_kl, "new_values": new.values}
+                batch.seen.append((mb_inds[rows], {name: x.detach() for name, x in outputs.items()}))
             processes.average_gradients(actor_critic, accelerator)
             norms = step(optimizers, ppo.max_grad_norm, policy_learns=policy_learns)
             steps.append({name: sum(share[name] for share in shares) for name in shares[0]} | norms)
@@ -460,38 +671,52 @@ def micro_batch_loss(
     new: what the networks say now. counts, right_tokens: of the whole minibatch.
     """
     ppo, shaping = args.ppo, args.rewards
-    mean_of = partial(algebra.aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
-    losses, clipped, clipped_below = algebra.token_losses(
-        new.logprobs, mb.logprobs, mb.advantages, mask=mb.loss_mask, loss=ppo.loss, **ppo.bounds
-    )
+    total = partial(algebra.aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
+    losses, clipped, clipped_below = policy_losses(new.logprobs, mb, ppo)
     kl = kl_in_loss(new.logprobs, mb, exact_kl=new.exact_kl, shaping=shaping)
     # [V83] The weights are those of the policy that this update began with.   core_algos.py#L1237
     losses = mb.weights * losses
     if shaping.kl_loss_estimator != "full":  # the exact KL does not depend on which token was drawn
         kl = mb.weights * kl
+    flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below}
     if mb.reweigh:
         # [V84] Where the loss has no ratio, the weights are those of the policy of this step.
         factors = mb.reweigh(new.logprobs, mb)
         losses = factors * losses
-    v_losses, v_clipped = algebra.value_losses(
+        flags["async/masked_share"] = factors == 0
+    v_losses, flags["val/clipfrac_avg"] = algebra.value_losses(
         new.values, mb.values, mb.returns, mask=mb.loss_mask, cliprange_value=ppo.cliprange_value
     )
-    policy_loss, value_loss = mean_of(losses), mean_of(v_losses)
-    kl_loss, entropy = mean_of(kl), mean_of(new.entropies)
+    policy_loss, value_loss = total(losses), total(v_losses)
+    kl_loss, entropy = total(kl), total(new.entropies)
     # [V49] [V68] All terms have the same divisor. They are logged without their coefficients.   losses.py#L158-L172
     loss = policy_loss + shaping.kl_loss_coef * kl_loss - ppo.entropy_coef * entropy
-    share = {"objective/loss": loss, "loss/policy_avg": policy_loss, "loss/value_avg": value_loss}
-    share |= {"loss/kl_avg": kl_loss, "loss/entropy_avg": entropy, "tokens": mb.loss_mask.sum()}
+    share = rlvr_metrics.token_statistics(mb, new.logprobs, new.entropies, tokens=counts["tokens"], flags=flags)
     if ppo.nll_coef:
         # [V108] The mean is over the tokens of correct responses in the minibatch. The weights above are not in it.
         nll = algebra.aggregate(-new.logprobs, mb.right_mask, "token-mean", tokens=right_tokens)
         loss = loss + ppo.nll_coef * nll
-        share |= {"objective/loss": loss, "loss/nll_avg": nll, "right_tokens": mb.right_mask.sum()}
-    flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below, "val/clipfrac_avg": v_clipped}
-    flags |= {"async/masked_share": factors == 0} if mb.reweigh else {}
-    share |= rlvr_metrics.token_statistics(mb, new.logprobs, new.entropies, tokens=counts["tokens"], **flags)
+        share["loss/nll_avg"], share["right_tokens"] = nll, mb.right_mask.sum()
+    share["objective/loss"], share["tokens"] = loss, mb.loss_mask.sum()
+    share["loss/policy_avg"], share["loss/value_avg"] = policy_loss, value_loss
+    share["loss/kl_avg"], share["loss/entropy_avg"] = kl_loss, entropy
     # Policy and critic share no parameter, so the sum of their losses has the gradient of each.
     return loss + value_loss, {name: x.detach() for name, x in share.items()}
+
+
+def policy_losses(new_logprobs: Tensor, mb: Batch, ppo: PpoArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """The policy's loss per token, which tokens a bound changed, which the dual clip changed: see token_losses."""
+    return algebra.token_losses(
+        new_logprobs,
+        mb.logprobs,
+        mb.advantages,
+        mask=mb.loss_mask,
+        loss=ppo.loss,
+        low=algebra.lower_clip_range(ppo.loss, ppo.cliprange_low),
+        high=ppo.cliprange_high,
+        dual_clip=ppo.dual_clip,
+        trust_region=ppo.trust_region,
+    )
 
 
 def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: RewardsArgs) -> Tensor:
@@ -514,13 +739,21 @@ def step(
     norms = {name: processes.clip_gradients(optimizer, max_grad_norm) for name, optimizer in optimizers.items()}
     if "value" in optimizers:
         optimizers["value"].step()
-    # [V71] In the first critic_warmup updates, the policy does not move at all.   ray_trainer.py#L1604
     if policy_learns:
         optimizers["policy"].step()
     return {f"{name}/grad_norm": norm for name, norm in norms.items()}
 
 
 # ---- Networks --------------------------------------------------------------------------------------------------
+
+
+class Reading(NamedTuple):
+    """What the networks say about the tokens of responses: four of (rows, response_length), 0 where masked."""
+
+    logprobs: Tensor
+    values: Tensor  # 0 without a critic
+    entropies: Tensor  # exact, in nats; 0 if the log-probs were known
+    exact_kl: Tensor  # from the reference, in nats; 0 if it was not asked for
 
 
 class ActorCritic(models.MixedPrecision):
@@ -561,12 +794,12 @@ class ActorCritic(models.MixedPrecision):
         # [V30] What the networks say at a position is about the next token: hence the shift by one.
         #       dp_critic.py#L117
         at = mask.nonzero(as_tuple=True)  # a mask as an index would wait for the device each time
-        place, labels = (tokens, responses, pad_id), responses[at]  # labels: (tokens,)
+        labels = responses[at]  # (tokens,)
         with self.autocast():
             if recorded is None:
-                states = [read_before_responses(self.lm_backbone, *place)[at]]  # (tokens, width)
+                states = [read_before_responses(self.lm_backbone, tokens, responses, pad_id)[at]]  # (tokens, width)
                 if reference:
-                    states.append(reference.hidden_states(*place)[at])
+                    states.append(reference.hidden_states(tokens, responses, pad_id)[at])
                 read = partial(self.read_hidden, reference)
                 logprobs, entropies, exact_kl = packing.few_logits_at_a_time(read, self.vocab_size, labels, *states)
             else:
@@ -574,10 +807,10 @@ class ActorCritic(models.MixedPrecision):
                 entropies = exact_kl = torch.zeros_like(logprobs)
             values = torch.zeros_like(logprobs)
             if self.critic:
-                read_by_critic = read_before_responses(self.critic.lm_backbone, *place)[at]
-                values = self.critic.gain * read_scalar(self.critic.reward_head, read_by_critic) + self.critic.bias
-        found = {"logprobs": logprobs, "values": values, "entropies": entropies, "exact_kl": exact_kl}  # (tokens,)
-        return Reading(**{name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()})
+                hidden = read_before_responses(self.critic.lm_backbone, tokens, responses, pad_id)[at]
+                values = self.critic.gain * read_scalar(self.critic.reward_head, hidden) + self.critic.bias
+        numbers = (logprobs, values, entropies, exact_kl)  # (tokens,) each, in the order of Reading
+        return Reading._make(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in numbers)
 
     def read_hidden(
         self, reference: Reference | None, labels: Tensor, hidden: Tensor, ref_hidden: Tensor | None = None
@@ -620,7 +853,7 @@ class Reference(models.Reference):
 # ---- Traces ----------------------------------------------------------------------------------------------------
 
 
-def trace_episodes(
+def record_trace(
     this_run: run.Run,
     sampler: Sampler,
     reference: Reference | None,
@@ -629,60 +862,128 @@ def trace_episodes(
     episodes: Rollout,
     batch: Batch,
     kl_coef: float,
-    ppo: PpoArgs,
 ) -> None:
-    """Keep episodes of the batch, and responses to the first problems of all, with the same noise each time.
+    """Keep whole groups of the batch, and of responses to the first problems of all, with the same noise each time.
 
-    ppo: of this update. Every process must call this.
+    Every process must call this.
     """
-    actor_critic = sampler.actor_critic
+    setup, actor_critic, accelerator = sampler.setup, sampler.actor_critic, sampler.setup.accelerator
+    ppo, shaping, answers = setup.args.ppo, setup.args.rewards, setup.problems.answers
+    n, most = ppo.samples_per_prompt, setup.sizes.local_batch // ppo.samples_per_prompt
+    groups, groups_again = (min(math.ceil(k / n), most) for k in (setup.args.trace_episodes, traces.TRACED))
 
-    def again(setup: Setup, prompts: int, changed: Callable[[Rollout], Rollout]) -> tuple[Rollout, Batch]:
-        """Steps 1 to 6 for so many problems. changed: a function of what step 4 gives."""
+    def after_update(_: dict[str, Any], rows: slice) -> dict[str, Tensor]:
+        old = batch.rows(rows)
+        new = actor_critic(old.query_responses, old.responses, episodes.mask[rows], setup.ids.pad)
+        return {
+            "new_logprobs": new.logprobs,
+            "entropies": new.entropies,
+            "clipped": policy_losses(new.logprobs, old, ppo)[1],
+            "ratio": torch.exp(new.logprobs - old.logprobs),
+        }
+
+    def answer_fixed_queries(_: float) -> dict[str, Any]:
+        """Steps 1 to 6 for the first problems."""
+        # A user's function may count its calls or draw random numbers, so traces do not call it. In its place, all
+        # scores are 0 at first, because NaN would leave all tokens out, and then unknown.
+        may_score = verifiers.keeps_nothing(shaping.verifier, shaping.format)
+        silent = (lambda prompts, *_, **__: torch.zeros(len(prompts)).double(), 0.0)
+        quiet = setup if may_score else dataclasses.replace(setup, sources=dict.fromkeys(setup.sources, silent))
         with actor_critic.sampling():
-            draw = draw_problems(setup, 0, setup.accelerator.process_index, local_prompts=prompts)
+            draw = draw_problems(setup, 0, accelerator.process_index, local_problems=groups_again)
             samples = Sampler.sample(sampler, draw)
-            episodes = changed(rollout(setup, samples, actor_critic=actor_critic, reference=reference))
-        rewards = token_rewards(episodes, kl_coef, setup.args.rewards.kl_estimator)
-        settings = {"ppo": ppo, "reduce": torch.clone, "weights": setup.weights}  # whitened among themselves
-        estimate = compute_advantages(episodes, rewards[0], **settings)
-        of_batch = {"number": number, "verifier": setup.args.rewards.verifier}
-        return episodes, make_batch(Correction(episodes=episodes), rewards, estimate=estimate, **of_batch)
+            again = make_rollout(quiet, samples, actor_critic=actor_critic, reference=reference)
+        if not may_score:
+            names = ("scores", "raw_scores", "parts")
+            unknown = {name: torch.full_like(getattr(again, name), math.nan) for name in names}
+            again = dataclasses.replace(again, **unknown)
+        rewards, non_score_rewards, kl = token_rewards(again, kl_coef, shaping.kl_estimator)
+        # They are whitened among themselves.
+        advantages, returns = compute_advantages(again, rewards, ppo=ppo, reduce=torch.clone, weights=quiet.weights)
+        batch_again = make_batch(
+            Correction(episodes=again),
+            rewards=rewards,
+            non_score_rewards=non_score_rewards,
+            kl=kl,
+            advantages=advantages,
+            returns=returns,
+            number=number,
+            verifier=shaping.verifier,
+        )
+        numbers = trace_numbers(setup, again, batch_again)
+        return numbers if may_score else {name: value for name, value in numbers.items() if name != "advantages"}
 
-    trained = dataclasses.replace(episodes, mask=batch.mask)
-    rlvr_metrics.record_trace(
-        this_run,
-        sampler.setup,
-        number,
-        episodes=episodes,
-        batch=batch,
-        raw_advantages=lambda: estimate_advantages(trained, batch.rewards, ppo, sampler.setup.weights)[0],
-        kl_coef=kl_coef,
-        ppo=ppo,
-        network=actor_critic,
-        again=again,
+    numbers = trace_numbers(setup, episodes, batch)
+    numbers["seen"], numbers["statistics.kept"] = batch.seen, batch.mask.any(1)
+    if ppo.advantage == "remax":
+        numbers["statistics.baselines"] = episodes.baselines
+    if ppo.whitens:  # the mean and deviation of the whole batch, before
+        raw_advantages, _ = estimate_advantages(batch, batch.rewards, ppo, setup.weights)
+        mean, deviation = traces.moments(raw_advantages, batch.mask, partial(accelerator.reduce, reduction="sum"))
+        numbers["statistics.advantage_mean"] = mean.expand(len(batch.mask))
+        numbers["statistics.advantage_deviation"] = deviation.expand(len(batch.mask))
+    recorder = traces.Recorder(
+        this_run.folder,
+        accelerator,
+        setup.tokenizer,
+        setup.ids.pad,
+        episodes=groups * n,
+        after_update=after_update,
+        answer_fixed_queries=answer_fixed_queries,
+        numbers=dict,
+        texts=lambda numbers: {"answer": [answers[i] for i in numbers["problem"].flatten().tolist()]},
     )
+    recorder.record(number, numbers, kl_coef)
 
 
-# ---- Plumbing: networks and sources to load, learning rates, checkpoints, the saved models ---------------------
+def trace_numbers(setup: Setup, episodes: Rollout, batch: Batch) -> dict[str, Any]:
+    """What a trace keeps of episodes, as the recorder of lib/services/traces.py takes it."""
+    numbers = {
+        "query_responses": episodes.query_responses,
+        "scored": episodes.mask,
+        "mask": batch.loss_mask,
+        "logprobs": episodes.logprobs,
+        "sampler_logprobs": episodes.sampler_logprobs,
+        "rewards": batch.rewards,
+        "advantages": batch.advantages,
+        "weights": batch.weights,
+        "scores": episodes.scores,
+        "raw_scores": episodes.raw_scores,
+        "sources": {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)},
+        "stopped": episodes.stopped,
+        "groups": episodes.groups,
+        "problem": episodes.problems.unsqueeze(1),  # which is not kept, but names the answer
+    }
+    if setup.args.rewards.has_penalty:  # otherwise there is no reference, and nothing to say about it
+        numbers |= {"ref_logprobs": episodes.ref_logprobs, "kl": batch.kl}
+    if setup.args.rewards.kl_estimator == "full":
+        numbers["exact_kl"] = episodes.exact_kl
+    if setup.args.ppo.advantage == "gae":
+        numbers |= {"values": batch.values, "returns": batch.returns}
+    if setup.args.tools:
+        numbers["tool"] = episodes.from_tool
+    return numbers
+
+
+# ---- Plumbing: what is loaded, checkpoints, the saved models ---------------------------------------------------
 
 
 def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     """Check the arguments, read the problems and load the networks. Nothing is written yet."""
-    accelerator = launch.make_accelerator()
-    rlvr_checks.check_arguments(args)
-    for doubt in rlvr_checks.doubts(args):
+    accelerator = processes.make_accelerator()
+    rlvr_arguments.check_arguments(args)
+    for doubt in rlvr_arguments.doubts(args):
         errors.say(doubt)
-    sizes = ppo_sizes(args.ppo, accelerator.num_processes)
+    sizes = rlvr_arguments.ppo_sizes(args.ppo, accelerator.num_processes)
     typed_args, args = args, worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
-    rlvr_checks.check_problems(train_problems, sizes)
+    rlvr_arguments.check_problems(train_problems, sizes)
     if train_problems.unscorable:
         errors.say(
             f"{train_problems.unscorable} problems to train on are left out, because "
-            f"{errors.flag('rewards.verifier')} {args.rewards.verifier} accepts no response to them"
+            f"{flag('rewards.verifier')} {args.rewards.verifier} accepts no response to them"
         )
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
@@ -703,6 +1004,42 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     return setup, actor_critic, reference
 
 
+def load_sources(
+    args: Args,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    accelerator: Accelerator,
+    dialogues: Iterable[templates.Messages] = (),
+) -> dict[str, Source]:
+    """What scores, under its name, with its weight; the verifier first. dialogues: of the problems to train on."""
+    shaping, start_of = args.rewards, partial(problems.response_start, args.task)
+
+    def text_source(name: str, field: str) -> Callable[..., Tensor]:
+        verifier = verifiers.load_verifier(name, field, start_of, on_all_processes=True)
+        return lambda *columns, **_: torch.tensor(verifier(*columns), dtype=torch.float64)
+
+    def model_source(*texts: list[str], **rows: Any) -> Tensor:
+        scores = processes.widened(score(**rows))  # (rows,)
+        # Only functions of texts may say that a response cannot be scored.
+        if not scores.isfinite().all():
+            raise NumericalError("the reward model gives scores that are not finite; the run stops")
+        return scores
+
+    sources = {"verifier": (text_source(shaping.verifier, "rewards.verifier"), 1.0)}
+    if shaping.format:
+        sources["format"] = text_source(shaping.format, "rewards.format"), 1.0
+    if foreign.is_foreign(shaping.trained_model):
+        score = foreign.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, dialogues=dialogues)
+    elif shaping.trained_model:
+        reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
+        packing.enable(reward_model.lm_backbone)
+        reward_model.to(accelerator.device)
+        score = models.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
+    if shaping.trained_model:
+        sources["reward_model"] = model_source, shaping.trained_weight
+    return sources
+
+
 def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, Reference | None, nn.Module | None]:
@@ -719,8 +1056,14 @@ def load_networks(
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
         critic = models.load_critic(args, vocab_size, zero_head=True)
         packing.enable(critic.lm_backbone, share_prefixes=args.ppo.share_prefixes)
-    modes = {"low_precision": args.dtype == "bfloat16", "entropy_learns": args.ppo.entropy_coef > 0}
-    actor_critic = ActorCritic(lm_backbone, critic, vocab_size, task.temperature, **modes)
+    actor_critic = ActorCritic(
+        lm_backbone,
+        critic,
+        vocab_size,
+        task.temperature,
+        low_precision=args.dtype == "bfloat16",
+        entropy_learns=args.ppo.entropy_coef > 0,
+    )
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
     actor_critic.to(accelerator.device)
@@ -740,25 +1083,21 @@ def load_networks(
 
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
     """One for the policy, and one for the critic if there is one."""
-    # [V73] AdamW, with constant learning rates after lr_warmup, and PyTorch's epsilon of 1e-8.
-    settings = {"betas": (0.9, ppo.beta2), "weight_decay": ppo.weight_decay, "fused": True}
-    rates = {"policy": ppo.lr, "value": ppo.critic_lr}
+    # [V73] AdamW, with constant learning rates and PyTorch's epsilon of 1e-8.
     return {
-        name: torch.optim.AdamW(list(checkpoints.trained_parameters(network).values()), rates[name], **settings)
-        for name, network in networks_of(actor_critic).items()
+        name: torch.optim.AdamW(
+            list(checkpoints.trained_parameters(network).values()),
+            ppo.critic_lr if name == "value" else ppo.lr,
+            betas=(0.9, ppo.beta2),
+            weight_decay=ppo.weight_decay,
+            fused=True,
+        )
+        for name, network in trained_networks(actor_critic).items()
     }
 
 
-def networks_of(actor_critic: ActorCritic) -> dict[str, nn.Module]:
+def trained_networks(actor_critic: ActorCritic) -> dict[str, nn.Module]:
     return {"policy": actor_critic.lm_backbone} | ({"value": actor_critic.critic} if actor_critic.critic else {})
-
-
-def set_learning_rates(optimizers: dict[str, torch.optim.Optimizer], ppo: PpoArgs, number: int) -> float:
-    """Set the learning rates of an update (0-based); returns the policy's."""
-    factor = min(1, (number + 1) / max(ppo.lr_warmup, 1))
-    for name, optimizer in optimizers.items():
-        optimizer.param_groups[0]["lr"] = factor * (ppo.critic_lr if name == "value" else ppo.lr)
-    return factor * ppo.lr
 
 
 def start_run(
@@ -772,7 +1111,7 @@ def start_run(
         for key, tensor in tensors.items():
             name, key = key.split("/", 1)
             parts.setdefault(name, {})[key] = tensor
-        for name, network in networks_of(actor_critic).items():
+        for name, network in trained_networks(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
     this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes))
@@ -780,14 +1119,15 @@ def start_run(
     state = this_run.resume(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
     left_over = Rollout(**surplus) if surplus else None
-    kl_coef = state.get("kl_coef", args.rewards.kl_coef)
+    adaptive_kl = args.rewards.adaptive_kl
     progress = Progress(
         first_update=state["step"],
-        controller=AdaptiveKLController(kl_coef, **vars(args.rewards.adaptive_kl)),
+        controller=AdaptiveKLController(
+            state.get("kl_coef", args.rewards.kl_coef), target=adaptive_kl.target, horizon=adaptive_kl.horizon
+        ),
         pool=Pool(args.ppo, setup.ids.pad, accelerator, rounds=state.get("rounds", 0), surplus=left_over),
         evaluation=state.get("evaluation", {}),
-        explained=state.get("explained", 0.0),
-        of_sampler=parts,
+        sampler_state=parts,
     )
     this_run.start_logging(progress.first_update)
     this_run.save_meta(first_prompt=setup.problems.texts[0])
@@ -801,13 +1141,19 @@ def training_state(
 
     It may be called until the next optimiser step. What the next rollout changes is kept now.
     """
-    surplus, numbers = progress.pool.surplus, {"kl_coef": progress.controller.value, "explained": progress.explained}
-    numbers |= {"rounds": progress.pool.rounds, "evaluation": dict(progress.evaluation)}
+    surplus = progress.pool.surplus
+    numbers = {
+        "kl_coef": progress.controller.value,
+        "rounds": progress.pool.rounds,
+        "evaluation": dict(progress.evaluation),
+    }
 
     def content() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        trained = networks_of(sampler.actor_critic)
+        trained = trained_networks(sampler.actor_critic)
         parts = {name: checkpoints.training_state(network, optimizers[name]) for name, network in trained.items()}
-        parts |= ({"surplus": surplus.tensors()} if surplus else {}) | sampler.state(made)
+        parts |= sampler.state(made)
+        if surplus:
+            parts["surplus"] = surplus.tensors()
         return {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}, numbers
 
     return content
@@ -816,10 +1162,16 @@ def training_state(
 def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: bool = True) -> None:
     """Save the policy, and the critic if there is one. weights: as of models.save_policy_and_critic."""
     typed_args, args = setup.typed_args, setup.args
-    info = {"task": dataclasses.asdict(typed_args.task), "monitor": "", "function": typed_args.rewards.verifier}
-    info |= {"base_model": typed_args.base_model, "reward_model": typed_args.rewards.trained_model}
-    info |= {"label": typed_args.rewards.label}
-    info |= {"tool": args.tools.tool} if args.tools else {}
+    info = {
+        "task": dataclasses.asdict(typed_args.task),
+        "monitor": "",
+        "function": typed_args.rewards.verifier,
+        "base_model": typed_args.base_model,
+        "reward_model": typed_args.rewards.trained_model,
+        "label": typed_args.rewards.label,
+    }
+    if args.tools:
+        info["tool"] = args.tools.tool
     models.save_policy_and_critic(
         folder,
         lm_backbone=actor_critic.lm_backbone,

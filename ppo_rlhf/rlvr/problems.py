@@ -31,7 +31,7 @@ from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import hub, launch, processes
+from ppo_rlhf.lib.base import hub, processes
 from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import rows, sources
@@ -108,7 +108,7 @@ def task_ids(
     task: TaskArgs, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> TaskIds:
     """Find the task's special tokens. generation_config: that of the model."""
-    if not (stops := templates.end_ids(tokenizer, generation_config)):
+    if not (stops := pretrained.end_ids(tokenizer, generation_config)):
         raise InputError("neither the tokenizer nor the model names a token that ends a response")
     return TaskIds(pad=pretrained.vocabulary_size(tokenizer), stops=stops)
 
@@ -173,7 +173,7 @@ def dialogue(question: str | templates.Messages, task: TaskArgs, prompt: str) ->
 def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text begins with one at most."""
     if task.prompt_format == "plain":
-        return [*templates.start_of_plain(tokenizer), *templates.encode_text(tokenizer, prompt)]
+        return [*pretrained.start_of_plain(tokenizer), *templates.encode_text(tokenizer, prompt)]
     return templates.encode(prompt, tokenizer)
 
 
@@ -350,7 +350,7 @@ def solve(
         contexts = held_out.batch(rows.tolist(), ids.pad).to(accelerator.device)
         responses, _ = sample(
             contexts,
-            uniforms[inds].flatten(0, 1).to(launch.device_of_noise(contexts.device)),
+            uniforms[inds].flatten(0, 1).to(processes.device_of_noise(contexts.device)),
             temperature=temperature,
         )
         prompts, answers = ([texts[i] for i in rows] for texts in (held_out.texts, held_out.answers))
@@ -358,7 +358,7 @@ def solve(
         values = [torch.tensor(verifier(prompts, texts, answers)) for verifier in verifiers]
         names = [getattr(verifier, "verifier", "") for verifier in verifiers]
         right = torch.stack([rewards.is_right(*pair) for pair in zip(values, names, strict=True)], 1)
-        return responses.unflatten(0, (-1, n)), launch.widened(right.to(responses.device)).unflatten(0, (-1, n))
+        return responses.unflatten(0, (-1, n)), processes.widened(right.to(responses.device)).unflatten(0, (-1, n))
 
     found = processes.map_rows(of_rows, len(held_out), max(1, local_batch // n), accelerator)
     return [solved(tokenizer, ids, *rows) for rows in zip(*(part.unbind(1) for part in found), strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ppo_rlhf.lib.base import checkpoints, launch, precision
+from ppo_rlhf.lib.base import checkpoints, precision, processes
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import generate_until
@@ -22,7 +22,7 @@ class TorchSampler:
     def __init__(self, args: rlvr_arguments.Args, ids: problems.TaskIds, threads: int):
         """threads: of PyTorch on a CPU. With another number, sums are rounded otherwise."""
         torch.set_num_threads(threads)
-        self.device = launch.default_device()
+        self.device = processes.default_device()
         self.args, self.ids, self.version = args, ids, -1
         self.model = models.load_base_model(args)
         packing.enable(self.model)
@@ -54,7 +54,7 @@ class TorchSampler:
             self.load(weights)
             self.version = version
         contexts = torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
-        uniforms = torch.tensor(noise).to(launch.device_of_noise(self.device))
+        uniforms = torch.tensor(noise).to(processes.device_of_noise(self.device))
         with precision.mixed_precision(self.device, enabled=self.args.dtype == "bfloat16"):
             responses, logprobs = generate_until(
                 self.model,

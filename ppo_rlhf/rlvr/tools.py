@@ -13,9 +13,9 @@ the end of the call, the tool's answer is inserted, and generation continues:
     1. Token ids go in, token ids come out. Only the tool reads text. Responses are never tokenised again,
        because the tokenizer might choose other ids for the same text, which the policy has not sampled.
     2. The tool's tokens are context for all later tokens, and nothing else: they are in no loss, no KL and no
-       advantage, because the policy did not choose them. Their log-prob is NaN, and `rollout` removes such tokens
-       from the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is followed by
-       the first token after the answer.
+       advantage, because the policy did not choose them. Their log-prob is NaN, and `make_rollout` removes such
+       tokens from the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is
+       followed by the first token after the answer.
     3. A tool never ends a run. A call that fails is answered by a short error text, from which the policy can learn
        to call correctly. See lib/scoring/tools.py.
 
@@ -49,7 +49,7 @@ from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import pretrained, templates
 from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.lib.services import cli
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, episodes as rlvr_episodes, policy as rlvr_policy, problems
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems
 from ppo_rlhf.tldr.responses import generate_until
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -73,7 +73,8 @@ PRESETS = {
             "exp_name": Args.exp_name,
             "base_model": "sums-tools",
             "task": problems.TASKS["sums-tools"],
-            "ppo": dataclasses.replace(SUMS_GRPO.ppo, total_episodes=60 * 256),
+            # Without a critic, nothing reads its arguments, so they have their defaults.
+            "ppo": dataclasses.replace(SUMS_GRPO.ppo, total_episodes=60 * 256, lam=1.0, cliprange_value=0.5),
         }
     )
 }
@@ -88,7 +89,7 @@ def train(args: Args) -> Path:
 
 
 def sampler_with_tool(
-    setup: rlvr_episodes.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tools.Tool
+    setup: rlvr_arguments.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tools.Tool
 ) -> rlvr_policy.Sampler:
     """Step 2 with the answers of a tool in the responses."""
     generate = partial(converse, conversation=conversation(setup, tool))
@@ -173,7 +174,7 @@ def converse(
 # ---- The tool --------------------------------------------------------------------------------------------------
 
 
-def conversation(setup: rlvr_episodes.Setup, tool: tools.Tool) -> Conversation:
+def conversation(setup: rlvr_arguments.Setup, tool: tools.Tool) -> Conversation:
     """What a tool needs to answer calls. Raises an InputError if something does not fit."""
     args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
     with errors.typed_as({"task.call_end": "tools.call_end"}):

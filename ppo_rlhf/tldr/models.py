@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTr
 from ppo_rlhf.lib.base import errors, files, precision
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import foreign, pretrained, templates
+from ppo_rlhf.lib.nets import foreign, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import load_pretrained
@@ -225,7 +225,7 @@ def save_policy_and_critic(
         save_adapters(folder / "policy" / "adapter", adapters)
         lm_backbone = adapters.merge_and_unload() if weights else lm_backbone
     info = {"vocab_size": pretrained.vocabulary_size(tokenizer), **info}
-    lm_backbone.generation_config = templates.sampling_config(
+    lm_backbone.generation_config = pretrained.sampling_config(
         lm_backbone.generation_config, tokenizer, info["task"]["temperature"]
     )
     save_language_model(folder / "policy", lm_backbone, tokenizer, {**info, "kind": "policy"}, weights)

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, files, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, files, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
 from ppo_rlhf.lib.nets import foreign, layers, pretrained
@@ -212,7 +212,7 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
     cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
     slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
-    launch.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
+    processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     local_batch = ppo.batch_size // num_processes
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
@@ -230,7 +230,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
     Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
     """
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     setup = check(args, accelerator.num_processes)
     args, sizes, ids, scale = setup.args, setup.sizes, setup.ids, setup.scale
     task, ppo = args.task, args.ppo
@@ -421,7 +421,7 @@ def make_rollout(
             respond,
             actor_critic,
             queries,
-            uniforms.to(launch.device_of_noise(device)),
+            uniforms.to(processes.device_of_noise(device)),
             pad_id=ids.pad,
             rows=pass_rows,
             new_tokens=task.response_length,
@@ -729,7 +729,7 @@ def ppo_update(
             processes.average_gradients(actor_critic, accelerator)
             gradient_norm = processes.gradient_norm(actor_critic)
             optimizer.step()
-            values, returns = launch.widened(mb_values), launch.widened(mb_returns)
+            values, returns = processes.widened(mb_values), processes.widened(mb_returns)
             steps.append(
                 {name: sum(share[name] for share in shares) for name in shares[0]}
                 | {
@@ -898,12 +898,12 @@ def update_metrics(
         objectives["function_score"] = setup.scale.undo(rollout.raw_scores)
     shares = {}
     for name, values in objectives.items():
-        shares[f"objective/{name}"] = launch.widened(values).mean() / accelerator.num_processes
+        shares[f"objective/{name}"] = processes.widened(values).mean() / accelerator.num_processes
     for name, values in steps.items():
         shares[name] = values.mean()
     shares["square_of_first_gap"] = steps["square_of_ratio_minus_1"][0]
     shares["val/num_eos_tokens"] = rollout.stopped.sum()
-    means = launch.sum_over_processes(shares, accelerator)
+    means = processes.sum_over_processes(shares, accelerator)
     metrics = {name: mean for name, mean in means.items() if not name.startswith("square_of_")}
     # [X34] Variances over tokens and values; summaries that end.
     metrics["val/first_ratio_gap"] = math.sqrt(means["square_of_first_gap"])
@@ -918,8 +918,8 @@ def update_metrics(
     metrics["episode"] = (update + 1) * args.ppo.batch_size
     metrics["time"] = this_run.seconds()
     metrics["eps"] = metrics["episode"] / metrics["time"]
-    launch.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
-    launch.check_equal("objective/kl_coef", kl_coef, accelerator)
+    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
+    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return metrics
 
 
@@ -977,7 +977,7 @@ def make_recorder(
             "returns": returns[rows],
         }
 
-    def again(kl_coef: float) -> Rollout:
+    def answer_fixed_queries(kl_coef: float) -> Rollout:
         return make_rollout(
             without_user_code, actor_critic, reference, batch=held_out, uniforms=uniforms, kl_coef=kl_coef
         )
@@ -993,7 +993,7 @@ def make_recorder(
         ids.pad,
         episodes=args.trace_episodes,
         after_update=after_update,
-        again=again,
+        answer_fixed_queries=answer_fixed_queries,
         cliprange=args.ppo.cliprange,
         texts=texts,
     )
@@ -1031,12 +1031,12 @@ def evaluate_policy(
     columns = [prefix + name for name in judges for prefix in ("", "reference_")]
     numbers = dict(zip(columns, measured, strict=True))
     rows = posts.evaluation_rows(setup.tokenizer, ids, held_out.queries, responses, held_out.references, **numbers)
-    means = {f"eval/{name}": launch.widened(values).mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = launch.widened(has_stop(responses, ids.stops, 0)).mean().item()
-    means["eval/response_length"] = launch.widened((responses != ids.pad).sum(1)).mean().item()
+    means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
+    means["eval/eos_rate"] = processes.widened(has_stop(responses, ids.stops, 0)).mean().item()
+    means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
     monitored = {f"eval/{prefix}{name}" for name in setup.monitor for prefix in ("", "reference_")}
     trained = {name: mean for name, mean in means.items() if name not in monitored}
-    launch.check_finite(trained, update, "the reward model or function must give every summary a number")
+    processes.check_finite(trained, update, "the reward model or function must give every summary a number")
     return means, rows
 
 

@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, files, hub, launch, processes
+from ppo_rlhf.lib.base import errors, files, hub, processes
 from ppo_rlhf.lib.base.bounds import PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
 from ppo_rlhf.lib.data import rows
@@ -128,7 +128,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
         pad=pretrained.vocabulary_size(tokenizer),
         eos=eos,
         # The end-of-text token, where the reward model has learned to be read, and others that the model names.
-        stops=templates.end_ids(tokenizer),
+        stops=pretrained.end_ids(tokenizer),
         prefix=prefix,
         suffix=suffix,
     )
@@ -435,7 +435,7 @@ def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor, pad_id: i
 
 def without_ends(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> torch.Tensor:
     """Summaries with padding in place of the tokens that end a text."""
-    ends = tokens.new_tensor(templates.end_ids(tokenizer))
+    ends = tokens.new_tensor(pretrained.end_ids(tokenizer))
     return tokens.masked_fill(torch.isin(tokens, ends), ids.pad)
 
 
@@ -490,7 +490,7 @@ def summarise(
         responses, _ = generate_until(
             lm_backbone,
             contexts,
-            uniforms[inds].to(launch.device_of_noise(accelerator.device)),
+            uniforms[inds].to(processes.device_of_noise(accelerator.device)),
             pad_id=ids.pad,
             vocab_size=ids.vocab_size,
             temperature=temperature,

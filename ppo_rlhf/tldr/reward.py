@@ -33,10 +33,9 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward, worlds
-from ppo_rlhf.lib.base import checkpoints, errors, launch, processes
+from ppo_rlhf.lib.base import checkpoints, errors, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data.label_files import rows_of_lengths
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.nets.classifier import save_reward_model
 from ppo_rlhf.lib.services import cli, run
@@ -88,7 +87,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     joint: of tldr/all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
     disk fails.
     """
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     typed_args = args
     data = check(args, accelerator.num_processes)
     args, tokenizer, ids, comparisons = data.args, data.tokenizer, data.ids, data.comparisons
@@ -146,7 +145,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator=accelerator,
                 rows=args.local_micro_batch_size,
             )
-            launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
+            processes.check_finite(metrics, step, "lr")
             this_run.log(step, metrics | {"train/rm/lr": lr})
             advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
             if this_run.is_time_to_save(step + 1, steps):
@@ -160,7 +159,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
             accuracy, table = agreement(reward_model, rows, ids.pad, chunk, accelerator)
             sides = ("chosen_reward", "rejected_reward")
             means = {f"{name}/{side}": fmean(row[side] for row in table) for side in sides}
-            launch.check_finite(means, steps, launch.anew_with_lower("lr"))
+            processes.check_finite(means, steps, "lr")
             results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
             this_run.write_table(name, table)
             if name == "validation":
@@ -168,11 +167,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
 
         # 3. Normalise.
         normalised = shift_to_references(reward_model, data.train_posts, ids.pad, chunk, accelerator)
-        launch.check_finite(normalised, steps, launch.anew_with_lower("lr"))
+        processes.check_finite(normalised, steps, "lr")
         results |= normalised
 
-    texts = {"query": comparisons.queries, "chosen": comparisons.chosen, "rejected": comparisons.rejected}
-    this_run.write_table("lengths", rows_of_lengths(ids.pad, **texts))
     folder = this_run.model_folder / "reward"
     if accelerator.is_main_process:
         save(folder)
@@ -208,7 +205,7 @@ def pairs_update(
     """
     device = reward_model.gain.device
     count = accelerator.reduce(counts.sum().to(device), "sum")
-    sums = launch.widened(torch.zeros(4, device=device))
+    sums = processes.widened(torch.zeros(4, device=device))
     # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[mb_inds]  # (local_batch,), of the longer text of each
@@ -221,7 +218,8 @@ def pairs_update(
         losses = pairwise_losses(*scores)
         loss = (losses * weights).sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
-        numbers = launch.widened(torch.stack([losses, prefers_chosen(*scores), *scores]).detach())  # (4, micro_batch)
+        numbers = torch.stack([losses, prefers_chosen(*scores), *scores]).detach()
+        numbers = processes.widened(numbers)  # (4, micro_batch)
         sums += (numbers * weights).sum(1)
     processes.average_gradients(reward_model, accelerator)
     gradient_norm = processes.gradient_norm(reward_model)
@@ -229,7 +227,7 @@ def pairs_update(
     # The names are the reproduction's.   reward.py#L420-L503
     names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards")
     shares = {f"train/rm/{name}": total / count for name, total in zip(names, sums, strict=True)}
-    return launch.sum_over_processes(shares, accelerator) | {"train/rm/gradient_norm": gradient_norm.item()}
+    return processes.sum_over_processes(shares, accelerator) | {"train/rm/gradient_norm": gradient_norm.item()}
 
 
 def score_pairs(
@@ -328,7 +326,7 @@ def shift_to_references(
         return (reward_model(tokens.to(device), pad_id),)
 
     (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator, some_posts.lengths(pad_id))
-    scores = launch.widened(scores)
+    scores = processes.widened(scores)
     mean = scores.mean().item()
     reward_model.bias.sub_(mean)
     # Of the scores after the shift, with the biased deviation.   reward.py#L495
@@ -402,7 +400,7 @@ def check_arguments(args: Args, num_processes: int) -> None:
         raise InputError(
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
         )
-    launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
 
 
 def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> RewardModel:

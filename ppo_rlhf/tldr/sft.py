@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, launch, processes
+from ppo_rlhf.lib.base import checkpoints, processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.nets import layers, pretrained
 from ppo_rlhf.lib.services import cli, run
@@ -101,7 +101,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     joint: of tldr/all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
     disk fails.
     """
-    accelerator = launch.make_accelerator()
+    accelerator = processes.make_accelerator()
     check_arguments(args, accelerator.num_processes)
     typed_args = args
     args = worlds.find_paths(args, unused=["task.comparisons"])  # names such as `posts` become paths
@@ -167,7 +167,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
                 accelerator=accelerator,
                 rows=args.local_micro_batch_size,
             )
-            launch.check_finite(metrics, step, launch.anew_with_lower("lr"))
+            processes.check_finite(metrics, step, "lr")
             this_run.log(step, metrics | {"train/sft/lr": lr})
             advance(f"loss {metrics['train/sft/loss']:.3f}")
             if this_run.is_time_to_save(step + 1, steps):
@@ -179,7 +179,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         scores, rows = summarise_held_out(
             model, split_posts, split, tokenizer=tokenizer, ids=ids, args=args, accelerator=accelerator
         )
-        launch.check_finite(scores, steps, launch.anew_with_lower("lr"))
+        processes.check_finite(scores, steps, "lr")
         results |= scores
         this_run.write_evaluation(split, rows)
         if split == "validation":
@@ -259,7 +259,7 @@ def sft_update(
     gradient_norm = processes.gradient_norm(model)
     optimizer.step()
     # The names are the reproduction's.   sft.py#L407-L425
-    metrics = launch.sum_over_processes({"train/sft/loss": total}, accelerator)
+    metrics = processes.sum_over_processes({"train/sft/loss": total}, accelerator)
     return metrics | {"train/sft/tokens": count.item(), "train/sft/gradient_norm": gradient_norm.item()}
 
 
@@ -294,9 +294,9 @@ def summarise_held_out(
         )
     finished = has_stop(responses, ids.stops, 0)  # (posts,)
     rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references)
-    results = {f"{split}/sft/loss": -launch.widened(logprobs).sum().item() / counts.sum().item()}
+    results = {f"{split}/sft/loss": -processes.widened(logprobs).sum().item() / counts.sum().item()}
     results |= {f"{split}/sft/rouge/{name}": value for name, value in posts.rouge(rows).items()}
-    return results | {f"{split}/sft/eos_rate": launch.widened(finished).mean().item()}, rows
+    return results | {f"{split}/sft/eos_rate": processes.widened(finished).mean().item()}, rows
 
 
 # ---- Checks ----------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def summarise_held_out(
 def check_arguments(args: Args, num_processes: int) -> None:
     """Refuse numbers that cannot be meant, before anything is read."""
     cli.check_run(args)
-    launch.split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,84 @@
-"""The processes that train together: what they add up, how they share rows, and the memory that one takes.
-
-lib/base/launch.py has what chapter 1 needs of them, too.
+"""The processes that a launcher started: where they run, how they share rows, what they add up and agree on.
 
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+import datetime
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import nn
 
-from ppo_rlhf.lib.base.launch import sum_over_processes, widened
+from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
+
+# How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
+PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))
+
+
+def default_device() -> torch.device:
+    """Where models run: on a GPU if PyTorch finds one, NVIDIA's, AMD's or Apple's, otherwise on the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+WITHOUT_FLOAT64 = {"mps"}  # kinds of devices: Apple's GPUs
+
+
+def widened(values: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The same numbers in float64, or in float32 on a device that has no float64. device: None: where they are."""
+    device = device or values.device
+    return values.to(torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64).to(device)
+
+
+def device_of_noise(device: torch.device) -> torch.device:
+    """Where the random numbers are with which a model on this device samples. They need float64."""
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
+
+
+def make_accelerator() -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
+    for name in ("DEEPSPEED", "FSDP"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false") == "true":
+            raise InputError(
+                f"{name} is not supported: every process keeps whole models; launch with "
+                f"benchmark/accelerate/ddp.yaml; frozen models may be in bfloat16, and chapters 2 and 3 have LoRA"
+            )
+    accelerator = Accelerator(cpu=default_device().type == "cpu", kwargs_handlers=[PATIENCE])
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
+        raise InputError(
+            f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; "
+            f"on a machine without a GPU, use torchrun --nproc_per_node {started}"
+        )
+    # Launchers set OMP_NUM_THREADS=1 unasked, which leaves cores idle. PPO_RLHF_THREADS overrides.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = os.environ.get("PPO_RLHF_THREADS", str(share))
+    if not threads.isdecimal() or not 1 <= int(threads) <= 1024:
+        raise InputError(f"PPO_RLHF_THREADS is {threads!r}; it must be a number from 1 to 1024")
+    torch.set_num_threads(int(threads))
+    return accelerator
+
+
+def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Reduce 0-d tensors over all processes, in one flat vector."""
+    # [D75] The mean of each metric, in float64.   utils/core.py#L491-L524
+    flat = torch.stack([widened(value.detach()) for value in values.values()])
+    return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
+
+
+def sum_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
+    """Add up 0-d tensors over all processes, in one flat vector: what each adds is a share of the whole."""
+    flat = torch.stack([widened(value.detach()) for value in values.values()])
+    return dict(zip(values, accelerator.reduce(flat, "sum").tolist(), strict=True))
 
 
 def means_over(*parts: tuple[torch.Tensor, dict[str, torch.Tensor]], accelerator: Accelerator) -> dict[str, float]:
@@ -29,7 +94,100 @@ def means_over(*parts: tuple[torch.Tensor, dict[str, torch.Tensor]], accelerator
     }
 
 
+def check_finite(values: dict[str, float], step: int, learning_rate: str) -> None:
+    """Raise a NumericalError that names what is not finite, in the order given: causes first.
+
+    learning_rate: the argument that may be too high.
+    """
+    if broken := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+        others = f" (and {len(broken) - 4} more)" if len(broken) > 4 else ""
+        raise NumericalError(
+            f"{', '.join(broken[:4])}{others} in step {step}; the run stops and saves nothing more; "
+            f"if it happens again after --resume, start again with a lower {flag(learning_rate)}"
+        )
+
+
+FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}
+
+
+def check_update(
+    metrics: dict[str, float],
+    update: int,
+    dtype: str,
+    gap: str = "ppo/val/first_ratio_gap",
+    monitored: Collection[str] = (),
+) -> None:
+    """Raise a NumericalError if the metrics of an update of PPO, over all processes, are impossible.
+
+    gap: the one that says how far the ratio is off 1 before the first step. monitored: objectives that may be NaN.
+    """
+    only_logged = {f"objective/{name}" for name in monitored}
+    trained = {name: value for name, value in metrics.items() if name not in only_logged}
+    check_finite(trained, update, "ppo.lr")
+    # [D25] Before the first step, the policy that trains is the one that sampled.
+    if metrics[gap] > FIRST_RATIO_TOLERANCE[dtype]:
+        raise NumericalError(
+            f"the ratio is off 1 by {metrics[gap]:.2g} on the first pass of update {update}: rollout and training "
+            f"pass disagree about the policy; the run stops and saves nothing more"
+        )
+
+
+def check_equal(name: str, value: float, accelerator: Accelerator) -> None:
+    """Raise a NumericalError on every process if a number is not the same on all of them, bit for bit."""
+    if accelerator.num_processes > 1:
+        values = accelerator.gather(torch.tensor([value], dtype=torch.float64, device=accelerator.device))
+        if (values != values[0]).any():
+            raise NumericalError(f"{name} differs between processes: {values.tolist()}; the run stops")
+
+
+def fail_together(problem: str) -> None:
+    """Raise an InputError on every process if one of them has a problem; an empty text is none.
+
+    For what may go wrong on one process alone, which the others would wait for.
+    """
+    problems: list[str] = [problem]
+    if torch.distributed.is_initialized():
+        problems = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem)
+    if problem := next(filter(None, problems), ""):
+        raise InputError(problem)
+
+
+Made = TypeVar("Made")  # what a function returns
+
+
+def on_main(function: Callable[[], Made]) -> Made | None:
+    """The result of a function on the main process, and None on the others; or its InputError on every process.
+
+    Every process must call this.
+    """
+    made, problem = None, ""
+    if errors.is_first_process():
+        try:
+            made = function()
+        except InputError as error:
+            problem = str(error)
+    fail_together(problem)
+    return made
+
+
+def from_main(function: Callable[[], Made]) -> Made:
+    """The result of a function on the main process, on every process. Every process must call this.
+
+    Such as what is found in a folder, which may look different to another process a moment later.
+    """
+    return broadcast_object_list([on_main(function)])[0]
+
+
 # ---- Shares ----------------------------------------------------------------------------------------------------
+
+
+def split_evenly(field: str, value: int, parts: int, what: str) -> int:
+    """value / parts, if that is exact. what: what the parts are, for the message."""
+    if value % parts:
+        offer = math.ceil(value / parts) * parts
+        raise InputError(f"{typed(field)} {value} does not divide by {parts} ({what}); {flag(field)} {offer} does")
+    return value // parts
 
 
 def deal(inds: torch.Tensor, batch: int, rank: int, processes: int) -> tuple[torch.Tensor, torch.Tensor]:

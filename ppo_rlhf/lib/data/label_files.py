@@ -10,7 +10,6 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -55,42 +54,29 @@ class Labels:
         return (self.queries != pad_id).sum(1) + (self.samples != pad_id).sum(2).amax(1)
 
 
-SHOWN = 3  # labels
+def shown_labels(labels: Labels) -> torch.Tensor:
+    """Indices of three labels to show, if possible held-out ones."""
+    first = len(labels.targets) - labels.held_out if labels.held_out else 0
+    return torch.arange(len(labels.targets))[first:][:3]
 
 
-@torch.no_grad()
-def tables_of(
-    labels: Labels, tokenizer: PreTrainedTokenizerBase, pad_id: int, score: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Samples of a few labels, if possible held-out ones, with their scores; and how long all texts are, in tokens.
-
-    score: indices of labels (batch,) -> scores of their samples (batch, n).
-    """
-    held_out = len(labels.targets) - labels.held_out
-    inds = torch.arange(len(labels.targets))[held_out if labels.held_out else 0 :][:SHOWN]
+def sample_rows(
+    labels: Labels, inds: torch.Tensor, scores: torch.Tensor, tokenizer: PreTrainedTokenizerBase, pad_id: int
+) -> list[dict[str, Any]]:
+    """The samples of the labels with these indices (batch,) as texts, with their scores (batch, n)."""
     rows = []
-    for i, scores in zip(inds.tolist(), score(inds).tolist(), strict=True):
+    for i, own_scores in zip(inds.tolist(), scores.tolist(), strict=True):
         query, *samples = (
             tokenizer.decode([token for token in tokens.tolist() if token != pad_id])
             for tokens in (labels.queries[i], *labels.samples[i])
         )
-        target, of_best = labels.targets[i].item(), labels.kind == "best"
-        for j, (text, value) in enumerate(zip(samples, scores, strict=True)):
-            label = ("best" if j == target else "") if of_best else f"{target:+.2f}"  # of a difference: of the second
-            rows.append({"query": query, "sample": text, "label": label, "score": value})
-    texts = {"query": labels.queries, "sample": labels.samples}
-    if labels.kind == "best":  # raters may have a taste for length
-        texts["best sample"] = labels.samples[torch.arange(len(labels.targets)), labels.targets.long()]
-    return rows, rows_of_lengths(pad_id, **texts)
-
-
-def rows_of_lengths(pad_id: int, **texts: torch.Tensor) -> list[dict[str, Any]]:
-    """How many tokens texts have. texts: by name, (..., length) with padding."""
-    lengths = {name: (tokens != pad_id).sum(-1).flatten().double() for name, tokens in texts.items()}
-    return [
-        {"text": name, "texts": len(x), "fewest": int(x.min()), "mean": x.mean().item(), "most": int(x.max())}
-        for name, x in lengths.items()
-    ]
+        target = labels.targets[i].item()
+        for j, (text, score) in enumerate(zip(samples, own_scores, strict=True)):
+            label = f"{target:+.2f}"  # of a difference: of the second
+            if labels.kind == "best":
+                label = "best" if j == target else ""
+            rows.append({"query": query, "sample": text, "label": label, "score": score})
+    return rows
 
 
 def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int = 0) -> Labels:

@@ -171,7 +171,7 @@ def scorer_of(
     user's. bare: takes what is around that text out of a query. dialogues: what will come, to be tried now.
     """
     plain = task.prompt_format == "plain"
-    ends = templates.end_ids(tokenizer)
+    ends = pretrained.end_ids(tokenizer)
 
     def without_padding(tokens: Tensor) -> list[list[int]]:
         return [[token for token in row if token != pad_id] for row in tokens.tolist()]

@@ -1,10 +1,13 @@
-"""Models that were pretrained or trained here, before they are loaded: which files, and what is wrong with them.
+"""Models and tokenizers, before they are loaded: which files, how texts begin and end, and what is wrong with them.
 
 All that is wrong ends in one line that names the argument and says what would do.
+
+Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 """
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +31,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from ppo_rlhf.lib.base import files, hub
-from ppo_rlhf.lib.base.errors import InputError, flag, input_errors
+from ppo_rlhf.lib.base.errors import InputError, flag, input_errors, say_once
 
 PAD_TOKEN = "<|ppo_rlhf_pad|>"  # of the tokenizers that are saved with reward models and critics
 
@@ -59,6 +62,50 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not isinstance(info, dict) or not isinstance(info.get("kind"), str):
         raise InputError(f"{folder / 'ppo_rlhf.json'} does not describe a model that was trained here")
     return info
+
+
+# ---- How texts begin and end -----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def start_of_plain(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text by itself, such as BOS; for most models nothing. A line says so."""
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    places = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    first = whole[: next(places, 0)]
+    # [X19] Llama, Mistral and Gemma have never read a text without it.
+    if first:
+        say_once(f"every prompt begins with {tokenizer.decode(first)}, as all texts do for this tokenizer")
+    return first
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:
+    """All ids that end a text: the tokenizer's, and those that the model's generation_config.json names.
+
+    generation_config: None is that of the model whose tokenizer load_tokenizer has loaded.
+    """
+    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
+    #       workers/fsdp_workers.py#L945-L949
+    generation_config = generation_config or getattr(tokenizer, "generation_config", None)
+    theirs = generation_config.eos_token_id if generation_config else None
+    ends = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None, -1}  # -1: none
+    if any(type(end) is not int for end in ends):
+        raise InputError(f"the model's generation_config.json names the token {theirs!r} as its end; give its number")
+    return tuple(sorted(ends))
+
+
+def sampling_config(
+    own: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, temperature: float
+) -> GenerationConfig:
+    """The generation_config.json of a policy: how it was sampled in training. own: that of the base model."""
+    # [V14] With the base model's top-k or penalty, the library would write as no policy was trained to.
+    ids = {name: getattr(own, name, None) for name in ("bos_token_id", "pad_token_id")}
+    ends = end_ids(tokenizer, own)
+    ids["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
+    config = GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0, **ids)
+    drop_outside_ids(config, vocabulary_size(tokenizer))
+    return config
 
 
 # ---- Load ------------------------------------------------------------------------------------------------------

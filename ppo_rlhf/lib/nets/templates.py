@@ -1,6 +1,6 @@
-"""What stands around a query: a chat template, or the token that a model expects first; and which tokens end a text.
+"""What stands around a query of chapters 2 and 3: a chat template, or the token that a model expects first.
 
-Chapters 2 and 3 have two formats, --task.prompt_format; chapter 1 has the first alone:
+--task.prompt_format is one of
 
     plain   a query is the text itself, after the token that the tokenizer puts before every text, if it has one
     chat    a query is the user's turn in the tokenizer's chat template, and the response is the assistant's turn
@@ -16,10 +16,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base.errors import InputError, flag, say_once
-from ppo_rlhf.lib.nets.pretrained import drop_outside_ids, vocabulary_size
+from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.nets import pretrained
 
 Messages = list[dict[str, str]]
 
@@ -48,14 +48,6 @@ def check(task: FormatArgs) -> None:
     options_of(task)
 
 
-def check_task(task: Any) -> None:
-    """Refuse chapter 1's stop token beyond the end of responses."""
-    if task.truncate_after > task.response_length:
-        raise InputError(
-            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
-        )
-
-
 def options_of(task: FormatArgs) -> dict[str, Any]:
     """The template's variables. A value is JSON, such as false or 3, or else a text."""
     options: dict[str, Any] = {}
@@ -80,19 +72,6 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
 
-@functools.lru_cache(maxsize=8)
-def start_of_plain(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text by itself, such as BOS; for most models nothing. A line says so."""
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    places = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-    first = whole[: next(places, 0)]
-    # [X19] Llama, Mistral and Gemma have never read a text without it.
-    if first:
-        say_once(f"every prompt begins with {tokenizer.decode(first)}, as all texts do for this tokenizer")
-    return first
-
-
 PLACE = "\ue000query\ue000"  # in place of a query: private characters, which no template and no argument has
 
 
@@ -100,7 +79,7 @@ def affixes(task: FormatArgs, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     """Token ids that come before and after every query."""
     check(task)
     if task.prompt_format == "plain":
-        return start_of_plain(tokenizer), []
+        return pretrained.start_of_plain(tokenizer), []
     around = render([*system_of(task), {"role": "user", "content": PLACE}], task, tokenizer).split(PLACE)
     if len(around) != 2:
         raise InputError(
@@ -176,40 +155,3 @@ def encode(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def shown(rendered: str) -> str:
     """A rendered template as people read it."""
     return rendered.replace(BREAK, "")
-
-
-# ---- How a text ends -------------------------------------------------------------------------------------------
-
-
-def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> tuple[int, ...]:
-    """All ids that end a text: the tokenizer's, and those that the model's generation_config.json names.
-
-    generation_config: None is that of the model whose tokenizer load_tokenizer has loaded.
-    """
-    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
-    #       workers/fsdp_workers.py#L945-L949
-    generation_config = generation_config or getattr(tokenizer, "generation_config", None)
-    theirs = generation_config.eos_token_id if generation_config else None
-    ends = {tokenizer.eos_token_id, *(theirs if isinstance(theirs, list) else [theirs])} - {None, -1}  # -1: none
-    if any(type(end) is not int for end in ends):
-        raise InputError(f"the model's generation_config.json names the token {theirs!r} as its end; give its number")
-    return tuple(sorted(ends))
-
-
-def all_ends(tokenizer: PreTrainedTokenizerBase, stop_id: int | None) -> int | tuple[int, ...] | None:
-    """A stop token, or all ends of a text if it is one of several."""
-    ends = end_ids(tokenizer)
-    return ends if stop_id in ends and len(ends) > 1 else stop_id
-
-
-def sampling_config(
-    own: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, temperature: float
-) -> GenerationConfig:
-    """The generation_config.json of a policy: how it was sampled in training. own: that of the base model."""
-    # [V14] With the base model's top-k or penalty, the library would write as no policy was trained to.
-    ids = {name: getattr(own, name, None) for name in ("bos_token_id", "pad_token_id")}
-    ends = end_ids(tokenizer, own)
-    ids["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
-    config = GenerationConfig(do_sample=True, temperature=temperature, top_p=1.0, top_k=0, **ids)
-    drop_outside_ids(config, vocabulary_size(tokenizer))
-    return config

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, launch
+from ppo_rlhf.lib.base import errors, processes
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import templates
+from ppo_rlhf.lib.nets import pretrained
 
 # Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
 Scorer = Callable[..., torch.Tensor]
@@ -49,7 +49,7 @@ def text_scorer(
         return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
-        ends = responses.new_tensor(templates.end_ids(tokenizer))
+        ends = responses.new_tensor(pretrained.end_ids(tokenizer))
         written = responses.masked_fill(torch.isin(responses, ends).cumsum(1) > 0, pad_id)
         answers = [None] * len(queries) if references is None else decode(references)
         scores = scores_of(
@@ -146,7 +146,7 @@ def scores_of(
         allowed = f"at most {LARGEST_SCORE:g} in size{', NaN or None' if may_be_nan else ''}"
         problem = f"{what} returned {wrong[0]} for text {scores.index(wrong[0]) + 1}; scores must be {allowed}"
     if on_all_processes:
-        launch.fail_together(problem)
+        processes.fail_together(problem)
     elif problem:
         raise InputError(problem)
     return scores

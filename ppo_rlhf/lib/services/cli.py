@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from ppo_rlhf.lib.base import errors, files
 from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.base.launch import WITHOUT_FLOAT64, default_device
+from ppo_rlhf.lib.base.processes import WITHOUT_FLOAT64, default_device
 from ppo_rlhf.lib.services import run
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
@@ -258,6 +258,14 @@ def check_run(args: RunArgs) -> None:
         from ppo_rlhf.lib.services import tracking
 
         tracking.check(args, name)
+
+
+def check_task(task: Any) -> None:
+    """Refuse chapter 1's stop token beyond the end of responses."""
+    if task.truncate_after > task.response_length:
+        raise InputError(
+            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
+        )
 
 
 def check_whole_update(total_episodes: int, batch_size: int) -> None:

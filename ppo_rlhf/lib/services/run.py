@@ -44,7 +44,7 @@ from accelerate.utils import broadcast_object_list, tqdm
 from ppo_rlhf.lib.base import checkpoints, errors, files
 from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, flag
 from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services import plots, traces, tracking
+from ppo_rlhf.lib.services import plots, tracking
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -67,26 +67,13 @@ def read_records(path: Path) -> list[list[str]]:
     return list(csv.reader(lines))
 
 
-def git(*words: str) -> str:
-    """The output of git in the folder of this project; empty where it fails."""
-    command = ["git", "-C", str(Path(__file__).parent), *words]
+def commit() -> str:
+    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8").stdout.strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
         return ""
-
-
-def commit() -> str:
-    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
-    return git("describe", "--always", "--dirty", "--abbrev=40")
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 class Run:
@@ -113,7 +100,7 @@ class Run:
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         self._started = time.monotonic() - previous.get("wall_time", 0.0)
-        device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else cpu_name()
+        device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.machine()
         # The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": self.folder.name,
@@ -162,10 +149,10 @@ class Run:
                         f"what would be trained from {model} could not be saved: {type(error).__name__}: {error}"
                     ) from error
 
-    def start_logging(self, first_step: int, config: dict[str, Any] | None = None, note: str = "") -> None:
+    def start_logging(self, first_step: int, config: dict[str, Any] | None = None) -> None:
         """Make the folder and open the logs; drop what a run that was cut off had logged at first_step and later.
 
-        config: what the tracker gets in addition to the arguments. note: a line to print below the sizes.
+        config: what the tracker gets in addition to the arguments.
         """
         if not self.is_main:
             return
@@ -175,8 +162,6 @@ class Run:
         self.save_meta()
         print(f"run {self.folder}")
         print_table("", [{"size": name, "value": value} for name, value in self.meta["sizes"].items()], lines=False)
-        if note:
-            print(note)
         # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
         # TensorBoard forgets what the run that was cut off had logged at the step purge_step and later.
         self.accelerator.log_with = [TensorBoardTracker("", self.folder, purge_step=first_step)]
@@ -206,7 +191,6 @@ class Run:
         kept = files.csv_text([header, *rows[:first_step]] if first_step else [])
         files.replace_file(metrics_file, kept)
         files.replace_file(samples_file, "".join(samples))
-        traces.cut(self.folder, first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row of metrics, on the main process. step: 0-based."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppo_rlhf.lib.base import files, launch
+from ppo_rlhf.lib.base import files, processes
 from ppo_rlhf.lib.base.errors import InputError, typed_as
 from ppo_rlhf.lib.services import cli, run
 
@@ -30,7 +30,7 @@ class Stages:
 
     def __init__(self, args: Args, *parts: str):
         """args: of the script that runs the stages, with those of each part under its name."""
-        self.resume, self.accelerator = args.resume, launch.make_accelerator()
+        self.resume, self.accelerator = args.resume, processes.make_accelerator()
         shared = {name: getattr(args, name) for name in SHARED} | {"resume": ""}
         self.args = {part: dataclasses.replace(getattr(args, part), **shared) for part in parts}
         names = [stage.exp_name for stage in self.args.values()]
@@ -49,7 +49,7 @@ class Stages:
         """Train one stage, resume it, or skip it if it is finished; returns models/<run>/<part>."""
         folder = self.folders[part] = self.runs / run.run_name(args, self.timestamp)
         begun = self.resume and (folder / "meta.json").exists()
-        meta = launch.from_main(lambda: run.read_meta(folder) if begun else {})
+        meta = processes.from_main(lambda: run.read_meta(folder) if begun else {})
         if meta.get("finished"):
             return self.models / folder.name / part
         if meta:

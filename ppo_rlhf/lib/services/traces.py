@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import launch
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.errors import InputError
 
 TRACED = 8  # queries that are answered again each time
@@ -91,13 +91,6 @@ def read(run_folder: Path, update: int, again: bool = False) -> Trace:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
 
 
-def cut(run_folder: Path, first_update: int) -> None:
-    """Remove the traces of an update and all after it, which will be made again."""
-    for update, again in kept(run_folder):
-        if update >= first_update:
-            path_of(run_folder, update, again).unlink()
-
-
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -> list[str]:
     """The text that each token adds to those before it; empty for padding.
 
@@ -142,7 +135,7 @@ def of_epochs(seen: list[Seen], episodes: int) -> dict[str, Tensor]:
 
 def moments(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor] = torch.clone) -> tuple[Tensor, Tensor]:
     """Mean and deviation with which `whiten` of the scripts scales values where the mask is True: two 0-d tensors."""
-    count, values = reduce(mask.sum()).clamp(min=1), launch.widened(values).masked_fill(~mask, 0)
+    count, values = reduce(mask.sum()).clamp(min=1), processes.widened(values).masked_fill(~mask, 0)
     mean = reduce(values.sum()) / count
     variance = reduce(((values - mean).masked_fill(~mask, 0) ** 2).sum()) / count
     return mean, (variance + 1e-8).sqrt()
@@ -184,7 +177,7 @@ class Recorder(Generic[Rollout]):
         *,
         episodes: int,
         after_update: Callable[[Rollout, slice], dict[str, Tensor]],
-        again: Callable[[float], Rollout],
+        answer_fixed_queries: Callable[[float], Rollout],
         cliprange: float | None = None,
         numbers: Callable[[Rollout], Mapping[str, Any]] = vars,
         texts: Callable[[Mapping[str, Any]], dict[str, list[str]]] = lambda numbers: {},
@@ -192,12 +185,13 @@ class Recorder(Generic[Rollout]):
         """folder: of the run. episodes: how many to keep, at most those of one process.
 
         after_update: (a rollout, its first rows) -> numbers of these rows by name: `new_logprobs` under the policy
-        after the update and what else the losses have. again: KL coefficient -> a rollout of the queries that are
-        the same each time. cliprange: of the policy's ratio, unless after_update says what is clipped. texts: more
-        texts of the episodes whose numbers it gets, by name.
+        after the update and what else the losses have. answer_fixed_queries: KL coefficient -> a rollout of the
+        queries that are the same each time. cliprange: of the policy's ratio, unless after_update says what is
+        clipped. texts: more texts of the episodes whose numbers it gets, by name.
         """
         self.folder, self.accelerator, self.tokenizer, self.pad_id = folder, accelerator, tokenizer, pad_id
-        self.episodes, self.after_update, self.again = episodes, after_update, again
+        self.episodes, self.after_update = episodes, after_update
+        self.answer_fixed_queries = answer_fixed_queries
         self.cliprange, self.numbers, self.texts = cliprange, numbers, texts
 
     @torch.no_grad()
@@ -216,7 +210,7 @@ class Recorder(Generic[Rollout]):
             found[f"{'epochs' if tensor.dim() > 2 else 'statistics'}.{name}"] = tensor
         self._write(update, False, found)
 
-        found = dict(self.numbers(self.again(kl_coef)))
+        found = dict(self.numbers(self.answer_fixed_queries(kl_coef)))
         found["statistics.kl_coef"] = torch.full((len(found["logprobs"]),), kl_coef, dtype=torch.float64)
         self._write(update, True, found)
 
