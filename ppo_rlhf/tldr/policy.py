@@ -257,7 +257,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     evaluation = {name: math.nan if mean is None else mean for name, mean in resumed.get("evaluation", {}).items()}
     if has_own_scale(args.rewards) and args.rewards.normalize_samples and resumed["step"] == 0:
         # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
-        scale.fit(scores_of_base_model(setup, actor_critic), accelerator)
+        scale.fit(scores_of_base_model(setup, actor_critic))
     recorder = make_recorder(setup, this_run, actor_critic, reference)
     this_run.start_logging(resumed["step"])
     rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
