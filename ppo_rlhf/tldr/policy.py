@@ -1060,6 +1060,11 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
     has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
     if not has_one_source and "rewards.trained_model" not in unmade:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
+    if args.rewards.label and not foreign.is_foreign(args.rewards.trained_model):
+        raise InputError(
+            f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from "
+            f"elsewhere; leave it empty"
+        )
     typed_args = args
     args = worlds.find_paths(args, unused=["task.comparisons", *unmade])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
