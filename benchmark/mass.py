@@ -1,7 +1,7 @@
 """How much there is to read: tokens of Python, folder by folder, and what a script runs outside its own page.
 
     python benchmark/mass.py                        # tokens of ppo_rlhf, benchmark and tests
-    python benchmark/mass.py --files ppo_rlhf       # of each file
+    python benchmark/mass.py ppo_rlhf               # of each file
     python benchmark/mass.py --run ppo_rlhf/train_reward.py --preset tales --num_train 64 --batch_size 32 \\
         --normalize_samples 64
 
@@ -75,9 +75,9 @@ def main() -> None:
         sys.argv = words[1:]
         print_outside(Path(words[1]).resolve())
         return
-    for folder in [word for word in words if word != "--files"] or ("ppo_rlhf", "benchmark", "tests"):
+    for folder in words or ("ppo_rlhf", "benchmark", "tests"):
         counts = tokens_of_files(folder)
-        if "--files" in words:
+        if words:
             for name, count in sorted(counts.items(), key=lambda item: -item[1]):
                 print(f"{count:8,} {name}")
         print(f"{sum(counts.values()):8,} tokens in {len(counts)} files of {folder}")
