@@ -28,10 +28,10 @@ Chapter 3 is GRPO without a KL penalty. The model of sums ends its responses its
 weights end none.
 """
 
-import contextlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -115,12 +115,10 @@ REMARKS = {
 
 
 def cpu_name() -> str:
-    """The processor's model, where the system says so."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    """The processor's model on Linux, elsewhere its architecture."""
+    known = Path("/proc/cpuinfo")
+    found = re.search("model name\\s*: (.*)", known.read_text()) if known.exists() else None
+    return found[1] if found else platform.machine()
 
 
 @dataclass(frozen=True)
@@ -366,12 +364,8 @@ def utilisation_table(args: Args, measured: list[dict[str, Any]]) -> list[dict[s
 
 
 def main(args: Args) -> int:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda, but PyTorch finds no GPU")
     if args.micro_batch_size % args.processes:
         raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {args.processes} processes")
-    if args.compile and args.chapter == 3:
-        raise InputError("--compile goes with --chapter 1")
     if args.output and args.output.exists():
         raise InputError(f"--output {args.output} exists; remove it or choose another name")
     inputs = make_inputs(args)
