@@ -301,7 +301,6 @@ def changed(args, changes: dict):
 def test_import_function():
     assert import_function("math:sqrt", "rewards.function")(9) == 3
     score = import_function("ppo_rlhf.worlds.tales:sentiment.gold_scores", "rewards.monitor")
-    assert import_function("ppo_rlhf.tales:sentiment.gold_scores", "rewards.monitor") == score  # as runs had it once
     assert score([""], ["happy"]) == [1.0]
 
 

@@ -1,6 +1,5 @@
 """lib/rewards.py, the verifiers of chapter 3: numbers, boxes, formats, functions of texts, overlong responses."""
 
-import io
 import json
 import lzma
 import math
@@ -364,11 +363,6 @@ def digits(prompts, responses, answers):
     return "1" * len(responses)
 
 
-def closing(prompts, responses, answers):
-    sys.stdout.close()
-    return [1.0] * len(responses)
-
-
 def moving(prompts, responses):
     """As a function may do that loads a model of its own."""
     torch.set_default_dtype(torch.float16)
@@ -376,9 +370,8 @@ def moving(prompts, responses):
     return [0.1] * len(responses)
 
 
-def silencing(prompts, responses, answers):
+def without_gradients(prompts, responses, answers):
     torch.set_grad_enabled(False)
-    sys.stdout = io.StringIO()
     return [1.0] * len(responses)
 
 
@@ -401,44 +394,49 @@ def test_none_and_nan_mean_that_a_response_cannot_be_scored():
 def test_a_function_that_is_wrong_is_named_in_one_line():
     with pytest.raises(InputError) as caught:
         load("test_verifiers:infinite")(["p"] * 2, ["a", "i"], ["1"] * 2)
-    words = "returned inf for text 2 of 2; scores must be at most 1e+15 in size, NaN or None"
+    words = "returned inf for text 2; scores must be at most 1e+15 in size, NaN or None"
     assert str(caught.value) == f"--rewards.verifier test_verifiers:infinite {words}"
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("verl", "its parameter data_source has neither a default nor a known name"),
+        ("verl", "missing a required argument: 'data_source'; a function is called by the names of its parameters"),
         ("by_number", "returned a dict; it must return a list, one number per response"),
-        ("one_number", "returned a float; it must return a list, one number per response"),
+        ("one_number", "'float' object is not iterable"),
         ("digits", "returned a str; it must return a list, one number per response"),
-        ("closing", "closed sys.stdout, which the run prints to"),
     ],
 )
-def test_a_function_that_never_works_is_refused_before_training(name, words, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+def test_a_function_that_never_works_is_refused_before_training(name, words):
     with pytest.raises(InputError, match=words) as caught:
         load(f"test_verifiers:{name}")
     assert str(caught.value).startswith(f"--rewards.verifier test_verifiers:{name}")
 
 
 def test_what_a_function_switches_off_is_on_again():
-    stdout = sys.stdout
-    assert load("test_verifiers:silencing")(["p"], ["r"], ["1"]) == [1.0]
-    assert torch.is_grad_enabled() and sys.stdout is stdout
     try:
+        assert load("test_verifiers:without_gradients")(["p"], ["r"], ["1"]) == [1.0]
+        assert torch.is_grad_enabled()
         assert load("test_verifiers:moving")(["p"], ["r"], ["1"]) == [0.1]
         assert torch.zeros(1).dtype == torch.float32 and torch.zeros(1).device.type == "cpu"
     finally:
+        torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "nothing", "test_verifiers:nothing", "no_module:f"])
-def test_an_unknown_verifier_is_refused(name):
-    with pytest.raises(InputError, match=r"--rewards\.verifier") as caught:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gsm8k", "unknown; there are .*gsm8k_strict.* and package.module:name"),
+        ("nothing", "unknown; there are .*gsm8k_strict.* and package.module:name"),
+        ("test_verifiers:nothing", "module 'test_verifiers' has no attribute 'nothing'"),
+        ("no_module:f", "No module named 'no_module'"),
+    ],
+)
+def test_an_unknown_verifier_is_refused(name, words):
+    with pytest.raises(InputError, match=rf"--rewards\.verifier {name}: .*{words}"):
         load(name)
-    assert "gsm8k_strict" in str(caught.value) or "package.module:name" in str(caught.value)
 
 
 def test_a_function_is_tried_before_training(monkeypatch):

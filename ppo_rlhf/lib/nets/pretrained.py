@@ -148,6 +148,8 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
         raise OSError("it reads more than texts; save its language model alone")
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # of what runs everywhere, only this caps attention's logits (Gemma 2)
+    if config._attn_implementation == "flex_attention" and not torch.cuda.is_available():
+        config._attn_implementation = None  # it ends the interpreter on a CPU; the library chooses another
     text_config = config.get_text_config(decoder=True)
     drop_outside_ids(text_config, getattr(text_config, "vocab_size", sys.maxsize))
     if "/" in (getattr(config, "_attn_implementation", None) or "") and not trust_remote_code:
@@ -303,16 +305,17 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
         read = cap * torch.tanh(read / cap) if cap else read
         return same_logits(read, logits[:, : len(places)])
 
-    around_padding = torch.cat([columns[quarter:half], columns[half + quarter :]])  # there is some before them, too
+    around_padding = torch.cat([columns[:quarter], columns[quarter + half :]])
     try:
-        can_be_read = agrees(columns) and agrees(around_padding)
+        can_be_read = agrees(columns) and agrees(columns[half:]) and agrees(around_padding)
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         raise InputError(f"{what} cannot be read with an attention mask of 4 dimensions: {error}") from error
     if not can_be_read:
         raise InputError(
             f"{what} gives other logits when its tokens are read at positions that we choose, with padding between "
-            f"them. Models with a recurrent state (Mamba), distances of columns (ALiBi), a window shorter than "
-            f"{length} tokens, or a scale of the logits are not supported"
+            f"them. Models with a recurrent state (Mamba), distances of columns (ALiBi), or a scale of the logits "
+            f"are not supported, nor is a window shorter than query and response, {length} tokens; if that is it, "
+            f"shorten {flag('task.query_length')} or {flag('task.response_length')}"
         )
 
 

@@ -1,5 +1,6 @@
 """Scorers of texts that are the user's functions: import them, call them, and say in one line what they do wrong."""
 
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -7,7 +8,7 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -99,7 +100,8 @@ def import_function(name: str, field: str) -> Callable:
         # What is installed, and what a library tries to import, is never taken from the current folder unasked.
         if importlib.util.find_spec(name.partition(":")[0].partition(".")[0]) is None:
             sys.path.append("")
-        function = pkgutil.resolve_name(name)
+        with contained():
+            function = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
         raise InputError(f"{flag(field)} {name}: {in_one_line(error)}") from error
     if not callable(function):
@@ -113,6 +115,22 @@ def in_one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not frame.filename.startswith(machinery)]
     return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Within the block, the user's code may switch gradients off, or set the default dtype or device of tensors, as
+    scripts that sample from a model do. Afterwards they are what they were, or training would compute otherwise.
+    """
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
 
 
 def scores_of(
@@ -134,7 +152,12 @@ def scores_of(
     scores, problem = [], ""
     try:
         arguments = arguments_of(function, queries, responses, references)
-        returned = function(*arguments.args, **arguments.kwargs)
+        with contained():
+            returned = function(*arguments.args, **arguments.kwargs)
+        if isinstance(returned, str | dict):  # a loop over them would give numbers, but no scores
+            raise TypeError(
+                f"it returned a {type(returned).__name__}; it must return a list, one number per response"
+            )
         scores = [float(none if score is None else score) for score in returned]
     except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
         problem = f"{what} failed when called with {len(queries)} texts: {in_one_line(error)}"
