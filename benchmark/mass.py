@@ -22,13 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ["ppo_rlhf", "benchmark", "tests"]
 LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
+    getattr(tokenize, name) for name in ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"]
 }
 
 
@@ -66,16 +60,16 @@ def print_outside(script: Path) -> None:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.setprofile(None)
-    functions, lines = Counter(), Counter()
+    functions, lines = 0, Counter()
     for code in entered:
         file = code.co_filename
         # Comprehensions and lambdas are part of a function; bodies of modules and classes are none.
         if file.startswith(package) and file != str(script) and code.co_name[0] != "<" and code.co_flags & 2:
-            functions[file] += 1
+            functions += 1
             lines[file] += max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1
     for file, count in lines.most_common():
-        print(f"{functions[file]:5} functions {count:6,} lines  {file.removeprefix(package)}")
-    print(f"outside: {functions.total()} functions, {lines.total()} lines, {len(lines)} files")
+        print(f"{count:6,} lines  {file.removeprefix(package)}")
+    print(f"outside: {functions} functions, {lines.total()} lines, {len(lines)} files")
 
 
 def main() -> None:

@@ -1381,6 +1381,7 @@ def load_pretrained(
             output_loading_info=True,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # checked_model names them
+            adapter_kwargs=pretrained.NO_ADAPTER,
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
@@ -1419,7 +1420,8 @@ def load_reward(
     folder = args.rewards.trained_model
     pretrained.find_head(Path(folder), f"{flag('rewards.trained_model')} {folder}")
     dtype = pretrained.dtype_of_weights(args, frozen=True)
-    reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
+    with errors.typed_as({"base_model": typed("rewards.trained_model")}):
+        reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
     # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
     pretrained.load_head(reward_model, Path(folder))
     pretrained.check_reward_model(reward_model.lm_backbone, args, ids.pad)

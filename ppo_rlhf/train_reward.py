@@ -903,6 +903,7 @@ def load_pretrained(
             output_loading_info=True,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # checked_model names them
+            adapter_kwargs=pretrained.NO_ADAPTER,
         )
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None

@@ -26,6 +26,7 @@ from accelerate.state import AcceleratorState
 from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
+from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.services import plots
 from ppo_rlhf.lib.services.run import Run
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
@@ -269,6 +270,19 @@ def main_of(script: str) -> tuple[types.CodeType, types.ModuleType]:
     return compile(ast.Module(last.body, []), module.__file__, "exec"), module
 
 
+def first_of(number: int) -> type[Accelerator]:
+    """An Accelerator that sees so many processes, and a launcher that says it has started them."""
+
+    class First(Accelerator):
+        num_processes = number
+
+        def __init__(self, **arguments: Any):
+            super().__init__(**arguments)
+            os.environ["WORLD_SIZE"] = str(number)  # only now, since accelerate would wait for the others
+
+    return First
+
+
 @contextlib.contextmanager
 def modules_of(folder: Path) -> Iterator[None]:
     """Within the block, modules may be imported from a folder whose files change from row to row."""
@@ -297,7 +311,7 @@ def started(row: Row, folder: Path) -> Iterator[tuple[io.StringIO, io.StringIO]]
         stack.enter_context(unittest.mock.patch.dict(os.environ, OFFLINE | row.environment))
         patch.setattr(plots, "draw_learning_curves", lambda *_: None)
         if row.processes > 1:
-            patch.setattr(Accelerator, "num_processes", row.processes)
+            patch.setattr(processes, "Accelerator", first_of(row.processes))
         stack.enter_context(modules_of(folder))
         warned = stack.enter_context(warnings.catch_warnings(record=True))
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):

@@ -1,4 +1,4 @@
-"""What a run survives: signals, a second writer, a full disk, a read-only folder, damaged files; and going on then.
+"""What a run survives: signals, a full disk, a read-only folder, damaged files; and going on then.
 
 Each fault leaves the last good checkpoint and one clear line. soak.py has kill -9.
 """
@@ -94,7 +94,7 @@ def check_goes_on(run: Path, undisturbed: Path) -> None:
     assert_close(weights_of(run), weights_of(undisturbed), rtol=0, atol=0)
 
 
-# ---- SIGTERM and a second writer -------------------------------------------------------------------------------
+# ---- SIGTERM ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,7 +105,6 @@ def arguments(tiny_world: Path, tiny_reward: Path) -> list[str]:
 
 
 def test_sigterm_saves_a_checkpoint_and_ends(arguments, tmp_path):
-    """Before it ends, no other process can resume the run."""
     launched = Launched("train_policy.py", *arguments, folder=tmp_path)
     run = wait_for_rows(launched, "runs/*", 2, tmp_path)
     launched.process.terminate()

@@ -414,6 +414,7 @@ LONG_ARTICLE = edit_row("world/comparisons_validation.jsonl", 0, info={"article"
 CHAPTER_2 = {
     "policy: fewer than a batch": summary_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
     "sft: two processes": sft("--batch_size 15", "batch_size 15", "2 (processes", "--batch_size 16", processes=2),
+    "policy: a label of our own reward model": summary_policy("--rewards.label GOOD", "--rewards.label GOOD does"),
     "policy: two processes": summary_policy(
         "--ppo.batch_size 14 --ppo.nminibatches 2", "4 (processes", "--ppo.batch_size 16", processes=2
     ),
@@ -534,6 +535,7 @@ RLVR = {
     f"{RLOO} --ppo.gamma 0.9": "--ppo.gamma 0.9 does nothing",
     "--ppo.loss reinforce --ppo.cliprange_low 0.1": "--ppo.cliprange_low 0.1 does nothing",
     "--rewards.missing_stop_penalty 2": "--rewards.missing_stop_penalty 2.0 does nothing",
+    "--rewards.trained_model reward --rewards.label GOOD": "--rewards.label GOOD does nothing without",
     "--rewards.trained_weight 2": "--rewards.trained_weight 2.0 does nothing",
     "--rewards.kl_loss_estimator k2": "--rewards.kl_loss_estimator k2 does nothing without --rewards.kl_loss_coef",
     "--rewards.kl_estimator k3": "--rewards.kl_estimator k3 does nothing",
@@ -572,7 +574,7 @@ KINDS = {
 REFUSALS = {f"{kind}: {name}": row for kind, rows in KINDS.items() for name, row in rows.items()}
 IN_A_PROCESS = [
     "functions: a module that ends the process",
-    "environment: processes without a launcher",
+    "environment: threads: words",
     "sample: out is a folder",
 ]
 # Commands in which nothing is wrong with the same files.
@@ -658,6 +660,8 @@ def good_files(tiny_world, tiny_posts, tiny_sums, tmp_path_factory) -> Callable[
         if chapter == 3:
             shutil.copytree(tiny_sums, folder / "tiny")
             (folder / "mine.py").touch()
+            (folder / "reward").mkdir()
+            (folder / "reward/ppo_rlhf.json").touch()
         else:
             (make_files_1, make_files_2)[chapter - 1](folder, (tiny_world, tiny_posts)[chapter - 1])
         return GoodFiles(folder)
@@ -711,14 +715,13 @@ def test_nothing_is_wrong_with_the_undamaged_files(row: Row, good_files) -> None
     assert result.status == 0 and "error" not in result.stderr, result.stderr
 
 
-def test_the_first_of_two_processes_says_it(good_files) -> None:
+def test_each_of_two_processes_says_it(good_files) -> None:
+    """Either may be the only one in which something is wrong."""
     row, files = all_three("--reward.batch_size 15", "--reward.batch_size 16", "2 (processes"), good_files(2)
-    second = []
 
     def start(row: Row, folder: Path) -> Result:
-        results = launch_together(2, row.script, *row.arguments, folder=folder, **row.environment)
-        second.append(results[1])
-        return results[0]
+        first, second = launch_together(2, row.script, *row.arguments, folder=folder, **row.environment)
+        assert (second.status, second.stderr) == (first.status, first.stderr)
+        return first
 
     check_refused(row, files, start)
-    assert (second[0].status, second[0].stderr) == (2, "")

@@ -143,9 +143,13 @@ def model(tiny_world: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def work(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the folder in which train_both ran; the policy's run was cut off after its second update."""
+def work(trained: Path, model: Path, tmp_path: Path) -> Path:
+    """A copy of the folder in which train_both ran; the policy's run was cut off after its second update.
+
+    The policy names the copy of the base model.
+    """
     work = Path(shutil.copytree(trained, tmp_path / "work"))
+    edit_json(only(work, "models/train_policy__*/policy") / "ppo_rlhf.json", base_model=str(model))
     interrupt(only(work, "runs/train_policy__*"))
     return work
 
@@ -199,7 +203,7 @@ def arguments_of(script: str, world: Path, base_model: Path, work: Path) -> list
         "train_reward.py": reward_arguments(world, *base),
         "train_policy.py": policy_arguments(world, *base, *reward),
         "train_both.py": small_both_arguments(world, *base),
-        "sample.py": sample_arguments(work),
+        "sample.py": sample_arguments(work, "--reward_model", reward[1]),
     }[script]
 
 
@@ -559,7 +563,8 @@ def test_a_model_that_needs_its_own_code_is_refused_unless_it_is_trusted(
     arguments = arguments_of(script, tiny_world, model, work)
     line = error_of(run(script, *arguments, folder=here))
     assert not marker.exists() and not list(here.iterdir())
-    assert str(folder) in line and "--trust_remote_code" in line
+    flag = "--reward_model" if script == "sample.py" else "--rewards.trained_model"
+    assert (f"{flag} {folder}" if what == "reward model" else str(folder)) in line and "--trust_remote_code" in line
     ended_well(run(script, *arguments, "--trust_remote_code", folder=here))
     assert marker.exists()
 

@@ -28,7 +28,6 @@ Chapter 3 is GRPO without a KL penalty. The model of sums ends its responses its
 weights end none.
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -115,12 +114,10 @@ REMARKS = {
 
 
 def cpu_name() -> str:
-    """The processor's model, where the system says so."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    """The processor's model on Linux, elsewhere its architecture."""
+    known = Path("/proc/cpuinfo")
+    found = re.search("model name\\s*: (.*)", known.read_text()) if known.exists() else None
+    return found[1] if found else platform.machine()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib.base import processes
 from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.base.errors import InputError, flag, typed
+from ppo_rlhf.lib.nets import foreign
 from ppo_rlhf.lib.services import cli
 from ppo_rlhf.rlvr import algebra, problem_rows, problems
 from ppo_rlhf.tldr import models
@@ -433,6 +434,7 @@ def without_effect(args: Args) -> Iterator[str]:
         ("ppo.cliprange_low ppo.cliprange_high", ppo.loss in clips, f"{flag('ppo.loss')} ppo, gspo or cispo"),
         ("ppo.trust_region", ppo.loss in ("ipo", "dppo"), f"{flag('ppo.loss')} ipo or dppo"),
         ("rewards.evaluate_text", evaluated(args), "a task of reasoning-gym whose scorer evaluates text"),
+        ("rewards.label", foreign.is_foreign(shaping.trained_model), "a reward model from elsewhere"),
         ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
         ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
         ("rewards.kl_estimator", shaping.has_penalty, flag("rewards.kl_coef")),

@@ -62,7 +62,8 @@ def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, froze
 def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> RewardModel:
     """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
     folder, dtype = Path(getattr(args.rewards, field)), pretrained.dtype_of_weights(args, frozen=frozen)
-    model = load_reward_model(folder, dtype, args.trust_remote_code)
+    with errors.typed_as({"base_model": errors.typed(f"rewards.{field}")}):
+        model = load_reward_model(folder, dtype, args.trust_remote_code)
     pretrained.check_reward_model(model.lm_backbone, args, vocab_size, field)
     return model
 

@@ -257,7 +257,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     evaluation = {name: math.nan if mean is None else mean for name, mean in resumed.get("evaluation", {}).items()}
     if has_own_scale(args.rewards) and args.rewards.normalize_samples and resumed["step"] == 0:
         # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
-        scale.fit(scores_of_base_model(setup, actor_critic), accelerator)
+        scale.fit(scores_of_base_model(setup, actor_critic))
     recorder = make_recorder(setup, this_run, actor_critic, reference)
     this_run.start_logging(resumed["step"])
     rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
@@ -1060,6 +1060,11 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
     has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
     if not has_one_source and "rewards.trained_model" not in unmade:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
+    if args.rewards.label and not foreign.is_foreign(args.rewards.trained_model):
+        raise InputError(
+            f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from "
+            f"elsewhere; leave it empty"
+        )
     typed_args = args
     args = worlds.find_paths(args, unused=["task.comparisons", *unmade])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)

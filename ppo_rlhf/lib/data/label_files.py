@@ -110,6 +110,7 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
     sidecar = path.with_suffix(".meta.json")
     with errors.input_errors(what, OSError, ValueError, RecursionError):
         rows = files.read_json(path)
+    with errors.input_errors(str(sidecar), OSError, ValueError, RecursionError):
         meta = files.read_json(sidecar) if sidecar.is_file() else {}
     if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
         raise InputError(f"{what}: must be a JSON array of objects, and not empty")

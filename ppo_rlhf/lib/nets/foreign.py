@@ -49,6 +49,7 @@ class Classifier:
                 output_loading_info=True,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # checked_model names them
+                adapter_kwargs=pretrained.NO_ADAPTER,
             )
             self.model = pretrained.checked_model(loaded, loading, {}).requires_grad_(False).to(device)
             self.tokenizer = pretrained.load_tokenizer(model, trust_remote_code)

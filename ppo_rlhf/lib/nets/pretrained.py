@@ -117,6 +117,9 @@ def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrain
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
             raise OSError("it has no tokenizer")
+        if (settings := Path(path, "generation_config.json")).is_file():
+            with input_errors(str(settings), ValueError):
+                files.read_json(settings)  # of a damaged file, with its ends of a text, the library says no word
         with contextlib.suppress(OSError):  # there is none
             tokenizer.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
         return tokenizer
@@ -157,6 +160,10 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
 def is_dropout(name: str, value: Any) -> bool:
     """Whether a setting of a configuration is a probability of dropout."""
     return ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float)
+
+
+# The library would load an adapter that is next to the weights, so it looks for one where none can be.
+NO_ADAPTER = {"subfolder": "config.json"}
 
 
 def without_weights(
@@ -233,6 +240,9 @@ def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     except InputError:
         raise
     except Exception as error:  # the library, and code that comes with a model, may raise anything
+        if "trust_remote_code" in str(error):
+            trust = f"{flag('trust_remote_code')} runs that code, if you trust it"
+            raise InputError(f"{what} needs Python code that comes with it; {trust}") from error
         reason = " ".join(str(error).split())[:300] if reachable else "without a network, the hub cannot be reached"
         raise InputError(f"{what} cannot be loaded from safetensors: {reason}; {remedy}") from error
 

@@ -1,6 +1,6 @@
 """Scorers of texts that are the user's functions: import them, call them, and say in one line what they do wrong."""
 
-import importlib
+import importlib.util
 import inspect
 import math
 import pkgutil
@@ -95,9 +95,10 @@ def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
     if not re.fullmatch(r"[\w.]+:[\w.]+", name):
         raise InputError(f"{flag(field)} {name}: write package.module:name, a module and a function in it")
-    if "" not in sys.path:
-        sys.path.append("")
     try:
+        # What is installed, and what a library tries to import, is never taken from the current folder unasked.
+        if importlib.util.find_spec(name.partition(":")[0].partition(".")[0]) is None:
+            sys.path.append("")
         function = pkgutil.resolve_name(name)
     except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
         raise InputError(f"{flag(field)} {name}: {in_one_line(error)}") from error

@@ -27,6 +27,7 @@ import math
 import os
 import platform
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -167,12 +168,14 @@ class Run:
         self.accelerator.log_with = [TensorBoardTracker("", self.folder, purge_step=first_step)]
         if self.args.track:
             config = self.meta["args"] | (config or {}) | {"commit": self.meta["commit"]}
-            self.accelerator.log_with.append(tracking.tracker_of(self, config))
+            self.accelerator.log_with.insert(0, tracking.tracker_of(self, config))  # what may fail comes first
         try:
             self.accelerator.init_trackers("")
         except Exception as error:  # each tracker has errors of its own, as when nobody is logged in
             if not self.args.track:
                 raise
+            if not self.args.resume:
+                shutil.rmtree(self.folder)  # there is nothing in it to go on with
             raise InputError(f"{flag('track')}: {error}; run `wandb login`, or set WANDB_MODE=offline") from error
 
     def _cut_logs(self, first_step: int) -> None:
