@@ -1,7 +1,7 @@
 """How much there is to read: tokens of Python, folder by folder, and what a script runs outside its own page.
 
     python benchmark/mass.py                        # tokens of ppo_rlhf, benchmark and tests
-    python benchmark/mass.py --files ppo_rlhf       # of each file
+    python benchmark/mass.py ppo_rlhf               # of each file
     python benchmark/mass.py --run ppo_rlhf/train_reward.py --preset tales --num_train 64 --batch_size 32 \\
         --normalize_samples 64
 
@@ -20,10 +20,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ["ppo_rlhf", "benchmark", "tests"]
-LAYOUT = {
-    getattr(tokenize, name) for name in ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"]
-}
+LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
 
 
 def tokens_of(source: str) -> int:
@@ -35,7 +32,7 @@ def tokens_of(source: str) -> int:
             if set(statement) != {tokenize.STRING}:
                 count += len(statement)
             statement = []
-        elif token.type not in LAYOUT:
+        elif tokenize.tok_name[token.type] not in LAYOUT:
             statement.append(token.type)
     return count
 
@@ -43,13 +40,13 @@ def tokens_of(source: str) -> int:
 def tokens_of_files(folder: str) -> dict[str, int]:
     """The tokens of each Python file below a folder that git knows."""
     command = ["git", "-C", str(ROOT), "ls-files", "--", folder]
-    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.check_output(command, text=True).split()
     return {name: tokens_of((ROOT / name).read_text()) for name in names if name.endswith(".py")}
 
 
 def print_outside(script: Path) -> None:
     """Run a script with the words of sys.argv; print the functions and lines that it enters outside its own file."""
-    package = f"{ROOT / 'ppo_rlhf'}/"
+    package = str(ROOT / "ppo_rlhf")
     entered = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -68,7 +65,7 @@ def print_outside(script: Path) -> None:
             functions += 1
             lines[file] += max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1
     for file, count in lines.most_common():
-        print(f"{count:6,} lines  {file.removeprefix(package)}")
+        print(f"{count:6,} lines  {file}")
     print(f"outside: {functions} functions, {lines.total()} lines, {len(lines)} files")
 
 
@@ -78,9 +75,9 @@ def main() -> None:
         sys.argv = words[1:]
         print_outside(Path(words[1]).resolve())
         return
-    for folder in [word for word in words if word != "--files"] or FOLDERS:
+    for folder in words or ("ppo_rlhf", "benchmark", "tests"):
         counts = tokens_of_files(folder)
-        if "--files" in words:
+        if words:
             for name, count in sorted(counts.items(), key=lambda item: -item[1]):
                 print(f"{count:8,} {name}")
         print(f"{sum(counts.values()):8,} tokens in {len(counts)} files of {folder}")

@@ -242,7 +242,6 @@ def test_speed_of_chapter_3(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--chapter 3 --compile", "--compile goes with --chapter 1"),
         ("--micro_batch_size 3 --processes 2", "does not divide by 2 processes"),
     ],
 )

@@ -31,6 +31,7 @@ weights end none.
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -363,12 +364,8 @@ def utilisation_table(args: Args, measured: list[dict[str, Any]]) -> list[dict[s
 
 
 def main(args: Args) -> int:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda, but PyTorch finds no GPU")
     if args.micro_batch_size % args.processes:
         raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {args.processes} processes")
-    if args.compile and args.chapter == 3:
-        raise InputError("--compile goes with --chapter 1")
     if args.output and args.output.exists():
         raise InputError(f"--output {args.output} exists; remove it or choose another name")
     inputs = make_inputs(args)

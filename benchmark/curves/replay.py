@@ -127,8 +127,7 @@ def our_run(folder: Path) -> CachedRun:
         config["rewards"]["label_dataset"] = info["label_dataset"]
     table = table.rename(columns={"step": "_step"}).assign(_runtime=table[seconds])
     name, state = folder.name, "finished" if meta["finished"] else "running"
-    tags = tuple(meta.get("tags", ()))
-    return CachedRun("local", "ppo_rlhf", name, name, str(folder), state, dotted(config), tags, table)
+    return CachedRun("local", "ppo_rlhf", name, name, str(folder), state, dotted(config), tuple(meta["tags"]), table)
 
 
 def published_runs() -> list[CachedRun]:
@@ -218,14 +217,11 @@ def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
     their_place = "we=openrlbenchmark&wpn=lm-human-preferences&ceik=task_id&cen=task.value.policy.initial_model"
     arguments = ["--filters", query(our_place, 0), *labels]
     arguments += ["--filters", query(their_place, 1), f"124M?cl={OPENAI}, 124M"]
-    arguments += ["--env-ids", *presets, "--env-ids", *map(original_task, presets)]
+    # Theirs is the same task, or the one that the small world imitates.
+    tasks = [preset.removeprefix("tales-").replace("tales", "sentiment") for preset in presets]
+    arguments += ["--env-ids", *presets, "--env-ids", *tasks]
     arguments += ["--no-check-empty-runs", "--pc.ncols", str(columns), "--pc.ncols-legend", "1"]
     return [*arguments, "--pc.xlabel", "update"]
-
-
-def original_task(preset: str) -> str:
-    """The task of OpenAI's that is drawn next to ours: the same, or the one that the small world imitates."""
-    return "descriptiveness" if "descriptiveness" in preset else "sentiment"
 
 
 TOOL = """
