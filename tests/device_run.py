@@ -44,10 +44,14 @@ class Never(Exception):
     """Stands for the errors of workers that are lost."""
 
 
-RAY = SimpleNamespace(remote=actor_class, put=lambda x: x, get=lambda x, timeout: x, kill=lambda actor: None)
-ERRORS = "RayActorError GetTimeoutError RayTaskError RaySystemError ObjectStoreFullError OutOfDiskError"
-RAY.is_initialized = lambda: True
-RAY.exceptions = SimpleNamespace(**dict.fromkeys(ERRORS.split(), Never))
+RAY = SimpleNamespace(
+    is_initialized=lambda: True,
+    cluster_resources=dict,
+    remote=actor_class,
+    put=lambda x: x,
+    get=lambda x: x,
+    exceptions=SimpleNamespace(RayError=Never, RayTaskError=Never),
+)
 
 
 if __name__ == "__main__":

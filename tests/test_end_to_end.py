@@ -175,20 +175,20 @@ CHANGES_FOLDER = """
 import os
 
 def length(queries, responses):
-    if os.path.basename(os.getcwd()) != "elsewhere":
-        os.makedirs("elsewhere", exist_ok=True)
+    if os.path.exists("runs"):  # the run has begun
+        os.makedirs("elsewhere")
         os.chdir("elsewhere")
     return [float(len(response)) for response in responses]
 """
 
 
 def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tmp_path: Path) -> None:
-    """Although it changes the current folder, the run is in one place."""
+    """Although it changes the current folder once the run has begun, the run is in one place."""
     (tmp_path / "mine.py").write_text(CHANGES_FOLDER)
     arguments = [*world_arguments(tiny_world), "--rewards.function", "mine:length", *policy_arguments()]
     arguments += ["--rewards.monitor", "mine:length", "--dtype", "bfloat16", "--track"]
     run_script("train_policy.py", *arguments, folder=tmp_path, pictures=True)
-    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "elsewhere").exists() and not list((tmp_path / "elsewhere").iterdir())
     run = only(tmp_path, "runs/*")
     for row in metrics_of(run):
         assert row["objective/length"] == pytest.approx(row["objective/function_score"], rel=1e-5)

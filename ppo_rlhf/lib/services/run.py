@@ -155,10 +155,10 @@ class Run:
 
         config: what the tracker gets in addition to the arguments.
         """
+        errors.how_to_go_on = f"resume with --resume {self.folder}"
         if not self.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
-        errors.how_to_go_on = f"resume with --resume {self.folder}"
         self._cut_logs(first_step)
         self.save_meta()
         print(f"run {self.folder}")
@@ -423,9 +423,12 @@ def newest_model(preset: str, part: str, task_field: str) -> Path | None:
 
     task_field: a field of the task that no other chapter's preset of this name has.
     """
-    folders = [info.parent for info in Path("models").glob(f"*__{preset}__*__[0-9]*/{part}/ppo_rlhf.json")]
-    folders = [folder for folder in folders if task_field in pretrained.read_info(folder)["task"]]
-    return max(folders, key=lambda folder: folder.parent.name.rsplit("__")[-1], default=None)
+    found = {}  # by time stamp
+    for info in Path("models").glob(f"*__{preset}__*__[0-9]*/{part}/ppo_rlhf.json"):
+        _, own_preset, _, timestamp = info.parents[1].name.rsplit("__", 3)  # the run's name may hold __ as well
+        if own_preset == preset and task_field in pretrained.read_info(info.parent)["task"]:
+            found[int(timestamp)] = info.parent
+    return found[max(found)] if found else None
 
 
 def one_line(value: Any) -> Any:

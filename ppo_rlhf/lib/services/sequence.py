@@ -90,14 +90,17 @@ def parse(presets: dict[str, Args], argv: list[str], *, script: str, policy_scri
             raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use {policy_script}")
     if not (resume := cli.flag_value(argv, "--resume")):
         return cli.parse_args(presets, argv, description)
-    if others := [word for word in argv if word.startswith("-") and not word.startswith("--resume")]:
-        raise InputError(
-            f"{others[0]}: --resume takes the arguments with which {script} began; to change those of an interrupted "
-            f"stage, resume it with its own script"
-        )
     meta = run.read_meta(Path(resume))
     if not (joint := meta.get("joint")):
         raise InputError(f"--resume {resume}: {script} did not start that run; resume it with its own script")
     cls = type(next(iter(presets.values())))
     saved = cli.saved_args(cls, Path(resume), joint["args"], meta.get("commit"))
-    return dataclasses.replace(saved, resume=resume)
+    saved = dataclasses.replace(saved, resume=resume)
+    args = cli.parse(cls, argv, description, default=saved)
+    begun, given = (files.flatten(dataclasses.asdict(each)) for each in (saved, args))
+    if others := [name for name in begun if given[name] != begun[name]]:
+        raise InputError(
+            f"--{others[0]}: --resume takes the arguments with which {script} began; to change those of an "
+            f"interrupted stage, resume it with its own script"
+        )
+    return saved
