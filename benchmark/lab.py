@@ -19,10 +19,10 @@ import scipy.stats
 
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import markdown, read_numbers
-from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, exit_with
-from ppo_rlhf.lib.services import cli
-from ppo_rlhf.lib.services.run import read_meta
+from ppo_rlhf.lib import command_line
+from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveInt
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.run import read_meta
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ["variant", "seed"]  # whose run a row is
@@ -169,7 +169,7 @@ def main(experiment: Experiment, description: str) -> None:
         print(description)
         sys.exit(0 if command in ("-h", "--help") else 2)
     try:
-        sys.exit(commands[command](experiment, cli.parse(Args, words, description)))
+        sys.exit(commands[command](experiment, command_line.parse(Args, words, description)))
     except InputError as error:
         exit_with(str(error))
 

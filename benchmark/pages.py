@@ -27,7 +27,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmark import lab
-from ppo_rlhf.lib.services import plots
+from ppo_rlhf.lib import learning_curves
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr/sft", "tldr/reward", "tldr/policy", "tldr/all")
@@ -218,7 +218,7 @@ def rendered(template: Path) -> str:
 
 
 def metrics_page() -> str:
-    chapters = [f"Chapter {part['chapter']}" for part in plots.METRICS["meanings"]]
+    chapters = [f"Chapter {part['chapter']}" for part in learning_curves.METRICS["meanings"]]
     lines = [
         "# Metrics",
         "",
@@ -226,12 +226,14 @@ def metrics_page() -> str:
     ]
     lines += ["`report/` shows how to read each panel next to the curves of a run.", ""]
     lines += [f"- [{name}](#{name.lower().replace(' ', '-')})" for name in (*chapters, "How to read the curves")]
-    for name, part in zip(chapters, plots.METRICS["meanings"], strict=True):
+    for name, part in zip(chapters, learning_curves.METRICS["meanings"], strict=True):
         lines += ["", f"## {name}", "", part["about"], "", "| metric | meaning |", "|---|---|"]
         cells = (", ".join(f"`{name}`" for name in names.split("; ")) for names, _ in part["rows"])
         lines += [f"| {cell} | {meaning} |" for cell, (_, meaning) in zip(cells, part["rows"], strict=True)]
     lines += ["", "## How to read the curves", "", "| panel of the report | healthy | sick |", "|---|---|---|"]
-    panels = ([panel[key].strip() for key in ("title", "healthy", "sick")] for panel in plots.METRICS["panel"])
+    panels = (
+        [panel[key].strip() for key in ("title", "healthy", "sick")] for panel in learning_curves.METRICS["panel"]
+    )
     return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in panels)]) + "\n"
 
 

@@ -42,9 +42,7 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import files, processes
-from ppo_rlhf.lib.data import label_files
-from ppo_rlhf.lib.scoring import tools
+from ppo_rlhf.lib import files, label_files, processes, tools
 from ppo_rlhf.tldr.posts import to_texts
 from ppo_rlhf.train_policy import QueryStream, TaskArgs, generate, keyed_generator, truncate_at
 from ppo_rlhf.worlds import posts, tales

@@ -40,11 +40,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors, files
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import command_line, errors, files, reward_functions
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
+from ppo_rlhf.lib.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"  # ends the references of the published data
 Z_95 = 1.96  # standard deviations on either side of a 95 % interval
@@ -232,11 +230,11 @@ def text_of(summary: str) -> str:
 
 def judge_by_gold(name: str, pairs: Sequence[Row]) -> list[Row]:
     """The higher score wins; equal scores are a tie."""
-    function = scorers.import_function(name, "gold")
+    function = reward_functions.import_function(name, "gold")
     queries = [pair["query"] for pair in pairs]
     references = [pair["reference"] for pair in pairs]
     candidate, baseline = (
-        scorers.scores_of(function, f"--gold {name}", queries, [pair[side] for pair in pairs], references)
+        reward_functions.scores_of(function, f"--gold {name}", queries, [pair[side] for pair in pairs], references)
         for side in ("candidate", "baseline")
     )
     return [
@@ -404,7 +402,7 @@ def win_rate(results: Sequence[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     errors.how_to_go_on = GO_ON
-    judge(cli.parse(Args, description=__doc__))
+    judge(command_line.parse(Args, description=__doc__))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_policy, worlds
-from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import errors, files, processes
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import pretrained, templates
-from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib import chat_templates, command_line, errors, files, pretrained, processes, rewards, run
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problem_rows, problems
 from ppo_rlhf.tldr import posts
 
@@ -87,7 +84,7 @@ def read_queries(
     """
     references: Sequence[str | None] = [None] * len(prompts)
     if isinstance(task, train_policy.TaskArgs):
-        rows = [templates.encode_text(tokenizer, prompt)[: task.query_length] for prompt in prompts]
+        rows = [chat_templates.encode_text(tokenizer, prompt)[: task.query_length] for prompt in prompts]
         if not prompts:
             stream = train_policy.QueryStream(task, tokenizer, split="test")
             rows = without_padding(stream.first(n, ids.pad), ids.pad)
@@ -143,7 +140,7 @@ class Comparison:
             raise InputError(f"{argument} {folder} is a {info['kind']}, not a policy that was trained here")
         self.chapter = next((chapter for field, chapter in CHAPTERS.items() if field in info["task"]), train_policy)
         with errors.input_errors(f"{folder / 'ppo_rlhf.json'} was damaged", InputError):
-            task = cli.from_dict(self.chapter.TaskArgs, info["task"])
+            task = command_line.from_dict(self.chapter.TaskArgs, info["task"])
         evaluated = [task.problems, task.test_problems] if info["function"] == "reasoning_gym" else []
         runs_code = any(map(problem_rows.evaluates_text, evaluated))
         runs_code = runs_code or not rewards.keeps_nothing(info["function"], info["monitor"])
@@ -343,4 +340,4 @@ def sample(args: Args) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    cli.run_script(sample, lambda argv: cli.parse(Args, argv, description=__doc__))
+    command_line.run_script(sample, lambda argv: command_line.parse(Args, argv, description=__doc__))

@@ -19,10 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib.base import files
-from ppo_rlhf.lib.base.bounds import NonNegativeInt
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services import cli, run, sequence
+from ppo_rlhf.lib import command_line, files, pretrained, run, several_stages
+from ppo_rlhf.lib.bounds import NonNegativeInt
 from ppo_rlhf.worlds import reviews, tales
 
 
@@ -60,26 +58,28 @@ EVALUATION_QUERIES = 400
 
 
 def parse(argv: list[str]) -> Args:
-    return sequence.parse(PRESETS, argv, script="train_both.py", policy_script="train_policy.py", description=__doc__)
+    return several_stages.parse(
+        PRESETS, argv, script="train_both.py", policy_script="train_policy.py", description=__doc__
+    )
 
 
 def train(args: Args) -> tuple[Path, Path]:
     """Train both parts; return the folders of the reward model and of the policy, on every process."""
     # Both have one task, and the policy one source of scores.   train_policy.py#L408-L417
-    stages = sequence.Stages(args, "reward", "policy")
+    stages = several_stages.Stages(args, "reward", "policy")
     processes = stages.accelerator.num_processes
     reward_args, policy_args = stages.args["reward"], stages.args["policy"]
     # Whatever is wrong with the policy's arguments is said before the reward model is trained. All else that the
     # policy needs, such as a base model that is long enough, the reward model needs too.
-    with sequence.flags_of("reward", reward_args):
+    with several_stages.flags_of("reward", reward_args):
         train_reward.reward_sizes(reward_args, processes)
-    with sequence.flags_of("policy", policy_args):
+    with several_stages.flags_of("policy", policy_args):
         train_policy.check_ppo_arguments(policy_args)
         train_policy.ppo_sizes(policy_args.ppo, processes)
-    cli.check_task(args.task)
+    command_line.check_task(args.task)
     found = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
-    with sequence.flags_of("policy", policy_args):
+    with several_stages.flags_of("policy", policy_args):
         train_policy.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
     train_policy.QueryStream(found.task, tokenizer, split="test")  # the report at the end needs such queries
 
@@ -92,7 +92,7 @@ def train(args: Args) -> tuple[Path, Path]:
     return reward_folder, policy_folder
 
 
-def report(stages: sequence.Stages, reward_folder: Path, policy_folder: Path, args: Args) -> None:
+def report(stages: several_stages.Stages, reward_folder: Path, policy_folder: Path, args: Args) -> None:
     """Let both models continue held-out queries, at most EVALUATION_QUERIES; say in plain words what happened."""
     sampling = sample.Args(
         policy=str(policy_folder), reward_model=str(reward_folder), trust_remote_code=args.trust_remote_code
@@ -172,4 +172,4 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
 
 
 if __name__ == "__main__":
-    cli.run_script(train, parse)
+    command_line.run_script(train, parse)

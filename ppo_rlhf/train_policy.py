@@ -48,14 +48,22 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, files, processes
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, flag, typed
-from ppo_rlhf.lib.data import sources
-from ppo_rlhf.lib.nets import layers, pretrained
-from ppo_rlhf.lib.nets.pretrained import vocabulary_size
-from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.services import cli, run, traces
+from ppo_rlhf.lib import (
+    checkpoints,
+    command_line,
+    errors,
+    files,
+    layers,
+    pretrained,
+    processes,
+    reward_functions,
+    run,
+    text_sources,
+    traces,
+)
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.errors import InputError, flag, typed
+from ppo_rlhf.lib.pretrained import vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -122,9 +130,9 @@ TASKS = {
 }
 
 # Controllers of the KL coefficient. The target is 6 nats per response. QUICK is for tales, which has few episodes.
-ADAPTIVE = cli.AdaptiveKLArgs(target=6.0)
-QUICK = cli.AdaptiveKLArgs(target=6.0, horizon=1_000)
-FIXED = cli.AdaptiveKLArgs(target=None)
+ADAPTIVE = command_line.AdaptiveKLArgs(target=6.0)
+QUICK = command_line.AdaptiveKLArgs(target=6.0, horizon=1_000)
+FIXED = command_line.AdaptiveKLArgs(target=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +150,12 @@ class RewardsArgs:
     KL coefficient and the critic are meant; 0: scores stay as they are"""
     kl_coef: NonNegativeFloat = 0.15
     """weight of the KL penalty at the start, reward per nat"""
-    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=lambda: ADAPTIVE)
+    adaptive_kl: command_line.AdaptiveKLArgs = field(default_factory=lambda: ADAPTIVE)
     """controller of the KL coefficient"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoArgs(cli.MemoryArgs):
+class PpoArgs(command_line.MemoryArgs):
     total_episodes: PositiveInt = 1_000_000
     """responses to train on, over all updates; rounded up to whole updates"""
     batch_size: PositiveInt = 512
@@ -178,7 +186,7 @@ class PpoArgs(cli.MemoryArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.PolicyRunArgs):
+class Args(command_line.PolicyRunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_policy"
@@ -214,7 +222,7 @@ REVIEWS = Args(
     trace_interval=10,
     rewards=RewardsArgs(
         kl_coef=0.05,
-        adaptive_kl=cli.AdaptiveKLArgs(target=12.0, horizon=400),
+        adaptive_kl=command_line.AdaptiveKLArgs(target=12.0, horizon=400),
         monitor="ppo_rlhf.worlds.reviews:vader",
     ),
     ppo=PpoArgs(
@@ -449,7 +457,7 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
-    cli.check_task(task)
+    command_line.check_task(task)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     prefix = [*pretrained.start_of_plain(tokenizer), *prefix]
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
@@ -473,7 +481,7 @@ class QueryStream:
     """
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
-        self.texts = sources.load_texts(task.query_dataset, split)
+        self.texts = text_sources.load_texts(task.query_dataset, split)
         self.task = task
         self.tokenizer = tokenizer
         self.position = position
@@ -799,7 +807,12 @@ class RewardModel(nn.Module):
 
 
 def score_responses(
-    reward: RewardModel | scorers.Scorer, queries: Tensor, truncated_responses: Tensor, *, pad_id: int, rows: int
+    reward: RewardModel | reward_functions.Scorer,
+    queries: Tensor,
+    truncated_responses: Tensor,
+    *,
+    pad_id: int,
+    rows: int,
 ) -> Tensor:
     """Scores (batch,) of a reward model, which reads so many rows at a time, or of a function, which gets all."""
     if not isinstance(reward, RewardModel):
@@ -1198,9 +1211,9 @@ def make_recorder(
     *,
     policy: PolicyWithValueHead,
     reference: PreTrainedModel,
-    reward: RewardModel | scorers.Scorer,
+    reward: RewardModel | reward_functions.Scorer,
     scale: Scale,
-    monitor: dict[str, scorers.Scorer],
+    monitor: dict[str, reward_functions.Scorer],
     rows: int,
 ) -> traces.Recorder[Rollout]:
     """Keeps a few episodes of the batch, and the policy's responses to the first queries, with the same noise each
@@ -1302,8 +1315,8 @@ def make_recorder(
 
 def check_ppo_arguments(args: Args) -> None:
     """Refuse numbers that cannot be meant."""
-    cli.check_run(args)
-    cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+    command_line.check_run(args)
+    command_line.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.trained_model and args.rewards.function:
         raise InputError(f"give one of {flag('rewards.trained_model')} and {flag('rewards.function')}")
 
@@ -1411,12 +1424,12 @@ def load_policy_and_reference(
 
 def load_reward(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: TaskIds, device: torch.device
-) -> RewardModel | scorers.Scorer:
+) -> RewardModel | reward_functions.Scorer:
     """The source of scores, checked to fit the base model: a function of the user's, which all processes call
     together, or a reward model that was trained here.
     """
     if name := args.rewards.function:
-        return scorers.text_scorer(name, "rewards.function", tokenizer, ids.pad, on_all_processes=True)
+        return reward_functions.text_scorer(name, "rewards.function", tokenizer, ids.pad, on_all_processes=True)
     folder = args.rewards.trained_model
     pretrained.find_head(Path(folder), f"{flag('rewards.trained_model')} {folder}")
     dtype = pretrained.dtype_of_weights(args, frozen=True)
@@ -1430,10 +1443,10 @@ def load_reward(
     return reward_model.requires_grad_(False).to(device)
 
 
-def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, scorers.Scorer]:
+def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, reward_functions.Scorer]:
     """The function that is only logged, under its name; an empty dictionary if there is none."""
-    of_texts = partial(scorers.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
-    return scorers.load_monitor(name, OBJECTIVES, of_texts)
+    of_texts = partial(reward_functions.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
+    return reward_functions.load_monitor(name, OBJECTIVES, of_texts)
 
 
 def config_for_plots(args_as_given: Args, args: Args) -> dict[str, Any]:
@@ -1485,7 +1498,7 @@ def scores_of_base_model(
     ids: TaskIds,
     *,
     policy: PolicyWithValueHead,
-    reward: scorers.Scorer,
+    reward: reward_functions.Scorer,
     rows: int,
 ) -> Tensor:
     """What a function says, (n,), of responses that the policy writes before it learns: those of the base model.
@@ -1527,4 +1540,4 @@ def save_policy(
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

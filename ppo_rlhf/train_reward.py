@@ -40,13 +40,20 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, processes
-from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
-from ppo_rlhf.lib.data import label_files, sources
-from ppo_rlhf.lib.nets import classifier, layers, pretrained
-from ppo_rlhf.lib.nets.pretrained import vocabulary_size
-from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib import (
+    checkpoints,
+    command_line,
+    label_files,
+    layers,
+    pretrained,
+    processes,
+    reward_model_files,
+    run,
+    text_sources,
+)
+from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
+from ppo_rlhf.lib.pretrained import vocabulary_size
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -114,7 +121,7 @@ TASKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.MemoryArgs, cli.RunArgs):
+class Args(command_line.MemoryArgs, command_line.RunArgs):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: str = "train_reward"
@@ -574,7 +581,7 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
-    cli.check_task(task)
+    command_line.check_task(task)
     prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
     prefix = [*pretrained.start_of_plain(tokenizer), *prefix]
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
@@ -598,7 +605,7 @@ class QueryStream:
     """
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
-        self.texts = sources.load_texts(task.query_dataset, split)
+        self.texts = text_sources.load_texts(task.query_dataset, split)
         self.task = task
         self.tokenizer = tokenizer
         self.position = position
@@ -856,7 +863,7 @@ class RewardSizes:
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.check_run(args)
+    command_line.check_run(args)
     # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
     local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
     processes.split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
@@ -940,10 +947,10 @@ def save_reward_model(
         "vocab_size": vocabulary_size(tokenizer),
         "task": dataclasses.asdict(args.task),
     }
-    classifier.save_reward_model(
+    reward_model_files.save_reward_model(
         folder, reward_model, tokenizer, info, trust_remote_code=args.trust_remote_code, weights=weights
     )
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

@@ -4,7 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ppo_rlhf.lib.nets import layers
+from ppo_rlhf.lib import layers
 
 checkpoint, calls = layers.checkpoint, 0
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base import checkpoints, files
-from ppo_rlhf.lib.services import run
+from ppo_rlhf.lib import checkpoints, files, run
 
 countdown = 0
 

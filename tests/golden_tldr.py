@@ -21,9 +21,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.nets import classifier
-from ppo_rlhf.lib.services import plots
+from ppo_rlhf.lib import learning_curves, processes, reward_model_files
 from ppo_rlhf.tldr import (
     models,
     packing,
@@ -132,7 +130,7 @@ def save_language_model(folder: Path, model: PreTrainedModel) -> None:
 
 def save_scalar_model(folder: Path, model: train_reward.RewardModel) -> None:
     info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
-    classifier.save_reward_model(folder, model, golden_tokenizer(), info)
+    reward_model_files.save_reward_model(folder, model, golden_tokenizer(), info)
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ def in_new_folder(*replaced: Replaced) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.chdir(folder))
-        for where, name, value in ((plots, "draw_learning_curves", lambda *_: None), *replaced):
+        for where, name, value in ((learning_curves, "draw_learning_curves", lambda *_: None), *replaced):
             stack.enter_context(patch.object(where, name, value))
         yield Path(folder)
 

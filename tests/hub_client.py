@@ -19,10 +19,8 @@ import torch
 
 from benchmark.interoperability import hub_check
 from ppo_rlhf import train_both, train_policy
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.data import label_files, sources
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services.tracking import upload_model
+from ppo_rlhf.lib import errors, label_files, pretrained, text_sources
+from ppo_rlhf.lib.tracking import upload_model
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import all as tldr_all, posts
 
@@ -84,8 +82,8 @@ LOADS: dict[str, Callable[[], Any]] = {
     **{f"labels of {name}": lambda name=name: labels(name) for name in CHAPTER_1},
     **{f"queries of {name}": lambda name=name: queries(name) for name in CHAPTER_1},
     **{
-        f"{name}, {split}": lambda name=name, split=split: list(sources.load_texts(name, split))
-        for name in sources.HUB_TEXTS
+        f"{name}, {split}": lambda name=name, split=split: list(text_sources.load_texts(name, split))
+        for name in text_sources.HUB_TEXTS
         for split in ("train", "test")
     },
     **{f"posts, {split}": lambda split=split: posts_of(split) for split in ("train", "validation", "test")},

@@ -27,7 +27,7 @@ from typing import Any
 import huggingface_hub
 from matplotlib.figure import Figure
 
-from ppo_rlhf.lib.services import plots
+from ppo_rlhf.lib import learning_curves
 
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "PPO_RLHF_THREADS": "1"}
@@ -138,7 +138,7 @@ def _run(
     subprocess.Popen = ForkingPopen
     if not pictures:
         Figure.savefig = _save_first_panel
-        plots.draw_learning_curves = lambda folder, *_: (folder / "learning_curves.png").touch()
+        learning_curves.draw_learning_curves = lambda folder, *_: (folder / "learning_curves.png").touch()
     _run_script([script, *arguments], {**os.environ, **environment})
 
 

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import command_line, errors
 
 rank = int(os.environ.get("RANK", 0))
 sampled: list[torch.Tensor] = []  # of each update
@@ -41,7 +40,7 @@ def recorded_update(self, kl: float, episodes: int) -> None:
 
 train_policy.ppo_update, train_policy.episode_noise = recorded_ppo_update, recorded_noise
 train_policy.AdaptiveKLController.update = recorded_update
-errors.run_script(lambda: train_policy.train(cli.parse_args(train_policy.PRESETS)))
+errors.run_script(lambda: train_policy.train(command_line.parse_args(train_policy.PRESETS)))
 folder = Path("recorded")
 folder.mkdir(exist_ok=True)
 save_file({f"{i:03}": tokens for i, tokens in enumerate(sampled)}, folder / f"{rank}.safetensors")

@@ -26,9 +26,8 @@ from accelerate.state import AcceleratorState
 from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.services import plots
-from ppo_rlhf.lib.services.run import Run
+from ppo_rlhf.lib import learning_curves, processes
+from ppo_rlhf.lib.run import Run
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
 # ---- Rows ------------------------------------------------------------------------------------------------------
@@ -309,7 +308,7 @@ def started(row: Row, folder: Path) -> Iterator[tuple[io.StringIO, io.StringIO]]
         patch.chdir(folder)
         # accelerate sets variables, which must not stay.
         stack.enter_context(unittest.mock.patch.dict(os.environ, OFFLINE | row.environment))
-        patch.setattr(plots, "draw_learning_curves", lambda *_: None)
+        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
         if row.processes > 1:
             patch.setattr(processes, "Accelerator", first_of(row.processes))
         stack.enter_context(modules_of(folder))

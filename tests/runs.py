@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmark import worlds
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import plots
+from ppo_rlhf.lib import learning_curves
+from ppo_rlhf.lib.errors import InputError
 
 TINY_WORLD = worlds.Tales(
     stories=300,
@@ -153,7 +153,7 @@ def full_names(cell: str) -> list[str]:
 
 def explained_metrics(chapter: int) -> set[str]:
     """The names of the metrics that metrics.toml explains for a chapter, where <x> stands for any text."""
-    (rows,) = (table["rows"] for table in plots.METRICS["meanings"] if table["chapter"] == chapter)
+    (rows,) = (table["rows"] for table in learning_curves.METRICS["meanings"] if table["chapter"] == chapter)
     return {name for cell, _ in rows for name in full_names(cell)}
 
 

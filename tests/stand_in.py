@@ -34,8 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.services import run
+from ppo_rlhf.lib import processes, run
 
 NAME = "standin"
 DEVICE = torch.device("privateuseone", 0)  # has the name above once it is registered

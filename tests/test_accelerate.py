@@ -11,8 +11,8 @@ from accelerate.commands import launch as launcher
 from accelerate.commands.config.config_args import load_config_from_file
 from processes import launch_together
 
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib import processes
+from ppo_rlhf.lib.errors import InputError
 
 FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
 CONFIGS = {  # processes, nodes
@@ -57,7 +57,7 @@ def test_weights_in_slices_are_refused(name, monkeypatch):
 
 LATE = """
 import datetime, os, pathlib, sys, time
-from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib import processes
 
 gone, seconds = pathlib.Path("gone"), int(sys.argv[1])
 processes.PATIENCE.timeout = datetime.timedelta(seconds=seconds)

@@ -14,8 +14,8 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from refusals import Row, contents, run, with_value
 
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import command_line
+from ppo_rlhf.lib.errors import InputError
 
 NEEDED = {"sample": ["--policy", "x"], "judge": ["--candidate", "x"]}  # without which a command does not begin
 TRAINING = [
@@ -66,13 +66,13 @@ def outside(kind: type, bounds: list[Any]) -> Iterator[float]:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_number_outside_its_bounds_is_refused_by_its_name(script):
     args = arguments_of(script)
-    cli.check_bounds(args)
+    command_line.check_bounds(args)
     for name, kind, bounds in numbers(args):
         own_name = name.removeprefix("sft.").removeprefix("reward.").removeprefix("policy.")
         assert bounds or own_name in ANY_NUMBER, f"--{name} has no bound"
         for value in (*outside(kind, bounds), *TOO_LARGE[kind]):
             with pytest.raises(InputError, match=rf"^--{name} is .*; it must be [^\n]*$"):
-                cli.check_bounds(with_value(args, name, value))
+                command_line.check_bounds(with_value(args, name, value))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -101,21 +101,21 @@ def test_a_call_of_train_refuses_it_too(script, tmp_path, monkeypatch):
 
 
 def test_bounds_of_a_field_that_may_be_none():
-    args = cli.AdaptiveKLArgs(target=None)
-    cli.check_bounds(args)
+    args = command_line.AdaptiveKLArgs(target=None)
+    command_line.check_bounds(args)
     with pytest.raises(InputError, match=r"^--target is 0.0; it must be above 0$"):
-        cli.check_bounds(dataclasses.replace(args, target=0.0))
+        command_line.check_bounds(dataclasses.replace(args, target=0.0))
 
 
 def test_text_that_is_not_unicode_is_refused():
     with pytest.raises(InputError, match=r"^--wandb_project_name '\\udcff' is not valid Unicode"):
-        cli.check_bounds(cli.RunArgs(wandb_project_name="\udcff"))
+        command_line.check_bounds(command_line.RunArgs(wandb_project_name="\udcff"))
 
 
 def test_arguments_from_json_have_bounds_too():
     values = {"target": 1.0, "horizon": 0}
     with pytest.raises(InputError, match=r"^--horizon is 0; it must be above 0$"):
-        cli.from_dict(cli.AdaptiveKLArgs, values)
+        command_line.from_dict(command_line.AdaptiveKLArgs, values)
 
 
 def test_a_bound_that_nobody_knows_is_not_passed_over():

@@ -1,4 +1,4 @@
-"""sources.py, label_files.py and models.py: texts, queries, label files, and what bad input gets."""
+"""text_sources.py, label_files.py and models.py: texts, queries, label files, and what bad input gets."""
 
 import copy
 import dataclasses
@@ -18,10 +18,7 @@ from runs import error_line
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib.base import hub
-from ppo_rlhf.lib.data import label_files, published, sources
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib import hub, label_files, pretrained, published_texts, reward_functions, text_sources
 from ppo_rlhf.tldr import policy as tldr_policy, posts, posts as posts_of_chapter_2
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
 
@@ -83,7 +80,7 @@ def write(path: Path, content: str | bytes) -> Path:
     ],
 )
 def test_clean_cnndm(text, expected):
-    assert published.clean_cnndm(text) == expected
+    assert published_texts.clean_cnndm(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,7 +94,7 @@ def test_clean_cnndm(text, expected):
     ],
 )
 def test_clean_tldr(text, expected):
-    assert published.clean_tldr(text) == expected
+    assert published_texts.clean_tldr(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ def test_clean_tldr(text, expected):
     ],
 )  # fmt: skip
 def test_join_book_rows(rows, expected):
-    assert published.join_book_rows(rows) == expected
+    assert published_texts.join_book_rows(rows) == expected
 
 
 # ---- Texts -----------------------------------------------------------------------------------------------------
@@ -130,12 +127,12 @@ def test_join_book_rows(rows, expected):
 )
 def test_read_text_file(tmp_path, name, content, expected):
     path = write(tmp_path / name, content)
-    assert sources.read_text_file(path) == expected
-    assert list(sources.load_texts(str(path))) == expected
+    assert text_sources.read_text_file(path) == expected
+    assert list(text_sources.load_texts(str(path))) == expected
 
 
 def test_dummy_texts_are_forty_letters_and_full_stops():
-    found = sources.load_texts("dummy")
+    found = text_sources.load_texts("dummy")
     assert all(len(text) == 40 and set(text) <= set("abcdefghijklmnopqrstuvwxyz.") for text in found)
     assert len(set(found)) == len(found)
 
@@ -147,7 +144,7 @@ def test_every_fiftieth_story_is_held_out(tmp_path, source):
     write(tmp_path / "s.jsonl", "\n".join(map(json.dumps, stories)))
     write(tmp_path / "s.json", json.dumps(stories))
     train, test, both = (
-        list(sources.load_texts(str(tmp_path / source), split)) for split in ("train", "test", "all")
+        list(text_sources.load_texts(str(tmp_path / source), split)) for split in ("train", "test", "all")
     )
     assert test == ["story 49", "story 99"]
     assert train == [story for story in stories if story not in ("story 49", "story 99")]
@@ -171,9 +168,9 @@ def test_what_came_from_the_hub_broken_is_an_error(monkeypatch, tmp_path, name, 
     downloads = {"tldr": "broken", "cnndm": "broken", "cnndm splits": "ids.parquet"}
     for key, file in downloads.items():
         given = SimpleNamespace(download=lambda split="", file=file: (str(tmp_path / file),))
-        monkeypatch.setitem(published.HUB_FILES, key, given)
+        monkeypatch.setitem(published_texts.HUB_FILES, key, given)
     for _ in range(2):
-        message = error_line(sources.load_texts, name)
+        message = error_line(text_sources.load_texts, name)
         assert f"--task.query_dataset {name}" in message and reason in message
 
 
@@ -194,8 +191,8 @@ def connections(monkeypatch):
 @pytest.mark.parametrize("name", ["books", "cnndm", "tldr"])
 def test_texts_that_the_hub_does_not_give(monkeypatch, connections, name):
     nowhere = hub.HubFiles(repository="nobody/no-such-texts", names=("none.txt",))
-    monkeypatch.setitem(published.HUB_FILES, name, nowhere)
-    message = error_line(sources.load_texts, name)
+    monkeypatch.setitem(published_texts.HUB_FILES, name, nowhere)
+    message = error_line(text_sources.load_texts, name)
     assert f"--task.query_dataset {name}" in message
     for advice in ("without a network", ".txt, .jsonl or .json file", "--preset tales"):
         assert advice in message
@@ -295,7 +292,7 @@ def texts_file(tmp_path):
 def test_a_folder_may_have_texts_of_its_own_for_tests(tmp_path):
     write(tmp_path / "stories.txt", "\n".join(f"train {number}" for number in range(60)))
     write(tmp_path / "stories_test.txt", "one\ntwo\n")
-    splits = {split: list(sources.load_texts(str(tmp_path), split)) for split in ("train", "test", "all")}
+    splits = {split: list(text_sources.load_texts(str(tmp_path), split)) for split in ("train", "test", "all")}
     assert splits["test"] == ["one", "two"]
     assert len(splits["train"]) == 60  # none of these is held out
     assert splits["all"] == splits["train"] + splits["test"]
@@ -357,7 +354,7 @@ def test_unusable_texts_are_skipped_and_counted(texts_file):
 
 
 def test_a_text_without_tokens_is_skipped(texts_file, monkeypatch):
-    monkeypatch.setattr(sources, "load_texts", lambda *_: ["", "ab", ""])
+    monkeypatch.setattr(text_sources, "load_texts", lambda *_: ["", "ab", ""])
     stream = make_stream(texts_file, [])
     assert batch_texts(stream, 3) == ["ab"] * 3
     assert stream.position - 3 >= 4
@@ -402,10 +399,10 @@ def too_few(queries, responses):
 
 
 def test_a_scoring_function_sees_texts():
-    score = scorers.text_scorer("test_data:double_length", "rewards.function", Letters(), PAD)
+    score = reward_functions.text_scorer("test_data:double_length", "rewards.function", Letters(), PAD)
     scores = score(torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[67, PAD], [67, 68]]))
     assert scores.tolist() == [4.0, 8.0]
-    message = error_line(scorers.text_scorer, "test_data:too_few", "rewards.function", Letters(), PAD)
+    message = error_line(reward_functions.text_scorer, "test_data:too_few", "rewards.function", Letters(), PAD)
     assert message == "--rewards.function test_data:too_few returned 1 scores for 2 responses"
 
 
@@ -471,13 +468,13 @@ def trl(completions, ground_truth, **kwargs):
 )
 def test_a_function_gets_what_its_parameters_are_named_after(function, positional, by_name):
     """Or, where they have other names, queries and responses and, if there is a third, references."""
-    given = scorers.arguments_of(function, ["q"], ["r"], ["a"])
+    given = reward_functions.arguments_of(function, ["q"], ["r"], ["a"])
     assert list(given.args) == [[text] for text in positional]
     assert given.kwargs == {name: [text] for name, text in by_name.items()}
 
 
 def test_a_reward_function_of_another_library_sees_its_columns():
-    score = scorers.text_scorer("test_data:trl", "rewards.function", Letters(), PAD, with_references=True)
+    score = reward_functions.text_scorer("test_data:trl", "rewards.function", Letters(), PAD, with_references=True)
     tokens = [torch.tensor([[letter]]) for letter in (65, 66, 66)]
     assert score(*tokens).tolist() == [2.0]
 
@@ -491,20 +488,22 @@ def test_a_reward_function_of_another_library_sees_its_columns():
     ],
 )
 def test_a_function_that_cannot_be_called_so_is_told_what_there_is(function, words):
-    said = error_line(scorers.scores_of, function, "--rewards.function m:f", ["q"], ["r"], ["a"])
+    said = error_line(reward_functions.scores_of, function, "--rewards.function m:f", ["q"], ["r"], ["a"])
     assert said.startswith("--rewards.function m:f ") and words in said
-    assert all(name in said for name in scorers.NAMES) and "\n" not in said
+    assert all(name in said for name in reward_functions.NAMES) and "\n" not in said
 
 
 def test_references_are_texts_or_none():
     queries = responses = torch.tensor([[65, PAD], [65, 66]])
     references = torch.tensor([[66, 67], [PAD, PAD]])
     for name in ("three", "three_with_a_default"):
-        score = scorers.text_scorer(f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True)
+        score = reward_functions.text_scorer(
+            f"test_data:{name}", "rewards.function", Letters(), PAD, with_references=True
+        )
         assert score(queries, responses, references).tolist() == [2.0, 0.0]
-    score = scorers.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
+    score = reward_functions.text_scorer("test_data:three", "rewards.function", Letters(), PAD)
     assert score(queries, responses).tolist() == [0.0, 0.0]
-    score = scorers.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
+    score = reward_functions.text_scorer("test_data:two", "rewards.function", Letters(), PAD, with_references=True)
     assert score(queries, responses, references).tolist() == [2.0, 2.0]
 
 
@@ -517,10 +516,10 @@ def empties(queries, responses, references):
 
 def test_a_function_may_empty_its_lists():
     """They are its own, and how many there were is known."""
-    score = scorers.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
+    score = reward_functions.text_scorer("test_data:empties", "rewards.function", Letters(), PAD)
     assert score(torch.full((3, 2), 65), torch.full((3, 2), 66)).tolist() == [1.0, 1.0, 1.0]
     texts = [["q"], ["r"], ["a"]]
-    assert scorers.scores_of(empties, "f", *texts) == [1.0]
+    assert reward_functions.scores_of(empties, "f", *texts) == [1.0]
     assert texts == [["q"], ["r"], ["a"]]
 
 
@@ -529,7 +528,7 @@ def not_a_number_for_c(queries, responses):
 
 
 def test_a_function_whose_score_is_not_finite_is_named_in_the_middle_of_a_run():
-    score = scorers.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
+    score = reward_functions.text_scorer("test_data:not_a_number_for_c", "rewards.function", Letters(), PAD)
     assert score(torch.tensor([[65]]), torch.tensor([[66]])).tolist() == [1.0]
     message = error_line(score, torch.tensor([[65]] * 3), torch.tensor([[66], [67], [68]]))
     expected = "returned nan for text 2; scores must be at most 1e+15 in size"
@@ -544,7 +543,7 @@ def letters(queries: list[str], responses: list[str]) -> list[float]:
 
 def test_a_function_sees_nothing_from_the_end_of_a_text_on(monkeypatch):
     monkeypatch.setattr(Letters, "eos_token_id", 67, raising=False)
-    score = scorers.text_scorer("test_data:letters", "rewards.function", Letters(), PAD)
+    score = reward_functions.text_scorer("test_data:letters", "rewards.function", Letters(), PAD)
     assert score(torch.tensor([[65]] * 2), torch.tensor([[66, 67, 68], [66, 68, 68]])).tolist() == [1.0, 3.0]
 
 

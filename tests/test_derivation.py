@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.base.files import read_json
-from ppo_rlhf.lib.services import traces
+from ppo_rlhf.lib import traces
+from ppo_rlhf.lib.files import read_json
 from ppo_rlhf.report import derivation
 from ppo_rlhf.rlvr import algebra
 

@@ -15,7 +15,7 @@ from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arg
 from test_rlvr_runs import LETTERS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ppo_rlhf.lib.services import traces
+from ppo_rlhf.lib import traces
 
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 ON_DEVICE = Path(__file__).with_name("device_run.py")

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample, train_both
-from ppo_rlhf.lib.services import sequence
+from ppo_rlhf.lib import several_stages
 from ppo_rlhf.tldr.models import load_reward_model
 
 
@@ -121,7 +121,7 @@ def test_the_summary_of_one_held_out_query(both_run: Path, tiny_world: Path, tmp
     info = json.loads((policy / "ppo_rlhf.json").read_text())
     info["task"]["query_dataset"] = str(tmp_path / "few.txt")
     (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    stages = sequence.Stages(train_both.Args(), "reward", "policy")
+    stages = several_stages.Stages(train_both.Args(), "reward", "policy")
     stages.folders = {folder.name: tmp_path / "runs" / folder.parent.name for folder in (reward, policy)}
     train_both.report(stages, reward, policy, train_both.Args())
     (query,) = held_out_queries(only(tmp_path, "runs/train_policy__*"))

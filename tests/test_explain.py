@@ -11,8 +11,8 @@ import pytest
 from runs import only
 from test_report import browser, opened  # noqa: F401, they are fixtures
 
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli, plots
+from ppo_rlhf.lib import command_line, learning_curves
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import __main__ as report, derivation, page
 from ppo_rlhf.rlvr import policy as rlvr_policy
 
@@ -40,8 +40,8 @@ def trained(request, tiny_sums, tmp_path_factory) -> Path:
     """The folder of a run."""
     folder = tmp_path_factory.mktemp("explained")
     words = [*GROUPS.split(), "--base_model", f"{tiny_sums}/model", "--task.problems", str(tiny_sums)]
-    with contextlib.chdir(folder), patch.object(plots, "draw_learning_curves"):  # longer than the run
-        rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, [*words, *RUNS[request.param].split()]))
+    with contextlib.chdir(folder), patch.object(learning_curves, "draw_learning_curves"):  # longer than the run
+        rlvr_policy.train(command_line.parse_args(rlvr_policy.PRESETS, [*words, *RUNS[request.param].split()]))
     return only(folder, "runs/*")
 
 

@@ -12,12 +12,11 @@ import pytest
 from refusals import with_value
 
 from ppo_rlhf import train_both, train_policy, train_reward, worlds
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed, typed_as
-from ppo_rlhf.lib.base.files import flatten
-from ppo_rlhf.lib.base.processes import check_finite
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services import sequence
-from ppo_rlhf.lib.services.sequence import flags_of
+from ppo_rlhf.lib import pretrained, several_stages
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
+from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.lib.processes import check_finite
+from ppo_rlhf.lib.several_stages import flags_of
 from ppo_rlhf.tldr import (
     all as tldr_all,
     models,
@@ -45,7 +44,7 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
     def stop(*_, **__):
         raise Trains
 
-    monkeypatch.setattr(sequence.Stages, "train", stop)
+    monkeypatch.setattr(several_stages.Stages, "train", stop)
     monkeypatch.setattr(pretrained, "load_tokenizer", lambda *_: tiny_tokenizer)
     monkeypatch.setattr(worlds, "find_paths", lambda args, *_, **__: args)  # no world is built
     monkeypatch.setattr(train_policy, "QueryStream", stop)
@@ -149,7 +148,7 @@ def wrong_values(script) -> Iterator[tuple[str, object]]:
     """Numbers of the stages' own arguments that few of them take, and texts that none does."""
     for name, value in flatten(dataclasses.asdict(script.PRESETS[PRESET[script]])).items():
         stage, _, own = name.partition(".")
-        if stage in STAGES[script] and own.split(".")[0] not in sequence.SHARED:
+        if stage in STAGES[script] and own.split(".")[0] not in several_stages.SHARED:
             if type(value) in (int, float):
                 yield from ((name, number) for number in (-1, 0, 1, 3, 10**9 + 7, 2**63))
             if type(value) is float:
@@ -193,10 +192,10 @@ def test_an_address_on_the_hub_may_hold_what_looks_like_an_argument(until_traini
 
 FOLDER = Path(train_policy.__file__).parent
 IN_STAGES = [
-    *(f"lib/base/{name}" for name in ("checkpoints", "files", "hub", "processes")),
-    *("lib/data/label_files", "lib/data/sources", "tldr/posts", "tldr/models"),
+    *(f"lib/{name}" for name in ("checkpoints", "files", "hub", "processes")),
+    *("lib/label_files", "lib/text_sources", "tldr/posts", "tldr/models"),
     *(f"lib/{name}" for name in ("nets/templates", "rewards", "scoring/scorers")),
-    *(f"lib/services/{name}" for name in ("cli", "run")),
+    *(f"lib/{name}" for name in ("command_line", "run")),
     "train_reward",
     "train_policy",
     "tldr_sft",

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.nets import foreign
+from ppo_rlhf.lib import classifiers
+from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems
 from ppo_rlhf.tldr import policy as tldr_policy, posts
 
@@ -87,9 +87,9 @@ def wordy(tmp_path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
-def load(model: str, label: str = "") -> foreign.Classifier:
+def load(model: str, label: str = "") -> classifiers.Classifier:
     kind = {"dtype": torch.float32, "device": torch.device("cpu"), "trust_remote_code": False}
-    return foreign.Classifier(model, label, **kind, field="rewards.trained_model")
+    return classifiers.Classifier(model, label, **kind, field="rewards.trained_model")
 
 
 def padded(tokenizer, texts: list[str], pad_id: int = PAD, left: bool = False) -> torch.Tensor:
@@ -112,7 +112,7 @@ def said_alone(folder: str, rows: list[list[int]], label: int = 0) -> list[float
 def test_a_score_is_that_of_a_text_alone(tmp_path, letters, architecture, pad_id):
     """Whatever the batch, wherever our padding is."""
     folder = classifier(architecture, tmp_path / "reward", letters, ["LABEL_0"], pad_id)
-    score = foreign.scorer_of(load(folder), letters, PAD, TASK)
+    score = classifiers.scorer_of(load(folder), letters, PAD, TASK)
     rows = [letters.encode(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
     scores = score(padded(letters, QUERIES, left=True), padded(letters, RESPONSES))
     assert scores.tolist() == pytest.approx(said_alone(folder, rows), abs=1e-5)
@@ -124,7 +124,7 @@ def test_another_tokenizer_reads_the_text(tmp_path, letters, wordy):
     folder = classifier("bert", tmp_path / "reward", wordy, ["NEGATIVE", "POSITIVE"], 0, rows=13)
     rows = [[2, 4, 6, 8, 10, 4, 11, 12, 3], [2, 5, 7, 9, 12, 3]]
     for number, label in enumerate(["NEGATIVE", "POSITIVE"]):
-        score = foreign.scorer_of(load(folder, label), letters, PAD, TASK)
+        score = classifiers.scorer_of(load(folder, label), letters, PAD, TASK)
         responses = padded(letters, RESPONSES)
         responses[1, 5:7] = torch.tensor([28, 3])  # the end of text, and a letter
         scores = score(padded(letters, QUERIES), responses)
@@ -135,7 +135,7 @@ def test_a_text_that_is_too_long_is_read_at_its_end(tmp_path, letters, wordy):
     folder = classifier("bert", tmp_path / "reward", wordy, ["good"], 0, rows=13)
     judge = load(folder)
     judge.longest = 5
-    score = foreign.scorer_of(judge, letters, PAD, TASK)
+    score = classifiers.scorer_of(judge, letters, PAD, TASK)
     scores = score(padded(letters, ["the cat sat"]), padded(letters, [" on the mat."]))
     assert scores.tolist() == pytest.approx(said_alone(folder, [[2, 4, 11, 12, 3]]), abs=1e-5)
 
@@ -158,7 +158,7 @@ def test_long_texts_and_names_of_special_tokens(tmp_path, letters, wordy, archit
     """In one batch, with what the library says of each text alone as the oracle."""
     settings = {"max_position_embeddings": 20} | settings
     folder = classifier(architecture, tmp_path / "reward", wordy, ["good"], 0, rows=13, **settings)
-    score = foreign.scorer_of(load(folder), byte_tokenizer(None), 259, TASK)
+    score = classifiers.scorer_of(load(folder), byte_tokenizer(None), 259, TASK)
     queries, responses = ["the cat", "a dog"], [" sat on the mat." * 5, " ran [SEP]."]
     scores = score(*(padded(byte_tokenizer(None), texts, 259) for texts in (queries, responses)))
     long, short = [4, 6, *[8, 10, 4, 11, 12] * 5], [5, 7, 9, 1, 1, 1, 12]
@@ -170,14 +170,14 @@ def test_what_it_cannot_read_is_found_before_training(tmp_path, letters, wordy):
     judge = load(classifier("bert", tmp_path / "short", wordy, ["good"], 0, rows=13))
     judge.longest = 999  # as if there were more positions
     with pytest.raises(InputError, match=r"short cannot read a text of 500 tokens: \w*Error: .*model_max_length"):
-        foreign.scorer_of(judge, letters, PAD, dataclasses.replace(TASK, response_length=500))
+        classifiers.scorer_of(judge, letters, PAD, dataclasses.replace(TASK, response_length=500))
     wordy.chat_template = NO_SYSTEM
     judge = load(classifier("bert", tmp_path / "chat", wordy, ["good"], 0, rows=13))
     asked, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": ""}
     dialogues = [[asked, begun], [{"role": "system", "content": "a"}, asked, begun]]
-    foreign.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues[:1])
+    classifiers.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues[:1])
     with pytest.raises(InputError, match=r"fails on messages of system, user, assistant: .*no system"):
-        foreign.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues)
+        classifiers.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -192,7 +192,7 @@ def test_keys_and_values_that_nobody_reads_are_not_kept(tmp_path, tiny_tokenizer
 def test_its_own_chat_template_makes_messages_of_query_and_response(tmp_path, letters, wordy):
     wordy.chat_template = CHATTY
     folder = classifier("bert", tmp_path / "reward", wordy, ["good"], 0, rows=13)
-    score = foreign.scorer_of(load(folder), letters, PAD, TASK)
+    score = classifiers.scorer_of(load(folder), letters, PAD, TASK)
     scores = score(padded(letters, QUERIES), padded(letters, RESPONSES))
     texts = ["<user>the cat sat|<assistant>on the mat.|", "<user>a dog|<assistant>ran.|"]
     rows = [wordy.encode(text, add_special_tokens=False) for text in texts]

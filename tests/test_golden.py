@@ -31,8 +31,8 @@ from golden_models import (
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import label_files
+from ppo_rlhf.lib import label_files
+from ppo_rlhf.lib.errors import InputError
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32, so one unit in the last place of the stored number comes on top.

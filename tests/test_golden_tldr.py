@@ -39,7 +39,7 @@ from oracles import on_processes
 from transformers import GPT2Config, GPT2Model
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import models, policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 from ppo_rlhf.tldr.posts import TaskArgs
 
@@ -609,8 +609,8 @@ FORWARD, POLICY = partial(check_forward, "forward_neox_leftpad"), partial(check_
 SFT, REWARD = partial(check_sft_run, "sft_neox_ragged"), partial(check_reward_run, "reward_neox")
 
 FILES = tuple(f"tldr/{name}.py" for name in ("sft", "reward", "policy"))
-FILES += ("tldr/responses.py", "tldr/models.py", "tldr/posts.py", "lib/data/rows.py")
-FILES += ("lib/services/run.py", "train_policy.py")
+FILES += ("tldr/responses.py", "tldr/models.py", "tldr/posts.py", "lib/data_files.py")
+FILES += ("lib/run.py", "train_policy.py")
 # mistake of the book: the checks that must fail if it is in the functions of these files
 MISTAKES: dict[str, list[Callable]] = {
     "response_logprobs: not shifted": [FORWARD, POLICY],

@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.base.files import write_json
-from ppo_rlhf.lib.services import plots
+from ppo_rlhf.lib import learning_curves, processes
+from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
 
@@ -24,7 +23,7 @@ BROKEN_UPDATE = 2  # of 0, 1, 2, 3
 
 @pytest.fixture(autouse=True)
 def without_pictures(in_a_fresh_folder, monkeypatch):
-    monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
+    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def circle(sources: Sources) -> list[str]:
     return []
 
 
-FLOORS = ("lib.base", "lib.nets", "lib.scoring", "lib.rewards", "lib.data", "lib.services", "worlds")  # from below
+FLOORS = ("lib", "worlds")  # from below
 
 
 def floor_of(name: str) -> int:
@@ -68,11 +68,11 @@ def floor_of(name: str) -> int:
 
 
 def trespasses(sources: Sources) -> set[tuple[str, str]]:
-    """Imports that go up: from a room of lib to a higher one, a world or a script, or from a world to a script."""
+    """Imports that go up: from lib to a world or a script, or from a world to a script."""
     return {
         (name, other)
         for name, others in graph(sources).items()
-        for other in others - {"lib"}
+        for other in others
         if floor_of(other) > floor_of(name)
     }
 
@@ -83,7 +83,7 @@ def test_nothing_goes_in_a_circle():
 
 def test_imports_go_downwards():
     assert trespasses(SOURCES) == set()
-    assert {"lib.base.errors", "lib.nets.pretrained", "worlds.tales", "train_policy"} <= set(SOURCES)
+    assert {"lib.errors", "lib.pretrained", "worlds.tales", "train_policy"} <= set(SOURCES)
 
 
 # ---- The small files are complete: they can be read, and carried away, alone -----------------------------------
@@ -118,9 +118,8 @@ def test_nothing_imports_a_small_file():
 HOUSE = {
     "": "",
     "lib": "",
-    "lib.base": "",
-    "lib.base.a": "import torch",
-    "lib.base.b": "from ppo_rlhf.lib.base import a",
+    "lib.a": "import torch",
+    "lib.b": "from ppo_rlhf.lib import a",
     "worlds": "",
     "script": "",
 }
@@ -129,24 +128,23 @@ HOUSE = {
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("lib.base.a", "from ppo_rlhf.lib.base import b"),
-        ("lib.base.a", "def f():\n    from ppo_rlhf.lib.base.b import name"),
-        ("lib.base.a", "import ppo_rlhf.lib.base.b"),
-        ("lib.base.a", "if TYPE_CHECKING:\n    from ppo_rlhf.lib.base import b"),
+        ("lib.a", "from ppo_rlhf.lib import b"),
+        ("lib.a", "def f():\n    from ppo_rlhf.lib.b import name"),
+        ("lib.a", "import ppo_rlhf.lib.b"),
+        ("lib.a", "if TYPE_CHECKING:\n    from ppo_rlhf.lib import b"),
     ],
 )
 def test_a_circle_is_found(module, source):
-    assert circle(HOUSE) == [] and set(circle(HOUSE | {module: source})) == {"lib.base.a", "lib.base.b"}
+    assert circle(HOUSE) == [] and set(circle(HOUSE | {module: source})) == {"lib.a", "lib.b"}
 
 
 @pytest.mark.parametrize(
     ("module", "source", "other"),
     [
-        ("lib.base.a", "from ppo_rlhf import script", "script"),
-        ("lib.base.a", "if TYPE_CHECKING:\n    from ppo_rlhf.script import name", "script"),
-        ("lib.nets.a", "from ppo_rlhf.lib.data import b", "lib.data"),
-        ("lib.base.a", "from ppo_rlhf import worlds", "worlds"),
-        ("lib.base.a", "from ppo_rlhf.script import name", "script"),
+        ("lib.a", "from ppo_rlhf import script", "script"),
+        ("lib.a", "if TYPE_CHECKING:\n    from ppo_rlhf.script import name", "script"),
+        ("lib.a", "from ppo_rlhf import worlds", "worlds"),
+        ("lib.a", "from ppo_rlhf.script import name", "script"),
         ("worlds", "from ppo_rlhf import script", "script"),
     ],
 )

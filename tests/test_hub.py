@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.interoperability import hub_check
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.errors import InputError
 
 CLIENT = Path(__file__).parent / "hub_client.py"
 DEAD = "http://127.0.0.1:9"  # nobody listens there

@@ -14,8 +14,8 @@ import scipy.stats
 
 from benchmark import lab
 from benchmark.experiments import arithmetic
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import command_line
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy
 
 # Its training script never starts.
@@ -41,7 +41,7 @@ def arguments(experiment: lab.Experiment, module: ModuleType, folder: Path) -> d
         python, path, *words = shlex.split(job.command)
         assert (python, path) == ("python", module.__file__)
         assert (job.seed, job.folder) == (3, folder / variant / "seed3")
-        found[variant] = cli.parse_args(module.PRESETS, words)
+        found[variant] = command_line.parse_args(module.PRESETS, words)
     return found
 
 

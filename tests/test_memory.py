@@ -12,9 +12,8 @@ from processes import SCRIPTS, launch
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base import errors, processes
-from ppo_rlhf.lib.nets import classifier
-from ppo_rlhf.lib.nets.layers import checkpoint_layers
+from ppo_rlhf.lib import errors, processes, reward_model_files
+from ppo_rlhf.lib.layers import checkpoint_layers
 from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 from ppo_rlhf.tldr.policy import ActorCritic
 
@@ -156,7 +155,7 @@ def saved(request, tiny_models, tiny_tokenizer, tmp_path: Path) -> Path:
     reward_model = train_reward.RewardModel(tiny_models(request.param, seed=1).base_model.eval())
     with torch.no_grad():
         reward_model.bias.fill_(1.5)
-    classifier.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})
+    reward_model_files.save_reward_model(tmp_path / "reward", reward_model, tiny_tokenizer, {})
     return tmp_path
 
 

@@ -13,8 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base import precision
-from ppo_rlhf.lib.nets.layers import checkpoint_layers
+from ppo_rlhf.lib import precision
+from ppo_rlhf.lib.layers import checkpoint_layers
 from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 
 COSTS = (0, 7, 10**6)  # of a group, in tokens: a group for each length, a few, one for all

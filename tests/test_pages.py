@@ -9,8 +9,8 @@ import scipy.stats
 from jinja2 import UndefinedError
 
 from benchmark import pages
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib import processes
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
 ROOT = pages.ROOT

@@ -15,10 +15,9 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, StaticCache
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import classifier
-from ppo_rlhf.lib.nets.pretrained import read_info, same_logits
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import command_line, reward_model_files
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.pretrained import read_info, same_logits
 from ppo_rlhf.tldr import packing, policy as tldr_policy, responses as tldr_responses
 from ppo_rlhf.tldr.models import check_model
 from ppo_rlhf.train_policy import (
@@ -70,7 +69,7 @@ def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(script)
     """The factor of an update is at least 1 - episodes / (5 * horizon), here in exact arithmetic."""
 
     def check(horizon: int, episodes: int) -> None:
-        cli.check_controller(cli.AdaptiveKLArgs(target=6.0, horizon=horizon), episodes)
+        command_line.check_controller(command_line.AdaptiveKLArgs(target=6.0, horizon=horizon), episodes)
 
     for horizon, episodes in itertools.product(range(1, 8), range(1, 50)):
         if 1 - Fraction(episodes, 5 * horizon) > 0:
@@ -265,7 +264,9 @@ def test_what_is_saved_keeps_its_dropout_and_its_gelu(tiny_models, tiny_tokenize
     loaded = load_pretrained(str(tmp_path / "base"), torch.float32, auto_class=auto_class)
     assert {module.p for module in loaded.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
     loaded.save_pretrained(tmp_path / "saved")
-    classifier.save_reward_model(tmp_path / "reward", train_reward.RewardModel(loaded.base_model), tiny_tokenizer, {})
+    reward_model_files.save_reward_model(
+        tmp_path / "reward", train_reward.RewardModel(loaded.base_model), tiny_tokenizer, {}
+    )
     for kind in ("base", "saved", "reward"):
         config = json.loads((tmp_path / kind / "config.json").read_text())
         settings = [config[name] for name in ("resid_pdrop", "attn_pdrop", "activation_function")]

@@ -12,8 +12,7 @@ from test_rlvr_update import ARCHITECTURES, CONTEXT, PAD, RESPONSE, same_paramet
 from torch.testing import assert_close
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.nets import layers
+from ppo_rlhf.lib import errors, layers
 from ppo_rlhf.rlvr.algebra import ESTIMATORS
 from ppo_rlhf.rlvr.policy import RewardsArgs
 from ppo_rlhf.tldr import models, packing

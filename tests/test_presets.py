@@ -8,8 +8,8 @@ import pytest
 from transformers import GPT2Config
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services.cli import parse_args
+from ppo_rlhf.lib.command_line import parse_args
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.train_policy import PpoArgs, ppo_sizes
 from ppo_rlhf.train_reward import learning_rate_at, reward_sizes
 

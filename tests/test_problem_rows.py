@@ -13,8 +13,8 @@ from pyarrow import parquet
 from test_problems import TOKENIZER, byte_tokenizer
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.scoring.worker import Worker
+from ppo_rlhf.lib.confined_worker import Worker
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problem_rows, problems
 
 VERL = {
@@ -163,7 +163,7 @@ class Counting(Worker):
     """Notes what it is asked."""
 
     def __init__(self, computing: float):
-        super().__init__("ppo_rlhf.lib.scoring.gym:call", computing=computing, seconds=600)
+        super().__init__("ppo_rlhf.lib.reasoning_gym_calls:call", computing=computing, seconds=600)
         self.asked = []
 
     def ask(self, *request):

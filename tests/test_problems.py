@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from benchmark import worlds
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.rlvr.problems import TaskArgs
 

@@ -18,8 +18,8 @@ from runs import TINY_WORLD, explained_metrics, metrics_of, only
 
 from benchmark import lab, worlds
 from ppo_rlhf import judge, sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib.base.files import flatten
-from ppo_rlhf.lib.services import cli, plots
+from ppo_rlhf.lib import command_line, learning_curves
+from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
     asynchronous as rlvr_async,
@@ -204,7 +204,12 @@ def test_pages_say_when_to_use_each_argument_of_chapter_3():
         for group in [*classes, rlvr_arguments.ToolsArgs(), rlvr_async.Args()]
         for field in dataclasses.fields(group)
     }
-    of_all_runs = {field.name for field in dataclasses.fields(cli.RunArgs)} | {"preset", "exp_name", "task", "ppo"}
+    of_all_runs = {field.name for field in dataclasses.fields(command_line.RunArgs)} | {
+        "preset",
+        "exp_name",
+        "task",
+        "ppo",
+    }
     assert [name for name in sorted(fields - of_all_runs) if not re.search(rf"\b{name}\b", text)] == []
 
 
@@ -269,9 +274,9 @@ def test_the_reward_of_the_first_page_gains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # of another test
-    monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
+    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
     words = f"{command} {where} {sizes} {steps}".split()
-    train_policy.train(cli.parse_args(train_policy.PRESETS, words))
+    train_policy.train(command_line.parse_args(train_policy.PRESETS, words))
     words = [row["objective/function_score"] for row in metrics_of(only(tmp_path, "runs/*"))]
     # A batch of 64 texts has a mean with an error of 0.2, the mean of eight batches one of 0.07.
     assert statistics.fmean(words[-8:]) > statistics.fmean(words[:8]) + 0.4
@@ -408,7 +413,7 @@ def test_help_breaks_no_command(path, monkeypatch, capsys):
     described = ast.get_docstring(ast.parse(path.read_text()))
     monkeypatch.setenv("COLUMNS", "60")
     with pytest.raises(SystemExit):
-        cli.parse(Few, ["--help"], description=described)
+        command_line.parse(Few, ["--help"], description=described)
     shown = capsys.readouterr().out.splitlines()
     commands = re.findall(r"^ +(?:python|torchrun|accelerate) .*", described, re.MULTILINE)
     assert commands and {shown.count(command) for command in commands} == {1}

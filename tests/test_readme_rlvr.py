@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
+from ppo_rlhf.lib import tools
 from ppo_rlhf.lib.rewards import VERIFIERS
-from ppo_rlhf.lib.scoring import tools
 from ppo_rlhf.rlvr import algebra, policy as rlvr_policy
 from ppo_rlhf.rlvr.algebra import ESTIMATORS
 from ppo_rlhf.rlvr.policy import PRESETS

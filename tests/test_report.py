@@ -14,8 +14,8 @@ import pytest
 import torch
 from runs import explained_metrics
 
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import traces
+from ppo_rlhf.lib import traces
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import __main__ as report
 
 EVIL = "</script><script>window.hacked = 1</script><b>&amp; \x1b[31mred"

@@ -16,8 +16,8 @@ from runs import metrics_of, only, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ppo_rlhf import sample, train_reward, worlds
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import command_line
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, posts
 from ppo_rlhf.worlds import reviews, smollm
 
@@ -380,7 +380,7 @@ def test_a_reward_model_learns_from_ratings_as_texts(stand_in, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     flags = "--preset reviews --num_train 16 --batch_size 8 --normalize_samples 16 --rollout_batch_size 16 --lr 0.01 "
     flags += "--task.response_length 16"  # the stand-in has a token for each letter, and reads 64
-    reward = train_reward.train(cli.parse_args(train_reward.PRESETS, flags.split()))
+    reward = train_reward.train(command_line.parse_args(train_reward.PRESETS, flags.split()))
     assert (tmp_path / reward / "ppo_rlhf.json").exists()
     run = only(tmp_path, "runs/*")
     assert len(metrics_of(run)) == 2
@@ -405,7 +405,7 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stages, tmp
     flags += "--rewards.normalize_samples 12 --rewards.missing_eos none --ppo.batch_size 8 --ppo.total_episodes 16 "
     flags += "--save_interval 1 --eval_interval 0 --eval_posts 2 --trace_interval 0 --lora.rank 2"
     SEEN.clear()
-    tldr_policy.train(cli.parse_args(tldr_policy.PRESETS, flags.split()))
+    tldr_policy.train(command_line.parse_args(tldr_policy.PRESETS, flags.split()))
     _, first, second, *updates = SEEN[:5]  # after the trial; 8 summaries are sampled at a time
     assert (len(first), [len(update) for update in updates]) == (8, [8, 8])
     scores = (first + second)[:12]
@@ -419,6 +419,6 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stages, tmp
 
     SEEN.clear()
     longer = f"--resume {run} --ppo.total_episodes 24"
-    tldr_policy.train(cli.parse_args(tldr_policy.PRESETS, longer.split()))
+    tldr_policy.train(command_line.parse_args(tldr_policy.PRESETS, longer.split()))
     _, said, *_ = SEEN  # it does not look at the base model again
     assert metrics_of(run)[-1]["objective/scores"] == pytest.approx((statistics.fmean(said) - mean) / std, abs=1e-4)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.data.label_files import Labels
-from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.nets.pretrained import load_tokenizer, vocabulary_size
+from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.label_files import Labels
+from ppo_rlhf.lib.pretrained import load_tokenizer, vocabulary_size
+from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr.models import load_reward_model
 from ppo_rlhf.train_policy import few_rows_at_a_time, load_pretrained
 from ppo_rlhf.train_reward import (

@@ -24,9 +24,8 @@ from test_rlvr_runs import LETTERS, sums_arguments
 from test_vllm_sampler import FAKE
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.base import checkpoints
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli, plots, traces
+from ppo_rlhf.lib import checkpoints, command_line, learning_curves, traces
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
     asynchronous as rlvr_async,
@@ -73,8 +72,8 @@ def train_by(script, world: Path, folder: Path, *words: str) -> Path:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         patch.delitem(sys.modules, "letters", raising=False)
-        patch.setattr(plots, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
-        script.train(cli.parse_args(script.PRESETS, arguments))
+        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+        script.train(command_line.parse_args(script.PRESETS, arguments))
     return folder
 
 

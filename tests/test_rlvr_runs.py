@@ -21,10 +21,8 @@ from test_problems import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_rlhf import sample, train_policy, train_reward
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.nets import foreign, pretrained
-from ppo_rlhf.lib.services import cli, plots, traces
+from ppo_rlhf.lib import classifiers, command_line, errors, learning_curves, pretrained, traces
+from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
     metrics as rlvr_metrics,
@@ -267,8 +265,8 @@ def run_in(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "letters", raising=False)
-    monkeypatch.setattr(plots, "draw_learning_curves", draw)
-    module.train(cli.parse_args(module.PRESETS, list(words)))
+    monkeypatch.setattr(learning_curves, "draw_learning_curves", draw)
+    module.train(command_line.parse_args(module.PRESETS, list(words)))
     return metrics_of(max(folder.glob("runs/*"), key=lambda folder: folder.stat().st_mtime))
 
 
@@ -307,7 +305,9 @@ def test_pictures_are_of_the_verifiers_of_the_run(run_once):
     drawn = []
     run_once("--eval_interval 1 --rewards.verifier letters:letters", draw=lambda *of_run: drawn.append(of_run))
     ((_, rows, args),) = drawn
-    shown = plots.panels_of(plots.without_groups_of_one(rows[0], args), plots.own_metrics([args]))
+    shown = learning_curves.panels_of(
+        learning_curves.without_groups_of_one(rows[0], args), learning_curves.own_metrics([args])
+    )
     panels = {panel["title"]: names for panel, names in shown}
     assert "eval/letters:letters" in panels["Held-out queries"] and "Groups without a signal" not in panels
 
@@ -385,7 +385,7 @@ def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(run_once):
 
 
 def test_the_reward_model_reads_a_few_rows_at_a_time_and_must_be_finite(ppo_run, tiny_sums, tmp_path, monkeypatch):
-    args = cli.parse_args(PRESETS, sums_arguments(tiny_sums))
+    args = command_line.parse_args(PRESETS, sums_arguments(tiny_sums))
     folder, ids = tmp_path / "reward", problems.TaskIds(pad=400, stops=(0,))
     shutil.copytree(only(ppo_run[0], "models/*") / "value", folder)  # a critic, which is of the same form
     info = json.loads((folder / "ppo_rlhf.json").read_text())
@@ -570,7 +570,7 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize("words", DOUBTFUL)
 def test_what_may_not_be_meant_is_said(words):
-    said = list(rlvr_arguments.doubts(cli.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
+    said = list(rlvr_arguments.doubts(command_line.parse_args(PRESETS, ["--preset", "sums", *words.split()])))
     assert DOUBTFUL[words] in "\n".join(said) and bool(said) == bool(DOUBTFUL[words])
     assert not any("\n" in line for line in said)
 
@@ -582,12 +582,12 @@ def test_a_run_of_an_older_version_is_called_that(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"args": args, "commit": "1f2e3d"}))
     words = "written at commit 1f2e3d, is not of this version's runs: its arguments differ in eval_temperature"
     with pytest.raises(InputError, match=words):
-        cli.parse_args(PRESETS, ["--resume", str(tmp_path)])
+        command_line.parse_args(PRESETS, ["--resume", str(tmp_path)])
 
 
 def test_a_temperature_of_samples_may_stay_when_they_are_switched_off():
     rlvr_arguments.check_arguments(
-        cli.parse_args(PRESETS, ["--preset", "sums", "--eval_samples", "0", "--eval_temperature", "0.7"])
+        command_line.parse_args(PRESETS, ["--preset", "sums", "--eval_samples", "0", "--eval_temperature", "0.7"])
     )
 
 
@@ -596,7 +596,7 @@ def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments
         raise InputError(f"shorten {errors.flag('task.query_length')}")
 
     monkeypatch.setattr(pretrained, "find_head", lambda *_: None)  # as if there were a reward model x
-    monkeypatch.setattr(foreign, "is_foreign", lambda _: False)
+    monkeypatch.setattr(classifiers, "is_foreign", lambda _: False)
     monkeypatch.setattr(models, "load_scalar_model", too_short)
     words = [*sums_arguments(tiny_sums), *RLOO.split(), "--rewards.trained_model", "x"]
     with pytest.raises(InputError, match=r"shorten --task\.prompt_length"):
@@ -605,7 +605,7 @@ def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments
 
 def test_k1_in_the_loss_is_no_choice():
     with pytest.raises(SystemExit):
-        cli.parse_args(PRESETS, ["--rewards.kl_loss_estimator", "k1"])
+        command_line.parse_args(PRESETS, ["--rewards.kl_loss_estimator", "k1"])
 
 
 def test_presets_are_named_by_their_key_and_pass_the_checks():
@@ -613,7 +613,7 @@ def test_presets_are_named_by_their_key_and_pass_the_checks():
         assert args.preset == name and not [*rlvr_arguments.doubts(args)]
         rlvr_arguments.check_arguments(args)
         rlvr_arguments.ppo_sizes(args.ppo, 4)
-        assert cli.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
+        assert command_line.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
 
 
 def test_every_metric_is_explained(ppo_run):

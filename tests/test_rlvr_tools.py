@@ -18,10 +18,8 @@ from transformers import AutoTokenizer
 
 from benchmark import worlds
 from ppo_rlhf import sample
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.scoring import tools
-from ppo_rlhf.lib.services import cli, traces
+from ppo_rlhf.lib import command_line, errors, tools, traces
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
@@ -188,7 +186,7 @@ def episodes(tiny_tools, tmp_path, monkeypatch):
     """A rollout of sixteen episodes, of which the first two were written by hand, with its setup and networks."""
     monkeypatch.chdir(tmp_path)
     Path("letters.py").write_text(LETTERS)
-    args = cli.parse_args(rlvr_tools.PRESETS, arguments(tiny_tools))
+    args = command_line.parse_args(rlvr_tools.PRESETS, arguments(tiny_tools))
     setup, actor_critic, reference = rlvr_policy.load(args)
     with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
         actor_critic.critic.reward_head.weight.copy_(torch.linspace(-1, 1, 16)[None])
@@ -312,7 +310,7 @@ def run_in(folder: Path, monkeypatch, *words: str) -> Path:
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
     (folder / "letters.py").write_text(LETTERS)
-    rlvr_tools.train(cli.parse_args(rlvr_tools.PRESETS, list(words)))
+    rlvr_tools.train(command_line.parse_args(rlvr_tools.PRESETS, list(words)))
     return only(folder, "runs/*")
 
 

@@ -17,10 +17,9 @@ from test_problems import TOKENIZER
 from test_tldr_data import COMPARISON, POST, changed
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.data import label_files, rows, sources
-from ppo_rlhf.lib.data.label_files import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels
-from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib import data_files, label_files, pretrained, text_sources
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.label_files import OPENAI_PAD_ID, OPENAI_VOCAB_SIZE, Labels
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import posts
 
@@ -171,7 +170,7 @@ FORMATS = {
     "texts": Format(
         rows=["One.", {"text": "Two."}],
         file="texts.json",
-        read=sources.read_text_file,
+        read=text_sources.read_text_file,
         check=check_texts,
         place="row 2",
         written=to_json,
@@ -179,7 +178,7 @@ FORMATS = {
     "texts in lines": Format(
         rows=["One.", {"text": "Two."}],
         file="texts.jsonl",
-        read=sources.read_text_file,
+        read=text_sources.read_text_file,
         check=check_texts,
         place="row 2",
     ),
@@ -512,7 +511,7 @@ def two_lines(*_: Any) -> None:
 BROKEN_FOR_ANY = {
     "writes two lines": (pretrained, "vocabulary_size", two_lines, "choices"),
     "does not check comparisons": (posts, "check_comparison", lambda *_: None, "comparisons"),
-    "does not check posts": (rows, "check_row", lambda *_: None, "posts"),
+    "does not check posts": (data_files, "check_row", lambda *_: None, "posts"),
 }
 BROKEN_FOR_VALID = {
     "takes another id for padding": ("OPENAI_PAD_ID", OPENAI_PAD_ID + 1),

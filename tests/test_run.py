@@ -18,12 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.base import errors, files
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, run_script
-from ppo_rlhf.lib.scoring.scorers import import_function
-from ppo_rlhf.lib.services import cli, run as run_module
-from ppo_rlhf.lib.services.cli import flag_value, from_dict, parse_args
-from ppo_rlhf.lib.services.run import Run, one_line, print_table
+from ppo_rlhf.lib import command_line, errors, files, run as run_module
+from ppo_rlhf.lib.command_line import flag_value, from_dict, parse_args
+from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
+from ppo_rlhf.lib.reward_functions import import_function
+from ppo_rlhf.lib.run import Run, one_line, print_table
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 SCRIPTS = [train_policy, train_reward]
@@ -226,7 +225,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, accelera
 def test_a_current_folder_that_is_not_unicode_is_refused(tmp_path, monkeypatch):
     os.mkdir(os.fsencode(tmp_path) + b"/bad\xff")
     monkeypatch.chdir(os.fsencode(tmp_path) + b"/bad\xff")
-    message = error_line(cli.check_run, train_policy.Args())
+    message = error_line(command_line.check_run, train_policy.Args())
     folder = f"'{tmp_path}/bad\\udcff'"
     assert message == f"the name of the current folder, {folder}, is not valid Unicode; start in another one"
 

@@ -24,7 +24,7 @@ from processes import OFFLINE, SCRIPTS, Launched, Result
 from runs import both_arguments, interrupt, metrics_of, only, world_arguments
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf.lib.base.checkpoints import sealed
+from ppo_rlhf.lib.checkpoints import sealed
 
 TIME_LIMIT = 300  # seconds
 GOLD = ["--rewards.function", "ppo_rlhf.worlds.tales:sentiment.gold_scores"]

@@ -30,9 +30,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import ppo_rlhf
 from benchmark import worlds
 from ppo_rlhf import train_both, train_policy, worlds as packaged
-from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.data import label_files
-from ppo_rlhf.lib.services import run
+from ppo_rlhf.lib import label_files, rewards, run
 from ppo_rlhf.rlvr import policy as rlvr_policy, problems
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.worlds import tales

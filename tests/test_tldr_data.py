@@ -11,7 +11,7 @@ import torch
 from runs import error_line
 from transformers import AutoTokenizer
 
-from ppo_rlhf.lib.data import rows
+from ppo_rlhf.lib import data_files
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.posts import CUT_MARGIN, TaskArgs
 
@@ -124,7 +124,7 @@ def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
     ("left", "expected"), [(True, [[9, 9, 5], [9, 9, 9], [6, 7, 8]]), (False, [[5, 9, 9], [9, 9, 9], [6, 7, 8]])]
 )
 def test_rows_are_padded_on_one_side(left, expected):
-    assert rows.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
+    assert data_files.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=left).tolist() == expected
 
 
 # ---- Posts [T07] -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from oracles import (
 )
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.base.processes import deal, map_rows
+from ppo_rlhf.lib.processes import deal, map_rows
 from ppo_rlhf.tldr.models import cosine_lr
 from ppo_rlhf.tldr.policy import compute_gae, compute_rewards, policy_loss, posts_of_update, value_loss
 from ppo_rlhf.tldr.posts import trim_padding

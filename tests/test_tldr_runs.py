@@ -20,9 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_rlhf import sample
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.services import sequence
+from ppo_rlhf.lib import reward_functions, several_stages
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy
 
 TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
@@ -492,8 +491,8 @@ import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 from ppo_rlhf.tldr import {module} as script
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import processes
+from ppo_rlhf.lib import command_line as cli
 
 deal, steps = processes.deal, []
 
@@ -611,7 +610,7 @@ def test_a_monitor_replaces_nothing(policy):
     assert gold <= written and written - gold == set(tldr_policy.TAKEN) - {"function_score"}  # of other runs
     for name in written - gold:
         with pytest.raises(InputError, match=f"--rewards.monitor mine:{name}: the name {name} is taken"):
-            scorers.load_monitor(f"mine:{name}", tldr_policy.TAKEN, None)
+            reward_functions.load_monitor(f"mine:{name}", tldr_policy.TAKEN, None)
         # The other column of a monitor is taken only where its own name is.
         assert not name.startswith("reference_") or name.removeprefix("reference_") in written
 
@@ -754,7 +753,7 @@ def test_one_stage_that_summarised_fewer_posts(all_three, tmp_path, capsys, stag
     runs = {name: run_of(name, tmp_path) for name in ("sft", "reward", "policy")}
     file = runs[stage] / "evaluation.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
-    stages = sequence.Stages(tldr_all.Args(), *runs)
+    stages = several_stages.Stages(tldr_all.Args(), *runs)
     stages.folders = runs
     tldr_all.report(stages)
     check_win_rates(tmp_path, capsys.readouterr().out, posts=5)

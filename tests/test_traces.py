@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services import traces
+from ppo_rlhf.lib import pretrained, traces
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import policy as tldr_policy

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from test_run import FakeArgs, read_events
 from wandb.proto import wandb_internal_pb2
 
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import run as run_module, tracking
+from ppo_rlhf.lib import run as run_module, tracking
+from ppo_rlhf.lib.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 RESULTS = {"test_accuracy": 0.75, "validation/rouge1": 0.25, "test_labels": 40, "ceiling": None}

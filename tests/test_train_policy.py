@@ -29,11 +29,9 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import sample, train_both, train_policy, train_reward
-from ppo_rlhf.lib.base import errors, processes
-from ppo_rlhf.lib.base.errors import InputError, NumericalError
-from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.services import plots, run
-from ppo_rlhf.lib.services.cli import AdaptiveKLArgs, parse_args
+from ppo_rlhf.lib import errors, learning_curves, processes, reward_functions, run
+from ppo_rlhf.lib.command_line import AdaptiveKLArgs, parse_args
+from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.tldr.models import load_reward_model
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
@@ -289,7 +287,7 @@ def replay(args: Args, world: Path) -> Left:
 def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
     """Run train_policy.train in this process, without its picture."""
     patch.chdir(folder)
-    patch.setattr(plots, "draw_learning_curves", lambda *_: None)
+    patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
     policy_folder = train_policy.train(args)
     backbone, head = (load_file(policy_folder / f"{name}.safetensors") for name in ("model", "value_head"))
     weights = {f"lm_backbone.{name}": tensor for name, tensor in backbone.items()}
@@ -386,7 +384,7 @@ def test_a_checkpoint_takes_whatever_a_run_holds(
     words += " --ppo.local_micro_batch_size 16"
     words += " --save_interval 1 --log_interval 1"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots, "draw_learning_curves", lambda *_: None)
+    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
     train_policy.train(parse_args(train_policy.PRESETS, words.split()))
     folder = only(tmp_path, "runs/*")
     expected, weights = metrics_of(folder), load_file(only(tmp_path, "models/*/policy/model.safetensors"))
@@ -540,8 +538,8 @@ def test_a_sampler_that_disagrees_with_training_stops_the_run(args: Args, tmp_pa
 DIFFERENT_COEFFICIENTS = """
 import os
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib.base import errors, processes
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import errors, processes
+from ppo_rlhf.lib import command_line as cli
 
 right = train_policy.AdaptiveKLController.update
 
@@ -612,13 +610,13 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args: Args,
     task = dataclasses.replace(args.task, truncate_text=None)  # so that no penalty takes the place of a score
     args = dataclasses.replace(args, rewards=rewards, task=task, save_interval=1, log_interval=0)
     seen = []
-    text_scorer = scorers.text_scorer
+    text_scorer = reward_functions.text_scorer
 
     def spy(*arguments, **settings):
         score = text_scorer(*arguments, **settings)
         return lambda *tokens: seen.append(score(*tokens)) or seen[-1]
 
-    monkeypatch.setattr(scorers, "text_scorer", spy)
+    monkeypatch.setattr(reward_functions, "text_scorer", spy)
     run_in(tmp_path, args, monkeypatch)
     folder = only(tmp_path, "runs/*")
     of_language_model, *of_updates = [scores.numpy() for scores in seen]

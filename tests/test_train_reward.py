@@ -24,9 +24,9 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib.data.label_files import LabelKind
-from ppo_rlhf.lib.nets.pretrained import vocabulary_size
-from ppo_rlhf.lib.services import plots
+from ppo_rlhf.lib import learning_curves
+from ppo_rlhf.lib.label_files import LabelKind
+from ppo_rlhf.lib.pretrained import vocabulary_size
 from ppo_rlhf.tldr import models
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
@@ -184,7 +184,7 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
 def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
     """Run train_reward.train in this process, without its picture and its output."""
     patch.chdir(folder)
-    patch.setattr(plots, "draw_learning_curves", lambda *_: None)
+    patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
     with contextlib.redirect_stdout(io.StringIO()):
         saved = train_reward.train(args)
     weights = models.load_reward_model(saved, torch.float64).state_dict()
@@ -315,8 +315,8 @@ RECORDED = """
 import json, os
 from pathlib import Path
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import errors
+from ppo_rlhf.lib import command_line as cli
 
 seen, right = [], train_reward.reward_update
 

@@ -14,8 +14,8 @@ from golden_models import golden, load_json
 from hypothesis import given, settings, strategies as st
 
 from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.scoring.worker import SLOW, Worker
+from ppo_rlhf.lib.confined_worker import SLOW, Worker
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problems
 
 TABLES = load_json("verl/scorers")
@@ -151,7 +151,7 @@ def test_a_great_many_spaces_take_no_time():
     assert rewards.plain_mathematics(" ." * 50_000 + "x").endswith("x")
 
 
-EQUAL = "ppo_rlhf.lib.scoring.mathematics:equal"
+EQUAL = "ppo_rlhf.lib.math_verify_calls:equal"
 
 
 def test_what_takes_too_long_is_wrong_and_the_next_is_read_again():

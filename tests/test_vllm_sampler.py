@@ -9,7 +9,7 @@ import pytest
 import torch
 from runs import error_line
 
-from ppo_rlhf.lib.base import checkpoints
+from ppo_rlhf.lib import checkpoints
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.rlvr.asynchronous import Args, check_arguments, correction_of
 from ppo_rlhf.rlvr.vllm_sampler import VLLMSampler

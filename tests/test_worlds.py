@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark import worlds as generators
 from ppo_rlhf import train_policy, worlds
-from ppo_rlhf.lib.base import files
-from ppo_rlhf.lib.data import label_files
+from ppo_rlhf.lib import files, label_files
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr.posts import TASKS, to_texts
 from ppo_rlhf.train_policy import QueryStream, TaskArgs

@@ -31,9 +31,9 @@ import tyro
 from benchmark import worlds
 from benchmark.cost import speed, speed_runs
 from benchmark.curves.compare import markdown
-from ppo_rlhf.lib.base.errors import InputError, exit_with
-from ppo_rlhf.lib.base.processes import default_device
-from ppo_rlhf.lib.services.run import commit
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.processes import default_device
+from ppo_rlhf.lib.run import commit
 
 ROOT = speed.ROOT
 

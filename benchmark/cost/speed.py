@@ -60,10 +60,10 @@ from transformers.pytorch_utils import Conv1D
 
 from benchmark.curves.compare import markdown
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base.errors import InputError, exit_with
-from ppo_rlhf.lib.base.files import write_json
-from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.services.run import commit
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import write_json
+from ppo_rlhf.lib.reward_model_files import save_reward_model
+from ppo_rlhf.lib.run import commit
 from ppo_rlhf.train_reward import RewardModel
 from ppo_rlhf.worlds import smollm
 

@@ -95,7 +95,7 @@ def finish(updates: list[float], device: torch.device, settings: Settings, **mor
 
 def log_times(updates: list[float], lengths: list[float]) -> None:
     """Let every run note when an update ends, and the mean tokens of chapter 3's responses."""
-    from ppo_rlhf.lib.services.run import Run
+    from ppo_rlhf.lib.run import Run
 
     log_untimed = Run.log
 
@@ -128,7 +128,7 @@ def shared_flags(settings: Settings) -> dict[str, Any]:
 def ours(settings: Settings) -> Result:
     """ppo_rlhf/train_policy.py as it is."""
     from ppo_rlhf import train_policy
-    from ppo_rlhf.lib.services import cli
+    from ppo_rlhf.lib import command_line
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     updates = []
@@ -143,7 +143,7 @@ def ours(settings: Settings) -> Result:
         "ppo.whiten_groups": settings["whiten_groups"],
     }
     argv = as_argv(flags) + (["--compile"] if settings["compile"] else [])
-    train_policy.train(cli.parse_args(train_policy.PRESETS, argv))
+    train_policy.train(command_line.parse_args(train_policy.PRESETS, argv))
     return finish(updates, device, settings)
 
 
@@ -151,7 +151,7 @@ def rlvr(settings: Settings) -> Result:
     """ppo_rlhf/rlvr/policy.py with GRPO. Problems come in the order of their file, as in `grpo`."""
     from transformers import AutoTokenizer
 
-    from ppo_rlhf.lib.services import cli
+    from ppo_rlhf.lib import command_line
     from ppo_rlhf.rlvr import policy as rlvr_policy, problems
 
     def in_order(count: int, batch: int, number: int, seed: int) -> torch.Tensor:
@@ -176,7 +176,7 @@ def rlvr(settings: Settings) -> Result:
         "ppo.lr": 1e-6,
     }
     argv = [*as_argv(flags), "--ppo.share_prefixes" if settings["share_prefixes"] else "--ppo.no-share_prefixes"]
-    rlvr_policy.train(cli.parse_args(rlvr_policy.PRESETS, argv))
+    rlvr_policy.train(command_line.parse_args(rlvr_policy.PRESETS, argv))
     rows = problems_of(settings, AutoTokenizer.from_pretrained(settings["model"]))
     return finish(updates, device, settings, tokens=mean_tokens(settings, rows, responses))
 

@@ -40,9 +40,9 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from ppo_rlhf.lib.base.errors import InputError, exit_with
-from ppo_rlhf.lib.base.files import write_json
-from ppo_rlhf.lib.services.run import read_meta
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import write_json
+from ppo_rlhf.lib.run import read_meta
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 GRID = 10_000  # points per curve, and

@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, exit_with
-from ppo_rlhf.lib.base.files import read_json, write_json
-from ppo_rlhf.lib.services import cli
-from ppo_rlhf.lib.services.run import commit, print_table
+from ppo_rlhf.lib import command_line
+from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveInt
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import read_json, write_json
+from ppo_rlhf.lib.run import commit, print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # of a command that failed
@@ -246,6 +246,6 @@ def main(args: Args) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(cli.parse(Args, description=__doc__)))
+        sys.exit(main(command_line.parse(Args, description=__doc__)))
     except (InputError, OSError) as error:  # such as a full disk
         exit_with(str(error))

@@ -42,10 +42,10 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from ppo_rlhf.lib.base.errors import InputError, exit_with
-from ppo_rlhf.lib.base.files import flatten
-from ppo_rlhf.lib.nets.pretrained import read_info
-from ppo_rlhf.lib.services.run import read_meta
+from ppo_rlhf.lib.errors import InputError, exit_with
+from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.lib.pretrained import read_info
+from ppo_rlhf.lib.run import read_meta
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds

@@ -20,10 +20,10 @@ from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
 from ppo_rlhf import train_both
-from ppo_rlhf.lib.base.errors import InputError, run_script
-from ppo_rlhf.lib.base.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
-from ppo_rlhf.lib.data.published import HUB_FILES
-from ppo_rlhf.lib.nets.pretrained import load_tokenizer
+from ppo_rlhf.lib.errors import InputError, run_script
+from ppo_rlhf.lib.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
+from ppo_rlhf.lib.pretrained import load_tokenizer
+from ppo_rlhf.lib.published_texts import HUB_FILES
 from ppo_rlhf.rlvr.problems import GSM8K_FILES
 from ppo_rlhf.tldr import all as tldr_all
 from ppo_rlhf.tldr.posts import COMPARISON_FILES, POSTS_REPOSITORY

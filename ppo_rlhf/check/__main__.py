@@ -29,7 +29,7 @@ import ppo_rlhf
 from ppo_rlhf.check import cases, diagnosis, faults, forms
 from ppo_rlhf.check.calls import Answer
 from ppo_rlhf.check.diagnosis import Report
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib.errors import InputError
 
 PACKAGE = Path(ppo_rlhf.__file__).parent
 LIMIT = 120  # seconds for a call, or for importing the adapter with its libraries

@@ -1,9 +1,15 @@
-"""The machinery, in rooms. A room imports only from those above it in this list.
+"""The machinery that scripts share. Nothing here imports a script.
 
-base        errors, files, processes, the hub; what is printed, and what paths mean
-nets        language models: loading, reading and writing tokens, passes that fit into memory
-scoring     the user's functions and tools, and a process for functions that aren't ours
-rewards.py  verifiers
-data        texts, labels, posts, comparisons and problems
-services    what a script needs besides: the command line, the run's folder and logs, traces, other samplers
+errors.py, files.py, hub.py, processes.py    lines for the user, files, the hub, what processes agree on
+command_line.py, bounds.py                   arguments that all scripts have, presets, --resume
+run.py, checkpoints.py, tracking.py          a run's folder, how it goes on after an interruption, where it is shown
+learning_curves.py, traces.py                the picture of its metrics, episodes with all their numbers
+several_stages.py                            training scripts in a row
+pretrained.py, layers.py, precision.py       models before they are loaded, their layers, arithmetic
+reward_model_files.py, classifiers.py        reward models as files; those from elsewhere
+chat_templates.py                            what stands around a query in chapters 2 and 3
+text_sources.py, published_texts.py          texts for chapter 1
+label_files.py, data_files.py                what people said; rows of files and of the hub
+reward_functions.py, rewards.py, tools.py    functions and tools of the user's; verifiers
+confined_worker.py                           a process for what isn't ours, such as reasoning_gym_calls.py
 """

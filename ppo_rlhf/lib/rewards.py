@@ -15,10 +15,9 @@ from decimal import Decimal
 
 import torch
 
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.scoring.worker import Worker
+from ppo_rlhf.lib import processes, reward_functions
+from ppo_rlhf.lib.confined_worker import Worker
+from ppo_rlhf.lib.errors import InputError, flag
 
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
@@ -118,7 +117,7 @@ def last_boxed(text: str) -> str | None:
     return words[-1].rstrip(".,;:!?") if words else None
 
 
-MATHEMATICS = Worker("ppo_rlhf.lib.scoring.mathematics:equal", computing=5, seconds=60)
+MATHEMATICS = Worker("ppo_rlhf.lib.math_verify_calls:equal", computing=5, seconds=60)
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -297,7 +296,7 @@ def load_verifier(
         if ours:
             return [ours(response, answer) for response, answer in zip(responses, answers, strict=True)]
         texts = (prompts, responses, answers)
-        return scorers.scores_of(function, what, *texts, none=math.nan, on_all_processes=on_all_processes)
+        return reward_functions.scores_of(function, what, *texts, none=math.nan, on_all_processes=on_all_processes)
 
     with contextlib.chdir("."):
         score(["A prompt."] * 2, ["A response.", r"Another one: \boxed{5}"], ["4", "5"])
@@ -309,7 +308,7 @@ def import_verifier(name: str, field: str) -> Callable:
     """The user's function `package.module:name`."""
     if ":" not in name:
         raise InputError(f"{flag(field)} {name}: unknown; there are {', '.join(VERIFIERS)} and package.module:name")
-    return scorers.import_function(name, field)
+    return reward_functions.import_function(name, field)
 
 
 def keeps_nothing(*names: str) -> bool:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import tyro
 
-from ppo_rlhf.lib.base import files
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import command_line, files
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import page
 
 
@@ -57,4 +56,4 @@ def newest_run(runs: Path) -> Path:
 
 
 if __name__ == "__main__":
-    cli.run_script(report, lambda argv: cli.parse(Args, argv, description=__doc__))
+    command_line.run_script(report, lambda argv: command_line.parse(Args, argv, description=__doc__))

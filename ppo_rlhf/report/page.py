@@ -10,9 +10,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib.base import errors, files
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import plots, run, traces
+from ppo_rlhf.lib import errors, files, learning_curves, run, traces
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import derivation
 
 HERE = Path(__file__).parent
@@ -82,7 +81,7 @@ def read_run(folder: Path) -> OneRun:
         header, *rows = (run.read_records(path) if path.exists() else []) or [[]]
         columns = [[*map(float, column)] for column in zip(*rows, strict=True)]
         metrics = dict(zip(header, columns, strict=True)) if rows else {}
-        metrics = {name: metrics[name] for name in plots.without_groups_of_one(metrics, meta["args"])}
+        metrics = {name: metrics[name] for name in learning_curves.without_groups_of_one(metrics, meta["args"])}
         steps = [int(step) for step in metrics.pop("step", [])]
     return OneRun(folder=folder, meta=meta, steps=steps, metrics=metrics)
 
@@ -141,7 +140,7 @@ LAST = 10  # updates, whose mean is what a run has reached
 
 def outcomes(one_run: OneRun) -> list[tuple[str, str, str, str]]:
     """The numbers to look at first: title, meaning, before and after."""
-    own = plots.own_metrics([one_run.meta["args"]])
+    own = learning_curves.own_metrics([one_run.meta["args"]])
     of_each = [
         ("Score", "what training raises", ["objective/scores"]),
         ("Held-out accuracy", "share of problems that no update saw", own["Held-out queries"]),
@@ -422,7 +421,7 @@ def draw_panels(one_run: OneRun) -> list[dict[str, Any]]:
     args = one_run.meta["args"]
     target = args.get("rewards", {}).get("adaptive_kl", {}).get("target")
     panels = []
-    for panel, names in plots.panels_of(one_run.metrics, plots.own_metrics([args])):
+    for panel, names in learning_curves.panels_of(one_run.metrics, learning_curves.own_metrics([args])):
         curves = []
         for name, color in zip(names, itertools.cycle(COLORS), strict=False):
             x, values = one_run.steps, one_run.metrics[name]

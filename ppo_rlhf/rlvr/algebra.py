@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppo_rlhf.lib.base import processes
+from ppo_rlhf.lib import processes
 
 # ---- What the steps hand to each other -------------------------------------------------------------------------
 

@@ -18,11 +18,9 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, flag, typed
-from ppo_rlhf.lib.nets import foreign
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import classifiers, command_line, processes
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.errors import InputError, flag, typed
 from ppo_rlhf.rlvr import algebra, problem_rows, problems
 from ppo_rlhf.tldr import models
 
@@ -56,7 +54,7 @@ class RewardsArgs:
     """weight of the KL penalty in the loss, per nat"""
     kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"
     """estimate of the KL in the loss, where its slope acts and not its value"""
-    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
+    adaptive_kl: command_line.AdaptiveKLArgs = field(default_factory=command_line.AdaptiveKLArgs)
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
     """score of a response that does not end. replace: minus the penalty; subtract: lowered by the penalty"""
@@ -72,7 +70,7 @@ class RewardsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoArgs(cli.MemoryArgs):
+class PpoArgs(command_line.MemoryArgs):
     total_episodes: PositiveInt = 111_360
     """responses to train on, over all updates; rounded down to whole updates"""
     batch_size: PositiveInt = 256
@@ -153,7 +151,7 @@ class ToolsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.PolicyRunArgs):
+class Args(command_line.PolicyRunArgs):
     preset: str = "gsm8k"
     """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, rloo, sums, sums-grpo, arithmetic"""
     exp_name: str = "rlvr_policy"
@@ -301,7 +299,7 @@ class PpoSizes:
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
+    command_line.check_whole_update(ppo.total_episodes, ppo.batch_size)
     n, steps = ppo.samples_per_prompt, ppo.nminibatches
     split = partial(processes.split_evenly, "ppo.batch_size", ppo.batch_size)
     split(n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
@@ -322,8 +320,8 @@ def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
 def check_arguments(args: Args) -> None:
     """Raise an InputError for arguments that cannot be meant."""
     ppo, shaping = args.ppo, args.rewards
-    cli.check_run(args)
-    cli.check_controller(shaping.adaptive_kl, ppo.batch_size)
+    command_line.check_run(args)
+    command_line.check_controller(shaping.adaptive_kl, ppo.batch_size)
     for problem in (*impossible(args), *without_effect(args)):
         raise InputError(problem)
 
@@ -434,7 +432,7 @@ def without_effect(args: Args) -> Iterator[str]:
         ("ppo.cliprange_low ppo.cliprange_high", ppo.loss in clips, f"{flag('ppo.loss')} ppo, gspo or cispo"),
         ("ppo.trust_region", ppo.loss in ("ipo", "dppo"), f"{flag('ppo.loss')} ipo or dppo"),
         ("rewards.evaluate_text", evaluated(args), "a task of reasoning-gym whose scorer evaluates text"),
-        ("rewards.label", foreign.is_foreign(shaping.trained_model), "a reward model from elsewhere"),
+        ("rewards.label", classifiers.is_foreign(shaping.trained_model), "a reward model from elsewhere"),
         ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
         ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
         ("rewards.kl_estimator", shaping.has_penalty, flag("rewards.kl_coef")),

@@ -60,10 +60,9 @@ from accelerate import Accelerator
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from ppo_rlhf.lib.base import checkpoints, errors, processes
-from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib import checkpoints, command_line, errors, processes, run
+from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import (
     algebra,
     arguments as rlvr_arguments,
@@ -428,4 +427,4 @@ def check_arguments(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

@@ -16,11 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.scoring import tools
-from ppo_rlhf.lib.services import run
+from ppo_rlhf.lib import pretrained, processes, rewards, run, tools
 from ppo_rlhf.rlvr import algebra, problems
 from ppo_rlhf.rlvr.algebra import Batch, Rollout
 from ppo_rlhf.rlvr.arguments import Setup

@@ -48,11 +48,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import rewards as verifiers
-from ppo_rlhf.lib.base import checkpoints, errors, processes
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag
-from ppo_rlhf.lib.nets import foreign, layers, pretrained, templates
-from ppo_rlhf.lib.services import cli, run, traces
+from ppo_rlhf.lib import (
+    chat_templates,
+    checkpoints,
+    classifiers,
+    command_line,
+    errors,
+    layers,
+    pretrained,
+    processes,
+    rewards as verifiers,
+    run,
+    traces,
+)
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag
 from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, metrics as rlvr_metrics, problems
 from ppo_rlhf.rlvr.algebra import Batch, Reweigh, Rollout, response_mask
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, Setup, Source
@@ -937,7 +946,7 @@ def record_trace(
 
 
 def trace_numbers(setup: Setup, episodes: Rollout, batch: Batch) -> dict[str, Any]:
-    """What a trace keeps of episodes, as the recorder of lib/services/traces.py takes it."""
+    """What a trace keeps of episodes, as the recorder of lib/traces.py takes it."""
     numbers = {
         "query_responses": episodes.query_responses,
         "scored": episodes.mask,
@@ -1009,7 +1018,7 @@ def load_sources(
     tokenizer: PreTrainedTokenizerBase,
     ids: problems.TaskIds,
     accelerator: Accelerator,
-    dialogues: Iterable[templates.Messages] = (),
+    dialogues: Iterable[chat_templates.Messages] = (),
 ) -> dict[str, Source]:
     """What scores, under its name, with its weight; the verifier first. dialogues: of the problems to train on."""
     shaping, start_of = args.rewards, partial(problems.response_start, args.task)
@@ -1028,8 +1037,8 @@ def load_sources(
     sources = {"verifier": (text_source(shaping.verifier, "rewards.verifier"), 1.0)}
     if shaping.format:
         sources["format"] = text_source(shaping.format, "rewards.format"), 1.0
-    if foreign.is_foreign(shaping.trained_model):
-        score = foreign.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, dialogues=dialogues)
+    if classifiers.is_foreign(shaping.trained_model):
+        score = classifiers.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, dialogues=dialogues)
     elif shaping.trained_model:
         reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
         packing.enable(reward_model.lm_backbone)
@@ -1201,4 +1210,4 @@ def finish(this_run: run.Run, sampler: Sampler) -> Path:
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

@@ -19,12 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import files
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import rows
-from ppo_rlhf.lib.nets.templates import Messages
-from ppo_rlhf.lib.scoring.worker import Worker
+from ppo_rlhf.lib import data_files, files, rewards
+from ppo_rlhf.lib.chat_templates import Messages
+from ppo_rlhf.lib.confined_worker import Worker
+from ppo_rlhf.lib.errors import InputError, flag
 
 GENERATOR = "reasoning_gym:"
 HELD_OUT = 500  # problems of a generator
@@ -85,8 +83,8 @@ def answer_of(row: Mapping[str, Any], column: str, what: str) -> str:
 
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner, name and configuration of a data set
 # Making a problem may take minutes. Scoring an answer takes a moment, unless the answer is meant to hold it up.
-MAKER = Worker("ppo_rlhf.lib.scoring.gym:call", computing=600, seconds=3_600)
-SCORER = Worker("ppo_rlhf.lib.scoring.gym:call", computing=5, seconds=60)
+MAKER = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=600, seconds=3_600)
+SCORER = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=5, seconds=60)
 # Tasks whose scorers evaluate an answer as Python, in reasoning-gym 0.1.25.
 EVALUATED = (
     "binary_matrix",
@@ -106,7 +104,7 @@ ARITHMETIC = re.compile(rf"(?:[0-9+\-*/^%(),\[\]\s]|\.(?!\s*[A-Za-z_])|(?<!\w)(?
 
 def is_elsewhere(source: str) -> bool:
     """Whether this names a generator or a data set on the hub."""
-    is_file = source.endswith(rows.FORMATS) or Path(source).exists()
+    is_file = source.endswith(data_files.FORMATS) or Path(source).exists()
     return source.startswith(GENERATOR) or (ON_HUB.fullmatch(source) is not None and not is_file)
 
 
@@ -116,7 +114,7 @@ def check_name(source: str, field: str) -> None:
         ask_maker(f"{flag(f'task.{field}')} {source}", "describe", source)
 
 
-def load(source: str, field: str, split: str) -> Iterable[rows.Row]:
+def load(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of a generator or a data set on the hub. split: train or test."""
     if source.startswith(GENERATOR):
         return generate(source, field, split)
@@ -125,7 +123,7 @@ def load(source: str, field: str, split: str) -> Iterable[rows.Row]:
         f"give a file or a folder with problems_<split>.jsonl, name another split's rows by "
         f"{flag('task.test_problems')}, or use --preset sums"
     )
-    return rows.from_hub(source, field, split, remedy, name, configuration or None)
+    return data_files.from_hub(source, field, split, remedy, name, configuration or None)
 
 
 def evaluates_text(source: str) -> bool:
@@ -170,7 +168,7 @@ def make(source: str, size: int, version: str) -> Iterator[dict[str, Any]]:
             yield row | {"split": "train"}
 
 
-def generate(source: str, field: str, split: str) -> Iterator[rows.Row]:
+def generate(source: str, field: str, split: str) -> Iterator[data_files.Row]:
     """The rows of a generator: train, or those that are held out.
 
     One process makes them, once, for the cache of `datasets`. The others wait for it at a lock.
@@ -185,7 +183,7 @@ def generate(source: str, field: str, split: str) -> Iterator[rows.Row]:
     except DatasetGenerationError as error:
         raise InputError(f"{flag(f'task.{field}')} {error.__cause__}") from error
     MAKER.close()
-    for where, row in rows.with_places(made, source):
+    for where, row in data_files.with_places(made, source):
         if row["split"] == split:
             gold = rewards.Gold(row["answer"])
             gold.score = functools.partial(score, source, row["entry"], row["answer"])

@@ -30,12 +30,9 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.base import hub, processes
-from ppo_rlhf.lib.base.bounds import PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import rows, sources
-from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib import chat_templates, data_files, hub, pretrained, processes, rewards, text_sources
+from ppo_rlhf.lib.bounds import PositiveInt
+from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.rlvr import problem_rows
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.train_policy import keyed_generator
@@ -47,7 +44,7 @@ SOURCES = ("gsm8k", "sums", "sums-tools", "arithmetic")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs(templates.FormatArgs):
+class TaskArgs(chat_templates.FormatArgs):
     problems: str = "gsm8k"
     """where problems come from: gsm8k, sums, arithmetic, reasoning_gym:<task>, a data set on the hub, a folder with
     problems_<split>.jsonl, or a file: .jsonl, .parquet, .csv or .json"""
@@ -117,8 +114,8 @@ def task_ids(
 
 
 def messages_of(
-    question: str | templates.Messages, task: TaskArgs, as_data: Callable[[str], str] = str
-) -> templates.Messages:
+    question: str | chat_templates.Messages, task: TaskArgs, as_data: Callable[[str], str] = str
+) -> chat_templates.Messages:
     """The messages that ask a question, which is a text or messages of its own; the last is the user's.
 
     as_data: changes what the row says, but not what the task adds.
@@ -129,21 +126,21 @@ def messages_of(
     *earlier, last = [one for one in turns if one["role"] != "system"]
     # [V03] The suffix follows the question as it is.   examples/data_preprocess/gsm8k.py#L57-L69
     last["content"] += task.prompt_suffix
-    return [*(own or templates.system_of(task)), *earlier, last]
+    return [*(own or chat_templates.system_of(task)), *earlier, last]
 
 
-def render_prompt(question: str | templates.Messages, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
+def render_prompt(question: str | chat_templates.Messages, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text that a response continues. question: a text, or messages, of which the last is the user's.
 
     In a chat, the names of special tokens in the question are marked for `encode_prompt`; templates.shown takes the
     marks out.
     """
-    templates.check(task)
+    chat_templates.check(task)
     if task.prompt_format == "plain":
         text = "\n".join(message["content"] for message in messages_of(question, task))
     else:
-        messages = messages_of(question, task, partial(templates.as_letters, tokenizer=tokenizer))
-        text = templates.render(messages, task, tokenizer)
+        messages = messages_of(question, task, partial(chat_templates.as_letters, tokenizer=tokenizer))
+        text = chat_templates.render(messages, task, tokenizer)
     return text + task.response_prefix
 
 
@@ -159,7 +156,7 @@ def response_start(task: TaskArgs, prompt: str) -> str:
     return (opened[0] if opened else "") + task.response_prefix
 
 
-def dialogue(question: str | templates.Messages, task: TaskArgs, prompt: str) -> templates.Messages:
+def dialogue(question: str | chat_templates.Messages, task: TaskArgs, prompt: str) -> chat_templates.Messages:
     """What a reward model with a template of its own reads before a response: the messages that ask the question,
     and last the beginning of the reply, which is the end of the prompt.
     """
@@ -173,8 +170,8 @@ def dialogue(question: str | templates.Messages, task: TaskArgs, prompt: str) ->
 def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text begins with one at most."""
     if task.prompt_format == "plain":
-        return [*pretrained.start_of_plain(tokenizer), *templates.encode_text(tokenizer, prompt)]
-    return templates.encode(prompt, tokenizer)
+        return [*pretrained.start_of_plain(tokenizer), *chat_templates.encode_text(tokenizer, prompt)]
+    return chat_templates.encode(prompt, tokenizer)
 
 
 # ---- Problems --------------------------------------------------------------------------------------------------
@@ -186,7 +183,7 @@ class Problems:
 
     prompts: list[list[int]]  # token ids, of different lengths
     texts: list[str]  # the same as texts, as they were rendered
-    messages: list[templates.Messages]  # the same for reward models with a template of their own: see dialogue
+    messages: list[chat_templates.Messages]  # the same for reward models with a template of their own: see dialogue
     answers: list[str]  # what verifiers compare responses with
     kinds: list[str]  # the values under task.kind_column
     too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
@@ -201,33 +198,37 @@ class Problems:
         # To the longest of the whole batch: its shape does not depend on how it is split.
         #       experimental/agent_loop/agent_loop.py#L534-L586
         prompts = [self.prompts[i] for i in inds]
-        return rows.pad_rows(prompts, max(map(len, prompts)), pad_id, left=True)
+        return data_files.pad_rows(prompts, max(map(len, prompts)), pad_id, left=True)
 
 
-def load_rows(source: str, field: str, split: str) -> Iterable[rows.Row]:
+def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        return rows.from_hub(source, field, split or "test", remedy, GSM8K_FILES)
+        return data_files.from_hub(source, field, split or "test", remedy, GSM8K_FILES)
     path = Path(source)
     if path.is_dir():
-        return rows.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
+        return data_files.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
     if problem_rows.is_elsewhere(source):
         return problem_rows.load(source, field, split or "test")
-    if path.suffix not in rows.FORMATS:
+    if path.suffix not in data_files.FORMATS:
         raise InputError(
             f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, reasoning_gym:<task>, data "
-            f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(rows.FORMATS)}"
+            f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(data_files.FORMATS)}"
         )
-    every = rows.read_file(path, field)
-    if split == "test" and len(every) < sources.HELD_OUT:
+    every = data_files.read_file(path, field)
+    if split == "test" and len(every) < text_sources.HELD_OUT:
         raise InputError(
-            f"{flag(f'task.{field}')} {source} has {len(every)} rows; every {sources.HELD_OUT}th row of a file is "
-            f"held out, so give {sources.HELD_OUT} rows or more, or name a file of held-out problems: "
+            f"{flag(f'task.{field}')} {source} has {len(every)} rows; every {text_sources.HELD_OUT}th row of a file "
+            f"is held out, so give {text_sources.HELD_OUT} rows or more, or name a file of held-out problems: "
             f"{flag('task.test_problems')} <file>.jsonl"
         )
     held_out = {"train": False, "test": True}.get(split)
-    return [row for i, row in enumerate(every) if held_out in (None, i % sources.HELD_OUT == sources.HELD_OUT - 1)]
+    return [
+        row
+        for i, row in enumerate(every)
+        if held_out in (None, i % text_sources.HELD_OUT == text_sources.HELD_OUT - 1)
+    ]
 
 
 def answer_of(solution: str, answer_format: str) -> str:
@@ -257,7 +258,7 @@ def read_problems(
     source, field = task.problems, "problems"
     if split == "test" and task.test_problems:
         source, field, split = task.test_problems, "test_problems", ""
-    elif split == "train" and task.test_problems and Path(source).suffix in rows.FORMATS:
+    elif split == "train" and task.test_problems and Path(source).suffix in data_files.FORMATS:
         split = ""  # nothing of it is held out
     kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "messages", "answers", "kinds")}
     too_long = unscorable = empty = 0
@@ -280,7 +281,7 @@ def read_problems(
             too_long += 1
             continue
         kept["prompts"].append(tokens)
-        kept["texts"].append(templates.shown(prompt))
+        kept["texts"].append(chat_templates.shown(prompt))
         kept["messages"].append(dialogue(question, task, prompt))
         kept["answers"].append(answer)
         kept["kinds"].append(str(row.get(task.kind_column, "")))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ppo_rlhf.lib.base import checkpoints, precision, processes
+from ppo_rlhf.lib import checkpoints, precision, processes
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import generate_until

@@ -17,7 +17,7 @@ the end of the call, the tool's answer is inserted, and generation continues:
        tokens from the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is
        followed by the first token after the answer.
     3. A tool never ends a run. A call that fails is answered by a short error text, from which the policy can learn
-       to call correctly. See lib/scoring/tools.py.
+       to call correctly. See lib/tools.py.
 
 A response ends at its stop id, at response_length tokens (the tool's included), or at one call too many.
 
@@ -44,11 +44,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import pretrained, templates
-from ppo_rlhf.lib.scoring import tools
-from ppo_rlhf.lib.services import cli
+from ppo_rlhf.lib import chat_templates, command_line, errors, pretrained, tools
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems
 from ppo_rlhf.tldr.responses import generate_until
 
@@ -187,7 +184,7 @@ def conversation(setup: rlvr_arguments.Setup, tool: tools.Tool) -> Conversation:
         raise InputError(f"{errors.flag('tools.call_start')} is empty; a call begins with a text, such as [")
 
     def encode(text: str) -> list[int]:
-        return [i for i in templates.encode_text(tokenizer, text) if i not in ids.stops]
+        return [i for i in chat_templates.encode_text(tokenizer, text) if i not in ids.stops]
 
     def answer(written: list[int]) -> list[int]:
         turn = tokenizer.decode(written).removesuffix(args.call_end)
@@ -200,4 +197,4 @@ def conversation(setup: rlvr_arguments.Setup, tool: tools.Tool) -> Conversation:
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

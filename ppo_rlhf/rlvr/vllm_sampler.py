@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib import pretrained
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems, samplers
 
 

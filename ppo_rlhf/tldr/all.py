@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge
-from ppo_rlhf.lib.base.bounds import NonNegativeInt
-from ppo_rlhf.lib.services import cli, run, sequence
+from ppo_rlhf.lib import command_line, run, several_stages
+from ppo_rlhf.lib.bounds import NonNegativeInt
 from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 
 
@@ -60,23 +60,25 @@ ROUGE = {"rouge/rouge1": "ROUGE-1", "rouge/rouge2": "ROUGE-2", "rouge/rougeL": "
 
 
 def parse(argv: list[str]) -> Args:
-    return sequence.parse(PRESETS, argv, script="tldr/all.py", policy_script="tldr/policy.py", description=__doc__)
+    return several_stages.parse(
+        PRESETS, argv, script="tldr/all.py", policy_script="tldr/policy.py", description=__doc__
+    )
 
 
 def train(args: Args) -> tuple[Path, Path, Path]:
     """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process."""
-    stages = sequence.Stages(args, "sft", "reward", "policy")
+    stages = several_stages.Stages(args, "sft", "reward", "policy")
     processes = stages.accelerator.num_processes
     sft_args, reward_args, policy_args = stages.args["sft"], stages.args["reward"], stages.args["policy"]
     # What is wrong with the arguments or data of a later stage is said before the first begins. Numbers come first,
     # because data may take minutes to read. Tokenizer and configuration are the same before SFT and after it.
-    with sequence.flags_of("sft", sft_args):
+    with several_stages.flags_of("sft", sft_args):
         tldr_sft.check_arguments(sft_args, processes)
-    with sequence.flags_of("reward", reward_args):
+    with several_stages.flags_of("reward", reward_args):
         tldr_reward.check_arguments(reward_args, processes)
-    with sequence.flags_of("policy", policy_args):
+    with several_stages.flags_of("policy", policy_args):
         tldr_policy.check(policy_args, processes, unmade=["rewards.trained_model"])
-    with sequence.flags_of("reward", reward_args):
+    with several_stages.flags_of("reward", reward_args):
         tldr_reward.check(reward_args, processes)
 
     sft_folder = stages.train("sft", tldr_sft.train, sft_args)
@@ -92,7 +94,7 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     return sft_folder, reward_folder, policy_folder
 
 
-def report(stages: sequence.Stages) -> None:
+def report(stages: several_stages.Stages) -> None:
     """Say in plain words what happened, on held-out posts."""
     sft, reward, policy = (run.read_meta(folder) for folder in stages.folders.values())
     learned, results = reward["results"], policy["results"]
@@ -170,4 +172,4 @@ def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) 
 
 
 if __name__ == "__main__":
-    cli.run_script(train, parse)
+    command_line.run_script(train, parse)

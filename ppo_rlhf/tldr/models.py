@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, files, precision
-from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import foreign, pretrained
-from ppo_rlhf.lib.nets.classifier import save_reward_model
+from ppo_rlhf.lib import classifiers, errors, files, precision, pretrained
+from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
+from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import load_pretrained
 from ppo_rlhf.train_reward import RewardModel
@@ -74,7 +73,7 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> Rewar
     zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
     """
     trained = args.rewards.trained_model
-    if args.rewards.value_model or (trained and not foreign.is_foreign(trained)):
+    if args.rewards.value_model or (trained and not classifiers.is_foreign(trained)):
         field = "value_model" if args.rewards.value_model else "trained_model"
         critic = load_scalar_model(args, field, vocab_size)
     else:

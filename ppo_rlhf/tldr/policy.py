@@ -46,12 +46,21 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, errors, files, processes
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import foreign, layers, pretrained
-from ppo_rlhf.lib.scoring import scorers
-from ppo_rlhf.lib.services import cli, run, traces
+from ppo_rlhf.lib import (
+    checkpoints,
+    classifiers,
+    command_line,
+    errors,
+    files,
+    layers,
+    pretrained,
+    processes,
+    reward_functions,
+    run,
+    traces,
+)
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
@@ -89,7 +98,7 @@ class RewardsArgs:
     kl_estimator: Literal["k1", "k3"] = "k1"
     """estimate of a token's divergence; with x = log p(reference) - log p(policy), k1 is -x and k3 is exp(x) - 1 -
     x"""
-    adaptive_kl: cli.AdaptiveKLArgs = field(default_factory=cli.AdaptiveKLArgs)
+    adaptive_kl: command_line.AdaptiveKLArgs = field(default_factory=command_line.AdaptiveKLArgs)
     """controller of the KL coefficient"""
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
     """score of a summary that does not end: with replace it becomes minus the penalty, with subtract it is lowered by
@@ -99,7 +108,7 @@ class RewardsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoArgs(cli.MemoryArgs):
+class PpoArgs(command_line.MemoryArgs):
     total_episodes: PositiveInt = 1_000_000
     """summaries to train on, over all updates; rounded down to whole updates"""
     batch_size: PositiveInt = 512
@@ -129,7 +138,7 @@ class PpoArgs(cli.MemoryArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.PolicyRunArgs):
+class Args(command_line.PolicyRunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_policy"
@@ -175,7 +184,7 @@ PRESETS = {
         rewards=RewardsArgs(
             monitor="ppo_rlhf.worlds.reviews:vader",
             kl_coef=0.05,
-            adaptive_kl=cli.AdaptiveKLArgs(target=6.0, horizon=300),
+            adaptive_kl=command_line.AdaptiveKLArgs(target=6.0, horizon=300),
             missing_eos_penalty=3.0,
         ),
         ppo=PpoArgs(
@@ -210,7 +219,7 @@ class PpoSizes:
 
 def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or say which size does not divide and what would."""
-    cli.check_whole_update(ppo.total_episodes, ppo.batch_size)
+    command_line.check_whole_update(ppo.total_episodes, ppo.batch_size)
     slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
     processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
     local_batch = ppo.batch_size // num_processes
@@ -342,9 +351,9 @@ class Setup:
     ids: posts.TaskIds
     train_posts: posts.Posts
     held_out: dict[str, posts.Posts]  # of the splits validation and test
-    monitor: dict[str, scorers.Scorer]  # what is only logged, under its name
+    monitor: dict[str, reward_functions.Scorer]  # what is only logged, under its name
     scale: Scale = field(default_factory=Scale)  # of the scores of a function
-    score: scorers.Scorer | None = None  # (queries, responses, references) -> (rows,), before it is scaled
+    score: reward_functions.Scorer | None = None  # (queries, responses, references) -> (rows,), before it is scaled
     accelerator: Accelerator | None = None
 
 
@@ -1048,8 +1057,8 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
 
     unmade: arguments that name what an earlier stage will make.
     """
-    cli.check_run(args)
-    cli.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
+    command_line.check_run(args)
+    command_line.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
     if args.rewards.kl_estimator == "k3":
         errors.say_once(f"{errors.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
     if not args.base_model:
@@ -1060,7 +1069,7 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
     has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
     if not has_one_source and "rewards.trained_model" not in unmade:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
-    if args.rewards.label and not foreign.is_foreign(args.rewards.trained_model):
+    if args.rewards.label and not classifiers.is_foreign(args.rewards.trained_model):
         raise InputError(
             f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from "
             f"elsewhere; leave it empty"
@@ -1087,7 +1096,7 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
         held_out={
             split: posts.read_posts(args.task, tokenizer, split, args.eval_posts) for split in ("validation", "test")
         },
-        monitor=scorers.load_monitor(args.rewards.monitor, TAKEN, of_texts),
+        monitor=reward_functions.load_monitor(args.rewards.monitor, TAKEN, of_texts),
     )
 
 
@@ -1115,18 +1124,18 @@ def load_networks(
 
 def has_own_scale(shaping: RewardsArgs) -> bool:
     """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
-    return bool(shaping.function) or foreign.is_foreign(shaping.trained_model)
+    return bool(shaping.function) or classifiers.is_foreign(shaping.trained_model)
 
 
 def load_scorer(
     args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, accelerator: Accelerator
-) -> scorers.Scorer:
+) -> reward_functions.Scorer:
     """The scorer of (queries, truncated responses, reference summaries); a reward model reads no references."""
     if args.rewards.function:
         return posts.text_scorer(args.rewards.function, "rewards.function", tokenizer, ids)
-    if foreign.is_foreign(args.rewards.trained_model):
+    if classifiers.is_foreign(args.rewards.trained_model):
         bare = partial(posts.bare, ids=ids)
-        return foreign.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, bare=bare)
+        return classifiers.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, bare=bare)
     reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
     packing.enable(reward_model.lm_backbone)
     reward_model.to(accelerator.device)
@@ -1179,4 +1188,4 @@ def save_models(
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

@@ -30,12 +30,9 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, files, hub, processes
-from ppo_rlhf.lib.base.bounds import PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.data import rows
-from ppo_rlhf.lib.nets import pretrained, templates
-from ppo_rlhf.lib.scoring import scorers
+from ppo_rlhf.lib import chat_templates, data_files, errors, files, hub, pretrained, processes, reward_functions
+from ppo_rlhf.lib.bounds import PositiveInt
+from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.tldr.responses import generate_until
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
@@ -52,7 +49,7 @@ CUT_MARGIN = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs(templates.FormatArgs):
+class TaskArgs(chat_templates.FormatArgs):
     posts: str = "tldr"
     """where posts and reference summaries come from: tldr, posts, reviews, or a folder with posts_<split>.jsonl"""
     comparisons: str = "tldr"
@@ -118,7 +115,7 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no end-of-text token, which summaries must end with")
-    prefix, suffix = templates.affixes(task, tokenizer)
+    prefix, suffix = chat_templates.affixes(task, tokenizer)
     if len(prefix) + len(suffix) >= task.query_length:
         raise InputError(
             f"{flag('task.query_length')} {task.query_length} has no room for a post: what is around it has "
@@ -189,7 +186,7 @@ class Encoder:
     def encode(self, text: str) -> list[int]:
         # [X30] Each text is encoded once, as it is: all three stages read the same tokens of a query.
         #       tldr_dataset.py#L154, tldr_dataset.py#L202-L212
-        return templates.encode_text(self.tokenizer, text)
+        return chat_templates.encode_text(self.tokenizer, text)
 
     def in_place(self, text: str) -> list[int]:
         """The text of a query in its chat template, or after the first token."""
@@ -258,19 +255,19 @@ class Posts:
 QUERY_COLUMNS = {"tldr": ("subreddit", "title", "post"), "plain": ("post",)}  # by --task.query_format
 
 
-def load_rows(source: str, field: str, split: str) -> Iterable[rows.Row]:
+def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
         data = POSTS_REPOSITORY if field == "posts" else COMPARISON_FILES
-        return rows.from_hub(source, field, split, remedy, data)
+        return data_files.from_hub(source, field, split, remedy, data)
     folder = Path(source)
     if not folder.is_dir():
         raise InputError(
             f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, and folders with "
             f"{field}_*.jsonl"
         )
-    return rows.read_jsonl(folder / f"{field}_{split}.jsonl", field)
+    return data_files.read_jsonl(folder / f"{field}_{split}.jsonl", field)
 
 
 def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
@@ -286,7 +283,7 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     queries, references, too_long = [], [], 0
     for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
         what = f"{flag('task.posts')} {where}"
-        rows.check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
+        data_files.check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
         reference = encoder.summary(row["summary"], task.query_format)
         if len(reference) > task.response_length:
             too_long += 1
@@ -302,8 +299,8 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
         )
     # [T05] Queries are padded on the left, to exactly query_length.   tldr_dataset.py#L96-L118, tldr_dataset.py#L153
     return Posts(
-        queries=rows.pad_rows(queries, task.query_length, ids.pad, left=True),
-        references=rows.pad_rows(references, task.response_length, ids.pad),
+        queries=data_files.pad_rows(queries, task.query_length, ids.pad, left=True),
+        references=data_files.pad_rows(references, task.response_length, ids.pad),
         too_long=too_long,
     )
 
@@ -341,11 +338,11 @@ def check_comparison(row: dict[str, Any], query_format: str, what: str) -> None:
     info, summaries, choice = (row.get(key) for key in ("info", "summaries", "choice"))
     if not isinstance(info, dict):
         raise InputError(f"{what} has no object under 'info'")
-    rows.check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
+    data_files.check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
     if not isinstance(summaries, list) or len(summaries) != 2 or not all(isinstance(s, dict) for s in summaries):
         raise InputError(f"{what} has no two summaries")
     for summary in summaries:
-        rows.check_row(summary, ("text",), what)
+        data_files.check_row(summary, ("text",), what)
     if type(choice) is not int or choice not in (0, 1):
         raise InputError(f"{what} has choice {choice!r}; it must be 0 or 1")
 
@@ -392,9 +389,9 @@ def read_comparisons(
     chosen, rejected = ([pair[side] for pair in pairs] for side in (0, 1))
     query_length = task.article_query_length if articles else task.query_length
     return Comparisons(
-        queries=rows.pad_rows(queries, query_length, ids.pad, left=True),
-        chosen=rows.pad_rows(chosen, task.comparison_length, ids.pad),
-        rejected=rows.pad_rows(rejected, task.comparison_length, ids.pad),
+        queries=data_files.pad_rows(queries, query_length, ids.pad, left=True),
+        chosen=data_files.pad_rows(chosen, task.comparison_length, ids.pad),
+        rejected=data_files.pad_rows(rejected, task.comparison_length, ids.pad),
         groups=groups,
         cut=cut,
         identical=identical,
@@ -502,9 +499,11 @@ def summarise(
     return processes.map_rows(of_rows, len(held_out), chunk, accelerator, lengths)
 
 
-def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> scorers.Scorer:
+def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> reward_functions.Scorer:
     """Score with a function of texts; the texts do not show the end-of-text token."""
-    scorer = scorers.text_scorer(name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True)
+    scorer = reward_functions.text_scorer(
+        name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True
+    )
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
         if references is not None:  # a prompt that somebody types has none

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib.base.precision import KeyValueCache
+from ppo_rlhf.lib.precision import KeyValueCache
 from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import causal_mask, keyed_generator, left_pad, read_tokens, scaled_logits
 

@@ -33,12 +33,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward, worlds
-from ppo_rlhf.lib.base import checkpoints, errors, processes
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError
-from ppo_rlhf.lib.nets import layers, pretrained
-from ppo_rlhf.lib.nets.classifier import save_reward_model
-from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.train_policy import keyed_generator, read_tokens
 
@@ -46,7 +44,7 @@ from ppo_rlhf.train_policy import keyed_generator, read_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.MemoryArgs, cli.RunArgs):
+class Args(command_line.MemoryArgs, command_line.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_reward"
@@ -395,7 +393,7 @@ def check(args: Args, num_processes: int) -> Data:
 
 def check_arguments(args: Args, num_processes: int) -> None:
     """Refuse numbers that cannot be meant, before anything is read."""
-    cli.check_run(args)
+    command_line.check_run(args)
     if not args.base_model:
         raise InputError(
             f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
@@ -419,4 +417,4 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

@@ -32,10 +32,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.base import checkpoints, processes
-from ppo_rlhf.lib.base.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.nets import layers, pretrained
-from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib import checkpoints, command_line, layers, pretrained, processes, run
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.train_policy import has_stop, keyed_generator, read_tokens, scaled_logits
 
@@ -43,7 +41,7 @@ from ppo_rlhf.train_policy import has_stop, keyed_generator, read_tokens, scaled
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(cli.MemoryArgs, cli.RunArgs):
+class Args(command_line.MemoryArgs, command_line.RunArgs):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: str = "tldr_sft"
@@ -304,9 +302,9 @@ def summarise_held_out(
 
 def check_arguments(args: Args, num_processes: int) -> None:
     """Refuse numbers that cannot be meant, before anything is read."""
-    cli.check_run(args)
+    command_line.check_run(args)
     processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
 
 
 if __name__ == "__main__":
-    cli.run_script(train, lambda argv: cli.parse_args(PRESETS, argv, __doc__))
+    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors, files
+from ppo_rlhf.lib import errors, files
 
 
 def find(name: str, made_of: list[Any], build: Callable[[Path], None]) -> Path:

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors, files
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib import errors, files
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building, smollm
 
 RATINGS = smollm.IndexFile(

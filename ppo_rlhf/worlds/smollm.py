@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.worlds import building
 
 # ---- Files from the package index ------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 
 import ftfy
 
-from ppo_rlhf.lib.base import hub
-from ppo_rlhf.lib.base.errors import flag
+from ppo_rlhf.lib import hub
+from ppo_rlhf.lib.errors import flag
 
 HUB_FILES = {
     "books": hub.HubFiles(repository="rojagtap/bookcorpus", names=("books_large_p1.txt", "books_large_p2.txt")),

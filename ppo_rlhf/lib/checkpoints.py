@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ppo_rlhf.lib.base import files
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib import files
+from ppo_rlhf.lib.errors import InputError
 
 KEPT = 2  # the newest checkpoints of a run; if the last is damaged, the one before it is there
 

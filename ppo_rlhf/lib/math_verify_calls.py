@@ -1,4 +1,4 @@
-"""Compares mathematics with the library math-verify. It runs in a worker, see worker.py."""
+"""Compares mathematics with the library math-verify. It runs in a worker, see confined_worker.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Types of numbers with bounds, for the fields of arguments. lib/services/cli.py reads them, and others like them.
+"""Types of numbers with bounds, for the fields of arguments. lib/command_line.py reads them, and others like them.
 
 lr: PositiveFloat = 1e-5
 temperature: Annotated[float, Ge(0.01)] = 0.7

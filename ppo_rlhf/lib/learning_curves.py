@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-METRICS = tomllib.loads((Path(__file__).parents[2] / "metrics.toml").read_text("utf-8"))
+METRICS = tomllib.loads((Path(__file__).parents[1] / "metrics.toml").read_text("utf-8"))
 
 
 def own_metrics(args: Sequence[dict[str, Any]]) -> dict[str, list[str]]:

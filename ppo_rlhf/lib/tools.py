@@ -2,9 +2,9 @@
 
 Whatever goes wrong becomes a short error text, which the policy reads like any other result: a call that cannot be
 understood, a tool that raises an exception, never returns, ends its process, or answers at great length. The
-calculator is safe by itself. A user's function runs in a process of its own, see worker.py, which the kernel ends
-when a call takes too long; the next call starts another. The first exception that it raises is shown to the user, who
-may have made a mistake in the function. So is the end of its process, if that comes first.
+calculator is safe by itself. A user's function runs in a process of its own, see confined_worker.py, which the kernel
+ends when a call takes too long; the next call starts another. The first exception that it raises is shown to the user,
+who may have made a mistake in the function. So is the end of its process, if that comes first.
 """
 
 import ast
@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.scoring import worker
+from ppo_rlhf.lib import confined_worker
+from ppo_rlhf.lib.errors import InputError, flag
 
 # [V104] These are the answers to calls that fail. No call raises an exception.
 SYNTAX, FAILED, TOO_SLOW, TOO_LONG = (f"error: {why}" for why in ("syntax", "failed", "too slow", "too long"))
@@ -68,7 +68,7 @@ class OwnTool:
     def __init__(self, name: str, field: str):
         """field: the argument that names it, for messages."""
         self.name, self.failure_shown = name, False
-        self.worker = worker.Worker(name, computing=0, seconds=SECONDS, confined=False)
+        self.worker = confined_worker.Worker(name, computing=0, seconds=SECONDS, confined=False)
         try:
             self.worker.start()
         except ImportError as error:
@@ -81,9 +81,9 @@ class OwnTool:
             text, problem = self.worker.ask(call)
         except ImportError as error:
             text, problem = None, str(error)
-        if problem == worker.SLOW:
+        if problem == confined_worker.SLOW:
             return TOO_SLOW
-        if problem == worker.LONG:
+        if problem == confined_worker.LONG:
             return TOO_LONG
         if not problem and not isinstance(text, str):
             problem = f"TypeError: it returns {type(text).__name__}, not str"

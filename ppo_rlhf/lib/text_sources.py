@@ -2,7 +2,7 @@
 
 `--task.query_dataset` names a source:
 
-    books, cnndm, tldr     hub data sets (lib/data/published.py)
+    books, cnndm, tldr     hub data sets (lib/published_texts.py)
     dummy                  random letters, for tests
     <file>.txt             one text per line
     <file>.jsonl           one JSON string per line, or an object with "text"
@@ -24,8 +24,8 @@ from pathlib import Path
 
 from torch.utils.data import Subset
 
-from ppo_rlhf.lib.base.errors import InputError, flag, input_errors
-from ppo_rlhf.lib.base.files import read_text
+from ppo_rlhf.lib.errors import InputError, flag, input_errors
+from ppo_rlhf.lib.files import read_text
 
 HUB_TEXTS = ("books", "cnndm", "tldr")
 HELD_OUT = 50  # where a source has no test split, the last of every 50 texts is held out for comparisons
@@ -40,9 +40,9 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     # The name says where the texts come from.   datasets/books.py#L7-L17
     path = Path(query_dataset)
     if query_dataset in HUB_TEXTS:
-        from ppo_rlhf.lib.data import published
+        from ppo_rlhf.lib import published_texts
 
-        texts: Sequence[str] = published.HubTexts(query_dataset, split)
+        texts: Sequence[str] = published_texts.HubTexts(query_dataset, split)
         if query_dataset != "books":
             return texts
     elif path.is_dir():

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker, TrackioTracker, WandBTracker
 
-from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib.errors import InputError, flag
 
 
 def tracker_of(run: Any, config: dict[str, Any]) -> GeneralTracker:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, processes
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib import errors, pretrained, processes
+from ppo_rlhf.lib.errors import InputError, flag
 
 # Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
 Scorer = Callable[..., torch.Tensor]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ppo_rlhf.lib.base import files, hub
-from ppo_rlhf.lib.base.errors import InputError, flag
+from ppo_rlhf.lib import files, hub
+from ppo_rlhf.lib.errors import InputError, flag
 
 Row = tuple[str, dict[str, Any]]  # its place, and its columns
 FORMATS = (".jsonl", ".parquet", ".csv", ".json")

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import processes
-from ppo_rlhf.lib.base.errors import InputError
+from ppo_rlhf.lib import processes
+from ppo_rlhf.lib.errors import InputError
 
 TRACED = 8  # queries that are answered again each time
 PARTS = ("tokens", "episodes", "epochs", "statistics")  # of a Trace, with tensors by name

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppo_rlhf.lib.base import files, processes
-from ppo_rlhf.lib.base.errors import InputError, typed_as
-from ppo_rlhf.lib.services import cli, run
+from ppo_rlhf.lib import command_line, files, processes, run
+from ppo_rlhf.lib.errors import InputError, typed_as
 
 Args = TypeVar("Args")  # of a script, or of a stage
 
@@ -19,7 +18,7 @@ Args = TypeVar("Args")  # of a script, or of a stage
 SHARED = ("preset", "seed", "base_model", "trust_remote_code", "task", "resume")  # arguments that all stages get
 
 
-def flags_of(part: str, args: cli.RunArgs) -> contextlib.AbstractContextManager[None]:
+def flags_of(part: str, args: command_line.RunArgs) -> contextlib.AbstractContextManager[None]:
     """Within the block, messages name a stage's arguments as they are typed: ppo.lr is policy.ppo.lr."""
     own = [name for name in files.flatten(dataclasses.asdict(args)) if name.split(".")[0] not in SHARED]
     return typed_as({name: f"{part}.{name}" for name in own})
@@ -54,7 +53,7 @@ class Stages:
             return self.models / folder.name / part
         if meta:
             # A stage may have been resumed with its own script, with other arguments for memory or tracking.
-            own = cli.saved_args(type(args), folder, meta["args"], meta.get("commit"))
+            own = command_line.saved_args(type(args), folder, meta["args"], meta.get("commit"))
             args = dataclasses.replace(own, resume=str(folder))
         elif self.resume and self.accelerator.is_main_process and not (folder / "checkpoints").exists():
             shutil.rmtree(folder, ignore_errors=True)  # interrupted before it had written anything to resume from
@@ -88,15 +87,15 @@ def parse(presets: dict[str, Args], argv: list[str], *, script: str, policy_scri
             raise InputError(f"{match[0]}: all stages share it; give --{match[1]}")
         if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
             raise InputError(f"{flag.split('=')[0]}: the reward model is trained here; use {policy_script}")
-    if not (resume := cli.flag_value(argv, "--resume")):
-        return cli.parse_args(presets, argv, description)
+    if not (resume := command_line.flag_value(argv, "--resume")):
+        return command_line.parse_args(presets, argv, description)
     meta = run.read_meta(Path(resume))
     if not (joint := meta.get("joint")):
         raise InputError(f"--resume {resume}: {script} did not start that run; resume it with its own script")
     cls = type(next(iter(presets.values())))
-    saved = cli.saved_args(cls, Path(resume), joint["args"], meta.get("commit"))
+    saved = command_line.saved_args(cls, Path(resume), joint["args"], meta.get("commit"))
     saved = dataclasses.replace(saved, resume=resume)
-    args = cli.parse(cls, argv, description, default=saved)
+    args = command_line.parse(cls, argv, description, default=saved)
     begun, given = (files.flatten(dataclasses.asdict(each)) for each in (saved, args))
     if others := [name for name in begun if given[name] != begun[name]]:
         raise InputError(

@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import nn
 
-from ppo_rlhf.lib.base import errors
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed
+from ppo_rlhf.lib import errors
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
 
 # How long processes wait for each other: for the first one's upload, or for a node whose downloads are slow.
 PATIENCE = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=3))

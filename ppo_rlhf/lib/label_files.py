@@ -18,9 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import errors, files, hub
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib import chat_templates, errors, files, hub, pretrained
+from ppo_rlhf.lib.errors import InputError, flag
 
 OPENAI_PAD_ID = 50259
 OPENAI_VOCAB_SIZE = 50257
@@ -148,7 +147,7 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         if isinstance(content, str) != as_texts:
             raise TypeError("all rows hold texts, or all hold token ids")
         if as_texts:
-            return torch.tensor(templates.encode_text(tokenizer, content), dtype=torch.long)
+            return torch.tensor(chat_templates.encode_text(tokenizer, content), dtype=torch.long)
         ids = torch.tensor([vocab_size if token == padding_id else token for token in content], dtype=torch.long)
         if ids.shape != (length,) or not 0 <= ids.min() <= ids.max() <= vocab_size:
             raise ValueError(f"there must be {length} ids below {vocab_size}, the size of the vocabulary, or padding")

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib import pretrained
+from ppo_rlhf.lib.errors import InputError, flag
 
 Messages = list[dict[str, str]]
 

@@ -1,6 +1,6 @@
 """The command line: arguments that all training scripts have, presets, --resume with the same arguments, and bounds.
 
-A field of a script's arguments has its bounds in its type, as in lib/base/bounds.py. `check_bounds` refuses the rest.
+A field of a script's arguments has its bounds in its type, as in lib/bounds.py. `check_bounds` refuses the rest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any, Literal, TypeVar
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
-from ppo_rlhf.lib.base import errors, files
-from ppo_rlhf.lib.base.bounds import NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.base.errors import InputError, flag
-from ppo_rlhf.lib.base.processes import WITHOUT_FLOAT64, default_device
-from ppo_rlhf.lib.services import run
+from ppo_rlhf.lib import errors, files, run
+from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.lib.processes import WITHOUT_FLOAT64, default_device
 
 # ---- Presets and --resume --------------------------------------------------------------------------------------
 
@@ -255,7 +254,7 @@ def check_run(args: RunArgs) -> None:
     if len(name.encode()) > 255:
         raise InputError(f"{flag('exp_name')} {args.exp_name[:20]}... is too long for the name of a folder")
     if args.track or args.upload_model:
-        from ppo_rlhf.lib.services import tracking
+        from ppo_rlhf.lib import tracking
 
         tracking.check(args, name)
 

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base import files
-from ppo_rlhf.lib.nets import pretrained
+from ppo_rlhf.lib import files, pretrained
 
 FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
 

@@ -42,10 +42,8 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 from accelerate.utils import broadcast_object_list, tqdm
 
-from ppo_rlhf.lib.base import checkpoints, errors, files
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, Stopped, flag
-from ppo_rlhf.lib.nets import pretrained
-from ppo_rlhf.lib.services import plots, tracking
+from ppo_rlhf.lib import checkpoints, errors, files, learning_curves, pretrained, tracking
+from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -335,10 +333,10 @@ class Run:
         Then push models/<run>/<part> to the hub, if the arguments say so. Every process must call this.
         """
         if self.is_main:
-            from ppo_rlhf.lib.base import processes
+            from ppo_rlhf.lib import processes
 
             results = files.without_nan(results)
-            plots.draw_learning_curves(self.folder, self.rows, dataclasses.asdict(self.args))
+            learning_curves.draw_learning_curves(self.folder, self.rows, dataclasses.asdict(self.args))
             numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=len(self.rows))
             self.save_meta(finished=True, peak_mib=round(processes.peak_memory() / 2**20), results=results)

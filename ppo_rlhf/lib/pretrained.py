@@ -30,8 +30,8 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ppo_rlhf.lib.base import files, hub
-from ppo_rlhf.lib.base.errors import InputError, flag, input_errors, say_once
+from ppo_rlhf.lib import files, hub
+from ppo_rlhf.lib.errors import InputError, flag, input_errors, say_once
 
 PAD_TOKEN = "<|ppo_rlhf_pad|>"  # of the tokenizers that are saved with reward models and critics
 

@@ -1,4 +1,4 @@
-"""Problems and scorers of the library reasoning-gym. It runs in a worker, see worker.py.
+"""Problems and scorers of the library reasoning-gym. It runs in a worker, see confined_worker.py.
 
 A source is reasoning_gym:<task>,<setting>=<value>,... as in rlvr/problem_rows.py.
 """

@@ -111,7 +111,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     try:
         limit(kind)
-        sys.path += [os.path.abspath(f"{__file__}/../../../..")] + [""] * (kind == "free")
+        sys.path += [os.path.abspath(f"{__file__}/../../..")] + [""] * (kind == "free")
         module, _, path = name.partition(":")
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
         if not callable(function):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib.base import errors
+from ppo_rlhf.lib import errors
 
 
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib.base.errors import InputError, NumericalError, flag, typed_as
-from ppo_rlhf.lib.nets import pretrained, templates
+from ppo_rlhf.lib import chat_templates, pretrained
+from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed_as
 
 ROWS = 16  # texts of a pass
 
@@ -94,7 +94,7 @@ class Classifier:
             raise NumericalError(f"{self.what} gives scores that are not finite; the run stops")
         return scores.to(self.device)
 
-    def encode(self, dialogue: templates.Messages, response: str, *, plain: bool) -> list[int]:
+    def encode(self, dialogue: chat_templates.Messages, response: str, *, plain: bool) -> list[int]:
         """Token ids of a response with what was asked. Of a text that is too long for the model, the end is read.
 
         dialogue: messages, of which the last is the beginning of the reply, which may be empty. plain: whether the
@@ -111,11 +111,11 @@ class Classifier:
             )
         messages = [*asked, {"role": "assistant", "content": reply.strip()}]
         # [V114] A policy that writes the mark of a turn's end does not end its turn before the judge.
-        letters = [one | {"content": templates.as_letters(one["content"], self.tokenizer)} for one in messages]
-        text = templates.apply(self.tokenizer, letters, f"{self.what}: its chat template")
-        return templates.encode(text, self.tokenizer)[-self.longest :]
+        letters = [one | {"content": chat_templates.as_letters(one["content"], self.tokenizer)} for one in messages]
+        text = chat_templates.apply(self.tokenizer, letters, f"{self.what}: its chat template")
+        return chat_templates.encode(text, self.tokenizer)[-self.longest :]
 
-    def try_out(self, dialogues: Iterable[templates.Messages], length: int, *, plain: bool) -> None:
+    def try_out(self, dialogues: Iterable[chat_templates.Messages], length: int, *, plain: bool) -> None:
         """Read a short and a long response to each of these; raise an InputError if that fails."""
         try:
             for dialogue in dialogues:
@@ -142,7 +142,7 @@ def load_scorer(
     device: torch.device,
     *,
     bare: Callable[[Tensor], Tensor] | None = None,
-    dialogues: Iterable[templates.Messages] = (),
+    dialogues: Iterable[chat_templates.Messages] = (),
 ) -> Callable[..., Tensor]:
     """A scorer with the classifier that args.rewards names; what it scores: see scorer_of."""
     judge = Classifier(
@@ -160,10 +160,10 @@ def scorer_of(
     judge: Classifier,
     tokenizer: PreTrainedTokenizerBase,
     pad_id: int,
-    task: templates.FormatArgs,
+    task: chat_templates.FormatArgs,
     *,
     bare: Callable[[Tensor], Tensor] | None = None,
-    dialogues: Iterable[templates.Messages] = (),
+    dialogues: Iterable[chat_templates.Messages] = (),
 ) -> Callable[..., Tensor]:
     """A scorer: token ids of queries and responses (batch, length), with our padding, to scores (batch,).
 
@@ -176,12 +176,12 @@ def scorer_of(
     def without_padding(tokens: Tensor) -> list[list[int]]:
         return [[token for token in row if token != pad_id] for row in tokens.tolist()]
 
-    def dialogue_of(text: str) -> templates.Messages:
-        asked = [*templates.system_of(task), {"role": "user", "content": text}]
+    def dialogue_of(text: str) -> chat_templates.Messages:
+        asked = [*chat_templates.system_of(task), {"role": "user", "content": text}]
         return [*asked, {"role": "assistant", "content": ""}]
 
     def score(
-        queries: Tensor, responses: Tensor, *_: Any, messages: list[templates.Messages] | None = None
+        queries: Tensor, responses: Tensor, *_: Any, messages: list[chat_templates.Messages] | None = None
     ) -> Tensor:
         asked = without_padding(bare(queries) if bare else queries)
         # What follows an end of text is not part of the response, and its sign is the policy's own.
