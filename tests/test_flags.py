@@ -194,7 +194,7 @@ FOLDER = Path(train_policy.__file__).parent
 IN_STAGES = [
     *(f"lib/{name}" for name in ("checkpoints", "files", "hub", "processes")),
     *("lib/label_files", "lib/text_sources", "tldr/posts", "tldr/models"),
-    *(f"lib/{name}" for name in ("nets/templates", "rewards", "scoring/scorers")),
+    *(f"lib/{name}" for name in ("chat_templates", "rewards", "reward_functions")),
     *(f"lib/{name}" for name in ("command_line", "run")),
     "train_reward",
     "train_policy",

@@ -3,8 +3,8 @@
 Whatever goes wrong becomes a short error text, which the policy reads like any other result: a call that cannot be
 understood, a tool that raises an exception, never returns, ends its process, or answers at great length. The
 calculator is safe by itself. A user's function runs in a process of its own, see confined_worker.py, which the kernel
-ends when a call takes too long; the next call starts another. The first exception that it raises is shown to the user,
-who may have made a mistake in the function. So is the end of its process, if that comes first.
+ends when a call takes too long; the next call starts another. The first exception that it raises is shown to the
+user, who may have made a mistake in the function. So is the end of its process, if that comes first.
 """
 
 import ast
