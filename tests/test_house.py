@@ -1,6 +1,9 @@
 """The house: who may import whom, and how much there is."""
 
 import ast
+import os
+import re
+import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -174,6 +177,24 @@ AT_MOST = {"ppo_rlhf": 133_500, "benchmark": 29_000, "tests": 266_500}  # tokens
 def test_the_project_does_not_grow(folder):
     tokens = sum(mass.tokens_of_files(folder).values())
     assert 0.97 * AT_MOST[folder] < tokens <= AT_MOST[folder], f"{folder} has {tokens:,} tokens; change AT_MOST"
+
+
+OUTSIDE = {  # what a small run executes outside its script: functions, lines, files; they may only fall
+    "train_policy.py --preset tales --rewards.function words:score --rewards.normalize_samples 64 "
+    "--ppo.total_episodes 64": (112, 1_340, 13),
+    "train_reward.py --preset tales --num_train 64 --batch_size 32 --normalize_samples 64": (90, 1_100, 12),
+}
+
+
+@pytest.mark.parametrize("command", OUTSIDE)
+def test_little_happens_outside_a_script(command, tmp_path):
+    (tmp_path / "words.py").write_text("def score(queries, responses):\n    return [len(x) for x in responses]\n")
+    script, *words = command.split()
+    program = [sys.executable, mass.__file__, "--run", str(PACKAGE / script), *words]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    numbers = [int(number) for number in re.findall(r"\d+", done.stdout.splitlines()[-1])]
+    assert len(numbers) == 3 and all(map(int.__le__, numbers, OUTSIDE[command])), done.stdout + done.stderr
 
 
 def test_comments_and_docstrings_are_no_tokens():

@@ -268,7 +268,7 @@ def bad_function(code: str, *words: str, name: str = "mine:scores") -> Row:
 
 FUNCTIONS = {
     "no colon": bad_function("def scores(queries, responses): ...", "write package.module:name", name="mine.py"),
-    "relative module": bad_function("", "invalid format", name=".mine:scores"),
+    "relative module": bad_function("", "write package.module:name", name=".mine:scores"),
     "not a function": bad_function("scores = [1.0, 2.0]", "no function"),
     "a module that ends the process": bad_function("import sys\nsys.exit(0)", "SystemExit"),
     "raises several lines": bad_function(

@@ -93,7 +93,7 @@ def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str
 
 def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
-    if not re.fullmatch(r"[\w.]+:[\w.]+", name):
+    if not re.fullmatch(r"\w[\w.]*:[\w.]+", name):
         raise InputError(f"{flag(field)} {name}: write package.module:name, a module and a function in it")
     try:
         # What is installed, and what a library tries to import, is never taken from the current folder unasked.
