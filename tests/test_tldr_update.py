@@ -34,7 +34,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from ppo_rlhf.lib import chat_templates
+from ppo_rlhf.lib import pretrained
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import packing, policy as tldr_policy, reward as tldr_reward
@@ -912,7 +912,7 @@ def test_first_update_of_a_run_equals_a_slow_oracle(
         return responses, spoil(logprobs, mask), spoil(values, value_mask), sampler_gap
 
     monkeypatch.setattr(tldr_policy, "respond", spoiling)
-    monkeypatch.setattr(chat_templates, "end_ids", lambda *_: (end,))
+    monkeypatch.setattr(pretrained, "end_ids", lambda *_: (end,))
     monkeypatch.chdir(tmp_path)
     write_posts(tmp_path)
     ppo = PpoArgs(total_episodes=32, batch_size=32, noptepochs=1, lr=1e-3, local_rollout_batch_size=8)

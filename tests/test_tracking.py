@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import wandb
 from accelerate import Accelerator
 from test_run import FakeArgs, read_events
 from wandb.proto import wandb_internal_pb2
@@ -79,6 +80,7 @@ def records(folder: Path) -> list[wandb_internal_pb2.Record]:
 
 
 def test_results_tables_and_the_models_address_reach_weights_and_biases(monkeypatch):
+    wandb.teardown()  # an earlier test of this process may have begun with another WANDB_MODE, which it remembers
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tracked_run(monkeypatch, "wandb", address="https://wandb.test/run")
     summary, tables = {}, {}
