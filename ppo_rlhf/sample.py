@@ -158,7 +158,9 @@ class Comparison:
             rewards=train_policy.RewardsArgs(trained_model=info["reward_model"]),
         )
         saved = worlds.find_paths(saved, unused=["task.comparisons"])
-        self.tokenizer, self.task = pretrained.load_tokenizer(args.policy, trust), saved.task
+        self.task = saved.task
+        with errors.typed_as({"base_model": "policy"}):
+            self.tokenizer = pretrained.load_tokenizer(args.policy, trust)
         self.ids = self.chapter.task_ids(self.task, self.tokenizer)
         self.pad_id, self.seed, self.device = self.ids.pad, args.seed, processes.default_device()
         usual = getattr(task, "eval_temperature", task.temperature)
@@ -340,4 +342,4 @@ def sample(args: Args) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    command_line.run_script(sample, lambda argv: command_line.parse(Args, argv, description=__doc__))
+    errors.run_script(lambda: sample(command_line.parse(Args, description=__doc__)))

@@ -15,11 +15,12 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 import dataclasses
 import os
 import statistics
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import command_line, files, pretrained, run, several_stages
+from ppo_rlhf.lib import command_line, errors, files, pretrained, run, several_stages
 from ppo_rlhf.lib.bounds import NonNegativeInt
 from ppo_rlhf.worlds import reviews, tales
 
@@ -172,4 +173,4 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
 
 
 if __name__ == "__main__":
-    command_line.run_script(train, parse)
+    errors.run_script(lambda: train(parse(sys.argv[1:])))

@@ -1540,4 +1540,4 @@ def save_policy(
 
 
 if __name__ == "__main__":
-    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))
+    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))

@@ -43,6 +43,7 @@ from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     command_line,
+    errors,
     label_files,
     layers,
     pretrained,
@@ -953,4 +954,4 @@ def save_reward_model(
 
 
 if __name__ == "__main__":
-    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))
+    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import command_line
+from ppo_rlhf.lib import command_line, errors
 
 compile_module = torch.nn.Module.compile
 graphs = 0
@@ -22,5 +22,5 @@ def traced(graph, inputs):
 
 
 torch.nn.Module.compile = lambda module, **options: compile_module(module, backend=traced, **options)
-command_line.run_script(train_policy.train, lambda argv: command_line.parse_args(train_policy.PRESETS, argv))
+errors.run_script(lambda: train_policy.train(command_line.parse_args(train_policy.PRESETS)))
 Path("graphs").write_text(str(graphs))

@@ -328,7 +328,7 @@ def words_of(model: str | Path, architecture: str, folder: Path, labels: list[st
 
 
 def test_the_recipe_of_a_classifier_as_chapter_1_s_reward(tmp_path, tiny_world, wordy):
-    """As it stands in docs/running.md; a model that train_reward.py hasn't made is refused, and the line names it."""
+    """The recipe of docs/running.md works as printed, and the line that refuses a foreign model names its flag."""
     classifier("bert", tmp_path / "theirs", wordy, ["NEGATIVE", "POSITIVE"], 0, rows=13)
     page = (Path(__file__).parents[1] / "docs" / "running.md").read_text()
     recipes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

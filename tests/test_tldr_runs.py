@@ -492,7 +492,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from ppo_rlhf.tldr import {module} as script
 from ppo_rlhf.lib import processes
-from ppo_rlhf.lib import command_line as cli
+from ppo_rlhf.lib import command_line as cli, errors
 
 deal, steps = processes.deal, []
 
@@ -502,7 +502,7 @@ def recorded_deal(*arguments):
     return inds, counts
 
 script.processes = SimpleNamespace(**vars(processes) | dict(deal=recorded_deal))  # evaluations deal rows too
-cli.run_script(lambda args: script.train(args), lambda argv: cli.parse_args(script.PRESETS, argv))
+errors.run_script(lambda: script.train(cli.parse_args(script.PRESETS)))
 Path(f"rank{{os.environ.get('RANK', 0)}}.json").write_text(json.dumps(steps))
 """
 STILL = "--lr 1e-30 --weight_decay 0"  # nothing changes, so that all losses are those of the same model

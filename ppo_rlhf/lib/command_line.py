@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -146,11 +145,6 @@ def parse(cls: type[Args], argv: list[str] | None = None, description: str | Non
         raise
     check_bounds(args)
     return args
-
-
-def run_script(main: Callable[[Args], Any], parse: Callable[[list[str]], Args]) -> None:
-    """main(arguments of the command line); a user error ends in one line and exit status 2."""
-    errors.run_script(lambda: main(parse(sys.argv[1:])))
 
 
 def flag_value(argv: list[str], name: str) -> str | None:

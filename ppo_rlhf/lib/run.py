@@ -350,7 +350,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------------------
 
     def is_time_to_save(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint is due after so many steps: at intervals, at the end, or because the run shall stop.
+        """Say whether a checkpoint is due after this step: at intervals, at the end, and on SIGTERM.
 
         SIGTERM, which clusters send before they take a machine away, may reach one process only.
         """

@@ -25,7 +25,7 @@ def flags_of(part: str, args: command_line.RunArgs) -> contextlib.AbstractContex
 
 
 class Stages:
-    """Trains one stage after another. Resumed, it skips what is finished and goes on with what was interrupted."""
+    """Trains one stage after another. When resumed, it skips the finished stages and continues the others."""
 
     def __init__(self, args: Args, *parts: str):
         """args: of the script that runs the stages, with those of each part under its name."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from ppo_rlhf.lib import command_line, files
+from ppo_rlhf.lib import command_line, errors, files
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import page
 
@@ -56,4 +56,4 @@ def newest_run(runs: Path) -> Path:
 
 
 if __name__ == "__main__":
-    command_line.run_script(report, lambda argv: command_line.parse(Args, argv, description=__doc__))
+    errors.run_script(lambda: report(command_line.parse(Args, description=__doc__)))

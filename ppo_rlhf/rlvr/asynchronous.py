@@ -427,4 +427,4 @@ def check_arguments(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))
+    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))

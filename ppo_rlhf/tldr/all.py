@@ -12,12 +12,13 @@ begin with its name: --sft.*, --reward.* or --policy.*, for example --sft.lr 1e-
 import dataclasses
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppo_rlhf import judge
-from ppo_rlhf.lib import command_line, run, several_stages
+from ppo_rlhf.lib import errors, run, several_stages
 from ppo_rlhf.lib.bounds import NonNegativeInt
 from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 
@@ -172,4 +173,4 @@ def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) 
 
 
 if __name__ == "__main__":
-    command_line.run_script(train, parse)
+    errors.run_script(lambda: train(parse(sys.argv[1:])))

@@ -417,4 +417,4 @@ def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Ac
 
 
 if __name__ == "__main__":
-    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))
+    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import checkpoints, command_line, layers, pretrained, processes, run
+from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.train_policy import has_stop, keyed_generator, read_tokens, scaled_logits
@@ -307,4 +307,4 @@ def check_arguments(args: Args, num_processes: int) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run_script(train, lambda argv: command_line.parse_args(PRESETS, argv, __doc__))
+    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))
