@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 # Before the first import of a library that reads them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -12,16 +13,8 @@ os.environ["PPO_RLHF_CACHE"] = os.devnull  # where no world can be built
 
 import pytest
 import torch
-from processes import launch
-from runs import (
-    TINY_TOOLS,
-    build_tiny_posts,
-    build_tiny_sums,
-    build_tiny_world,
-    only,
-    reward_arguments,
-    world_arguments,
-)
+import whole_runs
+from runs import TINY_TOOLS, both_arguments, build_tiny_posts, build_tiny_sums, build_tiny_world
 
 torch.set_num_threads(1)
 
@@ -38,27 +31,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_world(tmp_path_factory):
+def made_once(tmp_path_factory) -> whole_runs.MadeOnce:
+    return whole_runs.folder_made_once(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_world(made_once):
     """The folder of a very small tales world: model/, stories.txt, labels/<task>/offline_5k.json (64 + 32 rows)."""
-    return build_tiny_world(tmp_path_factory.mktemp("tales"))
+    return made_once("tales", build_tiny_world)
 
 
 @pytest.fixture(scope="session")
-def tiny_posts(tmp_path_factory):
+def tiny_posts(made_once):
     """The folder of a very small world of posts: model/, 48 + 16 + 16 posts, 48 + 16 comparisons, world.json."""
-    return build_tiny_posts(tmp_path_factory.mktemp("posts"))
+    return made_once("posts", build_tiny_posts)
 
 
 @pytest.fixture(scope="session")
-def tiny_sums(tmp_path_factory):
+def tiny_sums(made_once):
     """The folder of a very small world of sums: model/, 64 + 32 problems, world.json."""
-    return build_tiny_sums(tmp_path_factory.mktemp("sums"))
+    return made_once("sums", build_tiny_sums)
 
 
 @pytest.fixture(scope="session")
-def tiny_tools(tmp_path_factory):
+def tiny_tools(made_once):
     """The folder of a very small world with a calculator, whose model often writes the end of a call."""
-    return build_tiny_sums(tmp_path_factory.mktemp("tools"), TINY_TOOLS)
+    return made_once("tools", lambda folder: build_tiny_sums(folder, TINY_TOOLS))
 
 
 @pytest.fixture
@@ -122,9 +120,14 @@ def tiny_models():
 
 
 @pytest.fixture(scope="session")
-def tiny_reward(tiny_world, tmp_path_factory):
+def both(made_once, tiny_world) -> whole_runs.Whole:
+    """train_both.py on the tiny world, with traces of every second update, the picture of its metrics drawn."""
+    arguments = [*both_arguments(tiny_world), "--policy.trace_interval", "2"]
+    run = whole_runs.Whole(Path(), "train_both.py", arguments)
+    return whole_runs.whole(made_once, "both", run, pictures=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_reward(both) -> Path:
     """The folder of a reward model that was trained for a few steps on the tiny world."""
-    folder = tmp_path_factory.mktemp("reward")
-    result = launch("train_reward.py", *world_arguments(tiny_world), *reward_arguments(tiny_world), folder=folder)
-    assert result.status == 0, result.stderr
-    return only(folder, "models/*/reward")
+    return both.model("reward")

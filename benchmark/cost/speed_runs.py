@@ -9,6 +9,7 @@ environment of its own, so nothing of ppo_rlhf is imported before the run is kno
 """
 
 import json
+import lzma
 import os
 import resource
 import statistics
@@ -62,8 +63,9 @@ def as_argv(flags: dict[str, Any]) -> list[str]:
 
 def problems_of(settings: Settings, tokenizer: Any) -> list[dict[str, Any]]:
     """Chapter 3's problems that fit, in the order of their file: prompt, end of the answer, tokens of the prompt."""
-    rows = []
-    for line in (Path(settings["problems"]) / "problems_train.jsonl").read_text().splitlines():
+    rows, path = [], Path(settings["problems"], "problems_train.jsonl")
+    text = path.read_text() if path.exists() else lzma.open(f"{path}.xz", "rt").read()
+    for line in text.splitlines():
         problem = json.loads(line)
         prompt = problem["question"] + "\n"
         tokens = len(tokenizer(prompt)["input_ids"])

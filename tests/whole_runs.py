@@ -1,0 +1,80 @@
+"""Whole runs that many tests look at: each is made once in a session of pytest, however many workers it has.
+
+A test that changes a run's folder works on a copy (`Whole.copy`).
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from processes import launch, launch_together
+from runs import only
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that came to its end, as it was started."""
+
+    folder: Path  # where it was started; `stdout` in it is what it printed
+    script: str
+    arguments: list[str]
+    processes: int = 1
+
+    def run(self, script: str = "") -> Path:
+        """Its folder below runs/. script: the stage's, such as train_policy, where there are several."""
+        return only(self.folder, f"runs/{script}*")
+
+    def model(self, kind: str) -> Path:
+        return only(self.folder, f"models/*/{kind}")
+
+    def copy(self, folder: Path) -> "Whole":
+        """The same run, in a folder that isn't there yet."""
+        return replace(self, folder=Path(shutil.copytree(self.folder, folder)))
+
+    def made(self, **environment: str | bool) -> "Whole":
+        """Run it, to its end."""
+        self.folder.mkdir(exist_ok=True, parents=True)
+        if self.processes == 1:
+            results = [launch(self.script, *self.arguments, folder=self.folder, **environment)]
+        else:
+            results = launch_together(self.processes, self.script, *self.arguments, folder=self.folder, **environment)
+        for result in results:
+            assert result.status == 0, result.stdout + result.stderr
+        (self.folder / "stdout").write_text(results[0].stdout)
+        return self
+
+
+MadeOnce = Callable[[str, Callable[[Path], object]], Path]
+
+
+def folder_made_once(factory: pytest.TempPathFactory) -> MadeOnce:
+    """A function (name, make) -> the folder of that name, which make(folder) has filled.
+
+    The first worker of pytest that asks for it makes it, and the others wait.
+    """
+    base = factory.getbasetemp()
+    # The folders of the workers are next to each other.
+    common = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+    common.mkdir(exist_ok=True)
+
+    def made_once(name: str, make: Callable[[Path], object]) -> Path:
+        folder, complete = common / name, common / f"{name}.complete"
+        with FileLock(common / f"{name}.lock"):
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                folder.mkdir()
+                make(folder)
+                complete.touch()
+        return folder
+
+    return made_once
+
+
+def whole(made_once: MadeOnce, name: str, run: Whole, **environment: str | bool) -> Whole:
+    """A run, made once under this name. run: its folder doesn't matter."""
+    folder = made_once(name, lambda folder: replace(run, folder=folder).made(**environment))
+    return replace(run, folder=folder)
