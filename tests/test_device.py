@@ -14,7 +14,7 @@ from whole_runs import Whole
 from ppo_rlhf.lib import processes
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
-LETTERS = "letters = lambda prompts, texts, answers: [float(len(text) % 2) for text in texts]"
+LETTERS = "letters = lambda prompts, responses, answers: [float(len(text) % 2) for text in responses]"
 LOW_PRECISION = ("--dtype", "bfloat16", "--frozen_bfloat16", "--gradient_checkpointing")
 
 

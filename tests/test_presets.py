@@ -97,7 +97,7 @@ def test_the_librarys_gpt2_is_the_published_network():
 @pytest.mark.parametrize("name", list(train_policy.PRESETS))
 def test_both_scripts_have_the_same_task_and_model(name):
     policy, reward = train_policy.PRESETS[name], train_reward.PRESETS[name]
-    assert (policy.task, policy.base_model) == (reward.task, reward.base_model)
+    assert (vars(policy.task), policy.base_model) == (vars(reward.task), reward.base_model)
     assert policy.preset == reward.preset == name
 
 
