@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ppo_rlhf.lib import processes
 
@@ -234,6 +235,8 @@ def install() -> None:
     Accelerator.__init__, torch.autocast.__init__ = prepare_for_device, begin_of_our_kind
     _foreach_utils._foreach_supported_types.append(StandIn)
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
+    kept.append(set_checkpoint_early_stop(False))  # an exception in the middle of an operation
+    kept[0].__enter__()
     # In the thread that calls, so that a backward pass has the modes above it.
     kept.extend([register_autocast(), torch.autograd.set_multithreading_enabled(False), Operations(), Functions()])
     for mode in kept[-2:]:
