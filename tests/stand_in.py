@@ -36,7 +36,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ppo_rlhf.lib import processes
 
@@ -227,16 +226,14 @@ def install() -> None:
         prepare(accelerator, **options)
         accelerator.state.device = DEVICE
 
-    def begin_of_our_kind(autocast: torch.autocast, kind: str, *args: Any, **options: Any) -> None:
-        if kind != NAME and sys._getframe(1).f_code.co_filename.startswith(PACKAGE):
-            raise RuntimeError(f"autocast for {kind}, which is another device")
-        begin(autocast, kind, *args, **options)
+    def begin_of_our_kind(autocast: torch.autocast, device_type: str, *args: Any, **options: Any) -> None:
+        if device_type != NAME and sys._getframe(1).f_code.co_filename.startswith(PACKAGE):
+            raise RuntimeError(f"autocast for {device_type}, which is another device")
+        begin(autocast, device_type, *args, **options)
 
     Accelerator.__init__, torch.autocast.__init__ = prepare_for_device, begin_of_our_kind
     _foreach_utils._foreach_supported_types.append(StandIn)
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
-    kept.append(set_checkpoint_early_stop(False))  # an exception in the middle of an operation
-    kept[0].__enter__()
     # In the thread that calls, so that a backward pass has the modes above it.
     kept.extend([register_autocast(), torch.autograd.set_multithreading_enabled(False), Operations(), Functions()])
     for mode in kept[-2:]:
