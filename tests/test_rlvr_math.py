@@ -7,11 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from golden_models import load_json
-from oracles import numbers, spoil
+from oracles import double, numbers, spoil
 from torch.testing import assert_close
 
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
@@ -20,6 +19,7 @@ from ppo_rlhf.rlvr.algebra import (
     IN_GROUPS,
     Batch,
     Rollout,
+    aggregate,
     kl_estimate,
     mismatch,
     off_policy_mask,
@@ -35,6 +35,7 @@ from ppo_rlhf.rlvr.policy import (
     Correction,
     Reading,
     compute_advantages,
+    draw_problems,
     kl_in_loss,
     make_batch,
     policy_losses,
@@ -127,7 +128,27 @@ def updated_stand_in(
     )
 
 
-# ---- Masks and rewards -----------------------------------------------------------------------------------------
+# ---- Problems, masks and rewards -------------------------------------------------------------------------------
+
+
+class Numbered(list):
+    """Problems whose prompts are their numbers."""
+
+    def batch(self, rows: list[int], pad_id: int) -> torch.Tensor:
+        return torch.tensor(rows).unsqueeze(1)
+
+
+def test_the_rows_of_a_group_are_of_one_problem():
+    ppo, seen = PpoArgs(samples_per_prompt=3, advantage="remax"), []
+    for rank in range(2):
+        process = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+        setup = setup_of(Args(ppo=ppo), 0, process)
+        setup.problems, setup.sizes = Numbered(range(10)), SimpleNamespace(local_batch=6)
+        draw = draw_problems(setup, 2, rank)
+        sampled, greedy = (request.contexts[:, 0] for request in draw.requests)
+        assert sampled.equal(draw.problems) and greedy.equal(draw.problems[::3])
+        seen += zip(draw.groups.tolist(), draw.problems.tolist(), strict=True)
+    assert len(set(seen)) == 4 and sorted(seen)[::3] == sorted(set(seen))
 
 
 def test_a_response_ends_at_the_first_of_its_stop_ids():
@@ -292,35 +313,31 @@ def test_gradient_of_the_kl_in_the_loss(name):
 @pytest.mark.parametrize("name", ["abs", "k2", "k3", "k1+", "k2+", "k3+", "full"])
 def test_gradient_of_the_kl_in_the_loss_with_a_sampler_that_is_not_the_policy_of_the_clip(name, correction):
     """Three policies over three tokens: mu has sampled, the learner was prox when the batch came, and is new."""
-    mu, prox, ref = np.array([0.5, 0.25, 0.25]), np.array([0.2, 0.5, 0.3]), np.array([0.3, 0.3, 0.4])
-    logits, drawn = np.array([0.4, -0.7, 0.1]), np.array([0, 0, 1, 2])  # four rows: each token as often as mu says
-    new = np.exp(logits) / np.exp(logits).sum()
-    d = np.log(new / ref)
-    old = {"decoupled": prox, "bypass": mu}[correction]  # after which policy a sampled token counts
-    slopes = {"abs": np.sign(d), "k2": d, "k3": 1 - ref / new}
-    weighted = old * slopes[name] if name in slopes else new * d
-    expected = weighted - new * weighted.sum()
-    if name not in slopes:  # the gradient of KL(new || ref)
-        assert expected == pytest.approx(new * (d - (new * d).sum()), abs=1e-12)
+    mu, prox, ref = double([0.5, 0.25, 0.25], [0.2, 0.5, 0.3], [0.3, 0.3, 0.4])
+    logits, drawn = double(0.4, -0.7, 0.1), torch.tensor([0, 0, 1, 2])  # four rows: each token as often as mu says
+    new = logits.softmax(0)
+    d, old = torch.log(new / ref), prox if correction == "decoupled" else mu  # as which policy a sampled token counts
+    # With a plus, or over the vocabulary, the gradient is that of KL(new || ref).
+    weighted = {"abs": old * d.sign(), "k2": old * d, "k3": old * (1 - ref / new)}.get(name, new * d)
 
     def read(table, tokens, mask):
         logprobs = table.log_softmax(0)
-        exact = (logprobs.exp() * (logprobs - torch.from_numpy(ref).log())).sum()
+        exact = (logprobs.exp() * (logprobs - ref.log())).sum()
         return logprobs[tokens[:, -1:]], exact.expand(mask.shape)
 
-    of_tokens = {"sampler_logprobs": mu, "logprobs": prox, "ref_logprobs": ref}
-    of_tokens = {field: torch.from_numpy(np.log(p)[drawn])[:, None] for field, p in of_tokens.items()}
-    tokens = torch.tensor([[5, token] for token in drawn])
+    policies = {"sampler_logprobs": mu, "logprobs": prox, "ref_logprobs": ref}
+    of_tokens = {field: p.log()[drawn].unsqueeze(1) for field, p in policies.items()}
+    tokens = drawn.unsqueeze(1).expand(4, 2)
     batch = rollout_of(torch.ones(4, 1, dtype=torch.bool), query_responses=tokens, **of_tokens)
-    network, cap = StandIn(torch.from_numpy(logits), read), 0.9 if name == "full" else 9.0
     args = rlvr_async.Args(
         correction=correction,
-        correction_cap=cap,
+        correction_cap=0.9 if name == "full" else 9.0,  # no weight is on the exact KL
         ppo=PpoArgs(advantage="reinforce++"),
         rewards=RewardsArgs(kl_loss_coef=1.0, kl_loss_estimator=name),
     )
+    network = StandIn(logits, read)
     updated_stand_in(network, batch, torch.zeros(4, 1, dtype=torch.float64), args)
-    assert network.table.grad.numpy() == pytest.approx(expected, abs=1e-12)
+    close_gradients(network.table.grad, weighted - new * weighted.sum())
 
 
 @pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "full"])
@@ -347,23 +364,20 @@ def test_near_the_reference_k2_and_k3_in_the_reward_do_not_pull_back(near):
 
 def test_rounding_does_not_choose_the_slope_of_abs():
     """Two passes of one policy, of different shapes, differ by rounding either way."""
-    d = torch.tensor([[1e-6, -1e-6, 9e-5, -2e-4, 0.5, -0.5, 0.0]]).double().requires_grad_(True)
+    d = double([1e-6, -1e-6, 9e-5, -2e-4, 0.5, -0.5, 0.0]).requires_grad_()
     kl = kl_estimate(d, torch.zeros_like(d), torch.ones_like(d).bool(), "abs")
-    assert kl[0].tolist() == d.abs()[0].tolist()
+    assert kl.equal(d.abs())
     assert torch.autograd.grad(kl.sum(), d)[0].tolist() == [[0, 0, 0, -1, 1, -1, 0]]
 
 
 def test_k3_and_its_slope_are_exact_where_two_policies_hardly_differ():
     """In float32, at the distances that two ways to compute one policy have."""
-    d = torch.tensor([[1e-4, -1e-4, 1e-5, -1e-5, 1e-6, -1e-6, 1e-8]])
-    logprobs, mask = d.clone().requires_grad_(True), torch.ones(1, 7, dtype=torch.bool)
-    k3 = kl_estimate(logprobs, torch.zeros(1, 7), mask, "k3")
-    (slope,) = torch.autograd.grad(k3.sum(), logprobs)
-    expected = d.double() ** 2 / 2 - d.double() ** 3 / 6
-    assert (k3 >= 0).all() and k3[0, :4].tolist() == pytest.approx(expected[0, :4].tolist(), rel=0.02)
-    assert slope[0].tolist() == pytest.approx((d.double() - d.double() ** 2 / 2)[0].tolist(), rel=1e-6)
-    off = mismatch(d.repeat(1000, 1), torch.zeros(1000, 7), mask.expand(1000, 7))
-    assert off["k3"].item() == pytest.approx(expected.mean().item(), rel=0.02)
+    d = torch.tensor([[1e-4, -1e-4, 1e-5, -1e-5]], requires_grad=True)
+    zeros, mask, exact = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool), d.detach().double()
+    k3 = kl_estimate(d, zeros, mask, "k3")
+    assert_close(k3.double(), exact**2 / 2 - exact**3 / 6, rtol=0.02, atol=0)
+    assert_close(torch.autograd.grad(k3.sum(), d)[0].double(), exact - exact**2 / 2, rtol=1e-6, atol=0)
+    assert mismatch(d, zeros, mask)["k3"].item() == pytest.approx((exact**2).mean().item() / 2, rel=0.02)
 
 
 # ---- Losses ----------------------------------------------------------------------------------------------------
@@ -388,6 +402,15 @@ def test_no_bound_acts_on_an_advantage_that_is_rounding(loss, advantage, acts):
     bounds = {"low": 0.2, "high": 0.2, "dual_clip": 3.0, "trust_region": 0.1}
     _, *flags = token_losses(old + ratio, old, torch.full_like(old, advantage), mask, loss, **bounds)
     assert [bool(flag.any()) for flag in flags] == [acts, False]
+
+
+def test_a_loss_of_0_has_a_gradient():
+    """A right response and a wrong one, before the first step: advantages cancel in the loss, not in its gradient."""
+    advantages, logprobs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
+    new, mask = logprobs.clone().requires_grad_(), torch.ones(2, 2).bool()
+    value = aggregate(token_losses(new, logprobs, advantages, mask, "ppo", low=0.2, high=0.2)[0], mask, "token-mean")
+    assert value.item() == 0
+    assert torch.autograd.grad(value, new)[0].tolist() == [[-0.25, -0.25], [0.25, 0.25]]  # the first up
 
 
 @pytest.mark.parametrize(
