@@ -13,7 +13,7 @@ from runs import metrics_of, policy_arguments, reward_arguments, world_arguments
 from safetensors.torch import load_file
 from whole_runs import Whole
 
-BATCH, HORIZON = 16, 1000  # of policy_arguments, and of the KL controller in the tales preset
+BATCH, HORIZON = 32, 1000  # the second is that of the KL controller in the tales preset
 RECORDED = Path(__file__).parent / "recorded_run.py"
 
 
@@ -44,7 +44,7 @@ def policy_run(tmp_path_factory, tiny_world, tiny_reward):
     def make(
         processes: int, parts: int, dtype: str, nminibatches: int, kl_target: float = 6.0, **environment: str
     ) -> Whole:
-        words = f"--ppo.total_episodes {3 * BATCH} --save_interval 0 --dtype {dtype}"
+        words = f"--ppo.batch_size {BATCH} --ppo.total_episodes {3 * BATCH} --save_interval 0 --dtype {dtype}"
         words += f" --ppo.nminibatches {nminibatches} --rewards.adaptive_kl.target {kl_target}"
         words += f" --ppo.local_micro_batch_size {BATCH // nminibatches // processes // parts}"
         words += f" --ppo.local_rollout_batch_size {BATCH // processes // parts}"

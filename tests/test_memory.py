@@ -90,7 +90,8 @@ def test_every_stage_computes_layers_twice_if_it_is_to(chapter, both, tiny_world
     else:
         words = [*posts_arguments(tiny_posts), "--base_model", str(tiny_posts / "model"), *POSTS.split()]
         script, stages = "tldr/all.py", ("sft", "reward", "policy")
-        layers = 3 + 3 + 2 * 4 * 2  # steps of 16 posts and of 16 pairs; updates of policy and critic
+        # Steps of 16 posts; of 16 pairs, in two passes; updates of four epochs, of policy and critic.
+        layers = 3 + 2 * 3 + 2 * 4 * 2
     flags = [f"--{stage}.gradient_checkpointing" for stage in stages]
     run = Whole(tmp_path / "run", str(RUN), [str(SCRIPTS / script), *words, *flags]).made()
     assert int((run.folder / "checkpoints").read_text()) == layers
