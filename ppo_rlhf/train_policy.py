@@ -48,7 +48,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     command_line,
@@ -274,8 +273,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     check_ppo_arguments(args)
     args = with_newest_reward_model(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    typed_args = args
-    args = worlds.find_paths(args)  # names such as `tales` become paths
     task, ppo = args.task, args.ppo
     pass_rows = ppo.local_rollout_batch_size  # rows of a pass without gradients
 
@@ -296,8 +293,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = AdamTensorFlowStyle(param_groups, lr=ppo.lr)
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint)
-    save = partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args)
+    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    save = partial(save_policy, policy=policy, tokenizer=tokenizer, args=args)
     this_run.rehearse(save)
     # From the newest checkpoint; {"step": 0} if there is none.
     resumed = this_run.resume(partial(checkpoints.restore_training_state, policy, optimizer))
@@ -319,7 +316,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
         monitor=monitor,
         rows=pass_rows,
     )
-    this_run.start_logging(resumed["step"], config_for_plots(typed_args, args))
+    this_run.start_logging(resumed["step"], config_for_plots(args))
     rank = accelerator.process_index
     mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's rows of the batch
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
@@ -1466,15 +1463,14 @@ def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> 
     return reward_functions.load_monitor(name, OBJECTIVES, of_texts)
 
 
-def config_for_plots(args_as_given: Args, args: Args) -> dict[str, Any]:
+def config_for_plots(args: Args) -> dict[str, Any]:
     """An additional entry for Weights & Biases: the label file that the reward model learned from.
 
-    The plotting command of lm-human-preference-details (at ccc1953) selects runs by it. args: with the paths that
-    args_as_given means.
+    The plotting command of lm-human-preference-details (at ccc1953) selects runs by it.
     """
     folder = args.rewards.trained_model
     label_dataset = pretrained.read_info(Path(folder)).get("label_dataset") if folder else None
-    return {"rewards": dataclasses.asdict(args_as_given.rewards) | {"label_dataset": label_dataset}}
+    return {"rewards": dataclasses.asdict(args.rewards) | {"label_dataset": label_dataset}}
 
 
 class Scale:

@@ -39,7 +39,6 @@ from annotated_types import Ge
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     command_line,
@@ -190,8 +189,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
-    typed_args = args
-    args = worlds.find_paths(args)  # names such as `tales` become paths
     # A slip is found before anything is loaded.
     label_files.find_label_file(args.label_dataset, args.task.query_dataset)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -206,8 +203,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     reward_model, language_model = load_models(args, ids, labels, device)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
     pass_rows = args.local_rollout_batch_size  # rows of a pass without gradients
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint)
-    save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args)
+    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=args)
     this_run.rehearse(save)
     # Of the newest checkpoint; {"step": 0} if there is none.
     state = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))

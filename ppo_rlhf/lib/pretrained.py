@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from ppo_rlhf import worlds
 from ppo_rlhf.lib import files, hub
 from ppo_rlhf.lib.errors import InputError, flag, input_errors, say_once
 
@@ -221,9 +222,10 @@ def without_pickles() -> Iterator[None]:
 def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     """Yields a base model's folder and None, or its name on the hub and the revision, None where none is typed.
 
-    Turns what goes wrong in loading it into one line.
+    base_model: a folder, a world's model, or a name on the hub. Turns what goes wrong in loading it into one line.
     """
     what = f"{flag('base_model')} {base_model}"
+    base_model = worlds.find_value("base_model", base_model)
     remedy = "give the folder of a downloaded model, or use --preset tales"
     folder = Path(base_model)
     is_folder = bool(base_model) and folder.is_dir()

@@ -508,7 +508,6 @@ Source = tuple[Callable[..., Tensor], float]
 class Setup:
     """What the arguments name, apart from the networks that learn: the parts of a run that no update changes."""
 
-    typed_args: Args  # with names such as `sums` that are not yet paths
     args: Args
     sizes: PpoSizes
     tokenizer: PreTrainedTokenizerBase

@@ -47,7 +47,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     chat_templates,
     checkpoints,
@@ -984,7 +983,6 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     for doubt in rlvr_arguments.doubts(args):
         errors.say(doubt)
     sizes = rlvr_arguments.ppo_sizes(args.ppo, accelerator.num_processes)
-    typed_args, args = args, worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
@@ -999,7 +997,6 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
         sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages)
     setup = Setup(
-        typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
@@ -1123,7 +1120,7 @@ def start_run(
         for name, network in trained_networks(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes))
+    this_run = run.Run(args, accelerator, dataclasses.asdict(setup.sizes))
     this_run.rehearse(partial(save_models, setup=setup, actor_critic=actor_critic))
     state = this_run.resume(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
@@ -1170,14 +1167,14 @@ def training_state(
 
 def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: bool = True) -> None:
     """Save the policy, and the critic if there is one. weights: as of models.save_policy_and_critic."""
-    typed_args, args = setup.typed_args, setup.args
+    args = setup.args
     info = {
-        "task": dataclasses.asdict(typed_args.task),
+        "task": dataclasses.asdict(args.task),
         "monitor": "",
-        "function": typed_args.rewards.verifier,
-        "base_model": typed_args.base_model,
-        "reward_model": typed_args.rewards.trained_model,
-        "label": typed_args.rewards.label,
+        "function": args.rewards.verifier,
+        "base_model": args.base_model,
+        "reward_model": args.rewards.trained_model,
+        "label": args.rewards.label,
     }
     if args.tools:
         info["tool"] = args.tools.tool

@@ -45,7 +45,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     classifiers,
@@ -256,7 +255,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     )
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(sizes), joint)
+    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
     save = partial(save_models, setup=setup, actor_critic=actor_critic, adapters=reference.adapters)
     this_run.rehearse(save)
     # From the newest checkpoint; {"step": 0} if there is none.
@@ -344,7 +343,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
 class Setup:
     """The parts of a run that no update changes. `train` adds the last two, once everything else is checked."""
 
-    typed_args: Args  # with names such as `posts` that are not yet paths
     args: Args
     sizes: PpoSizes
     tokenizer: PreTrainedTokenizerBase
@@ -1052,10 +1050,10 @@ def evaluate_policy(
 # ---- Plumbing: networks and scorers to load, checkpoints, the saved models -------------------------------------
 
 
-def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup:
+def check(args: Args, num_processes: int, *, scores_are_named: bool = True) -> Setup:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name.
 
-    unmade: arguments that name what an earlier stage will make.
+    scores_are_named: whether they must name what scores; False if an earlier stage will make it.
     """
     command_line.check_run(args)
     command_line.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
@@ -1067,15 +1065,13 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
         )
     sizes = ppo_sizes(args.ppo, num_processes)
     has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
-    if not has_one_source and "rewards.trained_model" not in unmade:
+    if scores_are_named and not has_one_source:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
     if args.rewards.label and not classifiers.is_foreign(args.rewards.trained_model):
         raise InputError(
             f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from "
             f"elsewhere; leave it empty"
         )
-    typed_args = args
-    args = worlds.find_paths(args, unused=["task.comparisons", *unmade])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     if args.lora.rank:
@@ -1087,7 +1083,6 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
         pretrained.check_reward_model(critic, args, ids.vocab_size, "value_model")
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
     return Setup(
-        typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
@@ -1166,7 +1161,7 @@ def save_models(
 ) -> None:
     """Save policy and critic, both as ordinary models. weights: as of save_policy_and_critic."""
     # They open with the library.   ppo.py#L842-L861
-    args = setup.typed_args
+    args = setup.args
     info = {
         "base_model": args.base_model,
         "task": dataclasses.asdict(args.task),

@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import train_reward, worlds
+from ppo_rlhf import train_reward
 from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.errors import InputError
@@ -86,9 +86,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     disk fails.
     """
     accelerator = processes.make_accelerator()
-    typed_args = args
     data = check(args, accelerator.num_processes)
-    args, tokenizer, ids, comparisons = data.args, data.tokenizer, data.ids, data.comparisons
+    tokenizer, ids, comparisons = data.tokenizer, data.ids, data.comparisons
     steps = math.ceil(len(comparisons) / args.batch_size)
     sizes = {
         "comparisons": len(comparisons),
@@ -100,13 +99,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(typed_args, accelerator, sizes, joint)
+    this_run = run.Run(args, accelerator, sizes, joint)
     info = {
         "kind": "reward model",
-        "base_model": typed_args.base_model,
+        "base_model": args.base_model,
         "vocab_size": ids.vocab_size,
-        "label_dataset": typed_args.task.comparisons,
-        "task": dataclasses.asdict(typed_args.task),
+        "label_dataset": args.task.comparisons,
+        "task": dataclasses.asdict(args.task),
     }
     save = partial(
         save_reward_model,
@@ -343,7 +342,6 @@ def shift_to_references(
 class Data:
     """What the arguments name."""
 
-    args: Args  # with paths in place of names such as `posts`
     tokenizer: PreTrainedTokenizerBase
     ids: posts.TaskIds
     comparisons: posts.Comparisons
@@ -355,7 +353,6 @@ class Data:
 def check(args: Args, num_processes: int) -> Data:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    args = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
@@ -381,7 +378,6 @@ def check(args: Args, num_processes: int) -> Data:
             classifier, f"{errors.flag('base_model')} {args.base_model}", lengths[longest], ids.vocab_size
         )
     return Data(
-        args=args,
         tokenizer=tokenizer,
         ids=ids,
         comparisons=comparisons,

@@ -31,7 +31,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.tldr import models, packing, posts
@@ -101,8 +100,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args, accelerator.num_processes)
-    typed_args = args
-    args = worlds.find_paths(args, unused=["task.comparisons"])  # names such as `posts` become paths
     task, device = args.task, accelerator.device
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
@@ -128,12 +125,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
     models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(typed_args, accelerator, sizes, joint)
+    this_run = run.Run(args, accelerator, sizes, joint)
     info = {
         "kind": "sft model",
-        "base_model": typed_args.base_model,
+        "base_model": args.base_model,
         "vocab_size": ids.vocab_size,
-        "task": dataclasses.asdict(typed_args.task),
+        "task": dataclasses.asdict(args.task),
     }
     save = partial(models.save_language_model, lm_backbone=lm_backbone, tokenizer=tokenizer, info=info)
     this_run.rehearse(save)
