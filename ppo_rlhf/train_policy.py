@@ -321,7 +321,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's rows of the batch
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
-    for update in this_run.updates("PPO", resumed["step"], sizes.updates):
+    for update in this_run.updates("PPO", "episodes", first=resumed["step"], total=sizes.updates):
         # 1. Sample queries. Every process draws the whole batch and takes its rows, a slice with whole groups. [X04]
         queries = stream.next_batch(sizes.batch, ids.pad)[mine].to(device)  # (local_batch, query_length)
         uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[mine].to(noise_device)

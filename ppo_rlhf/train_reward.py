@@ -235,34 +235,38 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       train_reward.py#L236-L250
     # [X02] Their order depends on the seed alone.
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
-    with this_run.progress("reward model", sizes.steps, state["step"]) as advance:
-        for step in range(state["step"], sizes.steps):
-            optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
-            batch_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch]
-            mb_inds = batch_inds[rank :: accelerator.num_processes]  # (local_batch,)
-            stats = reward_update(
-                reward_model,
-                optimizer,
-                labels,
-                mb_inds=mb_inds,
-                pad_id=ids.pad,
-                accelerator=accelerator,
-                micro_batch=args.local_micro_batch_size,
-            )
-            means = processes.mean_over_processes(stats, accelerator)
-            processes.check_finite(means, step, "lr")
-            metrics = {
-                "train_reward/minibatch/loss": means["train/loss"],
-                "train_reward/minibatch/error": means["train/loss"],
-                **means,
-                "train/lr": learning_rate_at(args, step),
-            }
-            this_run.log(step, metrics)
-            agreement = "corr" if labels.kind == "score" else "accuracy"
-            advance(f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}")
-            if this_run.is_time_to_save(step + 1, sizes.steps):
-                checkpoint = checkpoints.training_state(reward_model, optimizer)
-                this_run.save_checkpoint(step + 1, checkpoint, {"query_position": stream.position})
+    for step in this_run.updates("reward model", "labels", first=state["step"], total=sizes.steps):
+        optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
+        batch_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch]
+        mb_inds = batch_inds[rank :: accelerator.num_processes]  # (local_batch,)
+        stats = reward_update(
+            reward_model,
+            optimizer,
+            labels,
+            mb_inds=mb_inds,
+            pad_id=ids.pad,
+            accelerator=accelerator,
+            micro_batch=args.local_micro_batch_size,
+        )
+        means = processes.mean_over_processes(stats, accelerator)
+        processes.check_finite(means, step, "lr")
+        metrics = {
+            "train_reward/minibatch/loss": means["train/loss"],
+            "train_reward/minibatch/error": means["train/loss"],
+            **means,
+            "train/lr": learning_rate_at(args, step),
+        }
+        agreement = "corr" if labels.kind == "score" else "accuracy"
+        status = f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}"
+        this_run.end_of_update(
+            step,
+            metrics,
+            status,
+            checkpoint=lambda: (
+                checkpoints.training_state(reward_model, optimizer),
+                {"query_position": stream.position},
+            ),
+        )
 
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))

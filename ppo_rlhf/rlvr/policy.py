@@ -95,7 +95,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's episodes
 
     with sampler.at_work(this_run, progress):
-        for number in this_run.updates("RLVR", progress.first_update, sizes.updates):
+        for number in this_run.updates("RLVR", "episodes", first=progress.first_update, total=sizes.updates):
             sampler.begin_update(number)
             if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
                 with this_run.saved_if_it_fails(), actor_critic.sampling():

@@ -270,7 +270,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run.start_logging(resumed["step"])
     rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
 
-    for update in this_run.updates("PPO", resumed["step"], sizes.updates):
+    for update in this_run.updates("PPO", "episodes", first=resumed["step"], total=sizes.updates):
         optimizer.param_groups[0]["lr"] = lr = ppo.lr * (1 - update / sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
             with this_run.saved_if_it_fails():

@@ -122,31 +122,32 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
     #       reward.py#L82, reward.py#L278-L293
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
-    with this_run.progress("reward model", steps, first_step) as advance:
-        for step in range(first_step, steps):
-            # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
-            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
-            mb_inds, counts = processes.deal(
-                order[step * args.batch_size : (step + 1) * args.batch_size],
-                args.batch_size,
-                accelerator.process_index,
-                accelerator.num_processes,
-            )
-            metrics = pairs_update(
-                reward_model,
-                optimizer,
-                comparisons,
-                mb_inds=mb_inds,
-                counts=counts,
-                pad_id=ids.pad,
-                accelerator=accelerator,
-                rows=args.local_micro_batch_size,
-            )
-            processes.check_finite(metrics, step, "lr")
-            this_run.log(step, metrics | {"train/rm/lr": lr})
-            advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
-            if this_run.is_time_to_save(step + 1, steps):
-                this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), {})
+    for step in this_run.updates("reward model", "comparisons", first=first_step, total=steps):
+        # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
+        optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
+        mb_inds, counts = processes.deal(
+            order[step * args.batch_size : (step + 1) * args.batch_size],
+            args.batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        metrics = pairs_update(
+            reward_model,
+            optimizer,
+            comparisons,
+            mb_inds=mb_inds,
+            counts=counts,
+            pad_id=ids.pad,
+            accelerator=accelerator,
+            rows=args.local_micro_batch_size,
+        )
+        processes.check_finite(metrics, step, "lr")
+        this_run.end_of_update(
+            step,
+            metrics | {"train/rm/lr": lr},
+            f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}",
+            checkpoint=lambda: (checkpoints.training_state(reward_model, optimizer), {}),
+        )
 
     # 2. Agreement with people.
     results: dict = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}

@@ -138,35 +138,36 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run.start_logging(first_step)
 
     # 1. Passes over the posts. Their order depends on the seed alone.
-    with this_run.progress("SFT", steps, first_step) as advance:
-        for step in range(first_step, steps):
-            epoch, batch = divmod(step, steps_per_epoch)
-            # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
-            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
-            order = torch.randperm(len(train_posts), generator=keyed_generator(args.seed, "posts", epoch))
-            mb_inds, counts = processes.deal(
-                order[batch * args.batch_size : (batch + 1) * args.batch_size],
-                args.batch_size,
-                accelerator.process_index,
-                accelerator.num_processes,
-            )
-            # The query and its reference are one text. It makes no difference where the padding is.
-            #       tldr_dataset.py#L202-L212
-            tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
-            tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
-            metrics = sft_update(
-                model,
-                optimizer,
-                tokens,
-                pad_id=ids.pad,
-                accelerator=accelerator,
-                rows=args.local_micro_batch_size,
-            )
-            processes.check_finite(metrics, step, "lr")
-            this_run.log(step, metrics | {"train/sft/lr": lr})
-            advance(f"loss {metrics['train/sft/loss']:.3f}")
-            if this_run.is_time_to_save(step + 1, steps):
-                this_run.save_checkpoint(step + 1, checkpoints.training_state(model, optimizer), {})
+    for step in this_run.updates("SFT", "posts", first=first_step, total=steps):
+        epoch, batch = divmod(step, steps_per_epoch)
+        # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
+        optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
+        order = torch.randperm(len(train_posts), generator=keyed_generator(args.seed, "posts", epoch))
+        mb_inds, counts = processes.deal(
+            order[batch * args.batch_size : (batch + 1) * args.batch_size],
+            args.batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        # The query and its reference are one text. It makes no difference where the padding is.
+        #       tldr_dataset.py#L202-L212
+        tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
+        tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
+        metrics = sft_update(
+            model,
+            optimizer,
+            tokens,
+            pad_id=ids.pad,
+            accelerator=accelerator,
+            rows=args.local_micro_batch_size,
+        )
+        processes.check_finite(metrics, step, "lr")
+        this_run.end_of_update(
+            step,
+            metrics | {"train/sft/lr": lr},
+            f"loss {metrics['train/sft/loss']:.3f}",
+            checkpoint=lambda: (checkpoints.training_state(model, optimizer), {}),
+        )
 
     # 2. Summarise held-out posts.
     results = {"too_long": train_posts.too_long}
