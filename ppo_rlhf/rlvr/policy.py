@@ -861,6 +861,7 @@ class Reference(models.Reference):
 # ---- Traces ----------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def record_trace(
     this_run: run.Run,
     sampler: Sampler,
@@ -873,56 +874,38 @@ def record_trace(
 ) -> None:
     """Keep whole groups of the batch, and of responses to the first problems of all, with the same noise each time.
 
-    Every process must call this.
+    kl_coef: for the rewards of these responses. Every process must call this.
     """
     setup, actor_critic, accelerator = sampler.setup, sampler.actor_critic, sampler.setup.accelerator
-    ppo, shaping, answers = setup.args.ppo, setup.args.rewards, setup.problems.answers
+    ppo, shaping = setup.args.ppo, setup.args.rewards
     n, most = ppo.samples_per_prompt, setup.sizes.local_batch // ppo.samples_per_prompt
     groups, groups_again = (min(math.ceil(k / n), most) for k in (setup.args.trace_episodes, traces.TRACED))
 
-    def after_update(_: dict[str, Any], rows: slice) -> dict[str, Tensor]:
-        old = batch.rows(rows)
-        new = actor_critic(old.query_responses, old.responses, episodes.mask[rows], setup.ids.pad)
-        return {
-            "new_logprobs": new.logprobs,
-            "entropies": new.entropies,
-            "clipped": policy_losses(new.logprobs, old, ppo)[1],
-            "ratio": torch.exp(new.logprobs - old.logprobs),
-        }
-
-    def answer_fixed_queries(_: float) -> dict[str, Any]:
-        """Steps 1 to 6 for the first problems."""
-        # A user's function may count its calls or draw random numbers, so traces do not call it. In its place, all
-        # scores are 0 at first, because NaN would leave all tokens out, and then unknown.
-        may_score = verifiers.keeps_nothing(shaping.verifier, shaping.format)
-        silent = (lambda prompts, *_, **__: torch.zeros(len(prompts)).double(), 0.0)
-        quiet = setup if may_score else dataclasses.replace(setup, sources=dict.fromkeys(setup.sources, silent))
-        with actor_critic.sampling():
-            draw = draw_problems(setup, 0, accelerator.process_index, local_problems=groups_again)
-            samples = Sampler.sample(sampler, draw)
-            again = make_rollout(quiet, samples, actor_critic=actor_critic, reference=reference)
-        if not may_score:
-            names = ("scores", "raw_scores", "parts")
-            unknown = {name: torch.full_like(getattr(again, name), math.nan) for name in names}
-            again = dataclasses.replace(again, **unknown)
-        rewards, non_score_rewards, kl = token_rewards(again, kl_coef, shaping.kl_estimator)
-        # They are whitened among themselves.
-        advantages, returns = compute_advantages(again, rewards, ppo=ppo, reduce=torch.clone, weights=quiet.weights)
-        batch_again = make_batch(
-            Correction(episodes=again),
-            rewards=rewards,
-            non_score_rewards=non_score_rewards,
-            kl=kl,
-            advantages=advantages,
-            returns=returns,
-            number=number,
-            verifier=shaping.verifier,
+    def keep(numbers: dict[str, Any], count: int, problems: Tensor, *, again: bool = False) -> None:
+        """Keep the first so many episodes. problems: (rows,), those that the episodes answer."""
+        traces.keep(
+            this_run,
+            number,
+            numbers,
+            episodes=count,
+            tokenizer=setup.tokenizer,
+            pad_id=setup.ids.pad,
+            texts={"answer": [setup.problems.answers[i] for i in problems[:count].tolist()]},
+            again=again,
         )
-        numbers = trace_numbers(setup, again, batch_again)
-        return numbers if may_score else {name: value for name, value in numbers.items() if name != "advantages"}
 
+    # Groups that the policy has just learned from, with what it says of them now.
+    rows = slice(groups * n)
+    old = batch.rows(rows)
+    new = actor_critic(old.query_responses, old.responses, episodes.mask[rows], setup.ids.pad)
     numbers = trace_numbers(setup, episodes, batch)
-    numbers["seen"], numbers["statistics.kept"] = batch.seen, batch.mask.any(1)
+    numbers |= {
+        "new_logprobs": new.logprobs,
+        "entropies": new.entropies,
+        "clipped": policy_losses(new.logprobs, old, ppo)[1],
+        "ratio": torch.exp(new.logprobs - old.logprobs),
+        "statistics.kept": batch.mask.any(1),
+    }
     if ppo.advantage == "remax":
         numbers["statistics.baselines"] = episodes.baselines
     if ppo.whitens:  # the mean and deviation of the whole batch, before
@@ -930,22 +913,44 @@ def record_trace(
         mean, deviation = traces.moments(raw_advantages, batch.mask, partial(accelerator.reduce, reduction="sum"))
         numbers["statistics.advantage_mean"] = mean.expand(len(batch.mask))
         numbers["statistics.advantage_deviation"] = deviation.expand(len(batch.mask))
-    recorder = traces.Recorder(
-        this_run.folder,
-        accelerator,
-        setup.tokenizer,
-        setup.ids.pad,
-        episodes=groups * n,
-        after_update=after_update,
-        answer_fixed_queries=answer_fixed_queries,
-        numbers=dict,
-        texts=lambda numbers: {"answer": [answers[i] for i in numbers["problem"].flatten().tolist()]},
+    numbers |= traces.of_passes(batch.seen, numbers, groups * n, accelerator)
+    keep(numbers, groups * n, episodes.problems)
+
+    # Steps 1 to 6 for the first problems. A user's function may count its calls or draw random numbers, so traces do
+    # not call it. In its place, all scores are 0 at first, because NaN would leave all tokens out, and then unknown.
+    may_score = verifiers.keeps_nothing(shaping.verifier, shaping.format)
+    silent = (lambda prompts, *_, **__: torch.zeros(len(prompts)).double(), 0.0)
+    quiet = setup if may_score else dataclasses.replace(setup, sources=dict.fromkeys(setup.sources, silent))
+    with actor_critic.sampling():
+        draw = draw_problems(setup, 0, accelerator.process_index, local_problems=groups_again)
+        samples = Sampler.sample(sampler, draw)
+        again = make_rollout(quiet, samples, actor_critic=actor_critic, reference=reference)
+    if not may_score:
+        names = ("scores", "raw_scores", "parts")
+        unknown = {name: torch.full_like(getattr(again, name), math.nan) for name in names}
+        again = dataclasses.replace(again, **unknown)
+    rewards, non_score_rewards, kl = token_rewards(again, kl_coef, shaping.kl_estimator)
+    # They are whitened among themselves.
+    advantages, returns = compute_advantages(again, rewards, ppo=ppo, reduce=torch.clone, weights=quiet.weights)
+    batch_again = make_batch(
+        Correction(episodes=again),
+        rewards=rewards,
+        non_score_rewards=non_score_rewards,
+        kl=kl,
+        advantages=advantages,
+        returns=returns,
+        number=number,
+        verifier=shaping.verifier,
     )
-    recorder.record(number, numbers, kl_coef)
+    numbers = trace_numbers(setup, again, batch_again)
+    if not may_score:
+        del numbers["advantages"]
+    numbers["statistics.kl_coef"] = torch.full((len(again.mask),), kl_coef, dtype=torch.float64)
+    keep(numbers, len(again.mask), again.problems, again=True)
 
 
 def trace_numbers(setup: Setup, episodes: Rollout, batch: Batch) -> dict[str, Any]:
-    """What a trace keeps of episodes, as the recorder of lib/traces.py takes it."""
+    """What a trace keeps of episodes, as lib/traces.py takes it."""
     numbers = {
         "query_responses": episodes.query_responses,
         "scored": episodes.mask,
@@ -960,7 +965,6 @@ def trace_numbers(setup: Setup, episodes: Rollout, batch: Batch) -> dict[str, An
         "sources": {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)},
         "stopped": episodes.stopped,
         "groups": episodes.groups,
-        "problem": episodes.problems.unsqueeze(1),  # which is not kept, but names the answer
     }
     if setup.args.rewards.has_penalty:  # otherwise there is no reference, and nothing to say about it
         numbers |= {"ref_logprobs": episodes.ref_logprobs, "kl": batch.kl}
