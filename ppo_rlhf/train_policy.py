@@ -1395,12 +1395,14 @@ def load_pretrained(
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        our_values = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
-        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
-        #       language/model.py#L14-L73
-        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        our_values = {}
         for name, value in vars(config).items():
+            # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                our_values[name] = 0.0
+            # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon
+            #       1e-5.   language/model.py#L14-L73
+            #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
             if value == "gelu_new":
                 our_values[name] = "gelu_pytorch_tanh"
         their_values = {name: getattr(config, name) for name in our_values}
@@ -1449,7 +1451,7 @@ def load_reward(
     together, or a reward model that was trained here.
     """
     if name := args.rewards.function:
-        return reward_functions.text_scorer(name, "rewards.function", tokenizer, ids.pad, on_all_processes=True)
+        return reward_functions.text_scorer(name, "rewards.function", tokenizer, ids.pad)
     folder = args.rewards.trained_model
     pretrained.find_head(Path(folder), f"{flag('rewards.trained_model')} {folder}")
     dtype = pretrained.dtype_of_weights(args, frozen=True)
@@ -1465,7 +1467,7 @@ def load_reward(
 
 def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, reward_functions.Scorer]:
     """The function that is only logged, under its name; an empty dictionary if there is none."""
-    of_texts = partial(reward_functions.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
+    of_texts = partial(reward_functions.text_scorer, tokenizer=tokenizer, pad_id=pad_id)
     return reward_functions.load_monitor(name, OBJECTIVES, of_texts)
 
 

@@ -248,7 +248,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
             accelerator=accelerator,
             micro_batch=args.local_micro_batch_size,
         )
-        means = processes.mean_over_processes(stats, accelerator)
+        # [D75] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
+        flat = accelerator.reduce(torch.stack([processes.widened(x.detach()) for x in stats.values()]), "mean")
+        means = dict(zip(stats, flat.tolist(), strict=True))
         processes.check_finite(means, step, "lr")
         metrics = {
             "train_reward/minibatch/loss": means["train/loss"],
@@ -893,12 +895,14 @@ def load_pretrained(
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        our_values = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
-        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
-        #       language/model.py#L14-L73
-        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        our_values = {}
         for name, value in vars(config).items():
+            # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                our_values[name] = 0.0
+            # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon
+            #       1e-5.   language/model.py#L14-L73
+            #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
             if value == "gelu_new":
                 our_values[name] = "gelu_pytorch_tanh"
         their_values = {name: getattr(config, name) for name in our_values}

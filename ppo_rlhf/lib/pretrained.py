@@ -160,11 +160,6 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
     return config
 
 
-def is_dropout(name: str, value: Any) -> bool:
-    """Whether a setting of a configuration is a probability of dropout."""
-    return ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float)
-
-
 # The library would load an adapter that is next to the weights, so it looks for one where none can be.
 NO_ADAPTER = {"subfolder": "config.json"}
 

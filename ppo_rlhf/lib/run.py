@@ -103,7 +103,7 @@ class Run:
         # The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": self.folder.name,
-            "script": script_of(args),
+            "script": type(args).exp_name,  # by default, experiments have the names of scripts
             "args": dataclasses.asdict(args),
             "joint": {name: joint[name] for name in ("args", "timestamp")} if joint else previous.get("joint"),
             "sizes": sizes,
@@ -380,15 +380,6 @@ class Run:
 
 
 # ---- Names and tables ------------------------------------------------------------------------------------------
-
-
-def script_of(args: Any) -> str:
-    """The training script whose Args these are, such as train_policy: their `script`, or the file that has them."""
-    if script := vars(type(args)).get("script"):
-        return script
-    file = Path(sys.modules[type(args).__module__].__file__ or "")
-    chapter = f"{file.parent.name}_" if file.parent.name in ("tldr", "rlvr") else ""
-    return chapter + file.stem
 
 
 def run_name(args: Any, timestamp: int) -> str:

@@ -176,8 +176,7 @@ class Args(command_line.PolicyRunArgs):
     """the optimisation"""
     lora: models.LoraArgs = field(default_factory=models.LoraArgs)
     """low-rank adapters"""
-    # These are no arguments.
-    script = "rlvr_policy"  # the other scripts have an Args of their own
+    # This is no argument.
     tools = None  # in rlvr/tools.py ToolsArgs
 
 

@@ -77,7 +77,6 @@ from ppo_rlhf.rlvr import (
 
 @dataclass(frozen=True, kw_only=True)
 class Args(rlvr_arguments.Args):
-    script = "rlvr_async"
     exp_name: str = "rlvr_async"
     staleness: NonNegativeInt = 1
     """age in updates of the weights that sample a batch, less at the start; 0: sampling and training take turns"""

@@ -502,9 +502,7 @@ def summarise(
 
 def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> reward_functions.Scorer:
     """Score with a function of texts; the texts do not show the end-of-text token."""
-    scorer = reward_functions.text_scorer(
-        name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True
-    )
+    scorer = reward_functions.text_scorer(name, field, tokenizer, ids.pad, with_references=True)
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
         if references is not None:  # a prompt that somebody types has none
