@@ -95,7 +95,7 @@ def test_noise_is_where_there_is_float64():
 @pytest.mark.parametrize(
     ("good", "bad", "message"),
     [
-        ("ids.pad)[rows].to(device)", "ids.pad)[rows]", "mixes tensors of"),
+        ("ids.pad)[mine].to(device)", "ids.pad)[mine]", "mixes tensors of"),
         ("noise_device = processes.device_of_noise(device)", "noise_device = device", "makes float64"),
     ],
 )
