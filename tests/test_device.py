@@ -44,7 +44,7 @@ def test_chapter_1(both, tiny_world, tmp_path):
 def test_chapter_2(tiny_posts, tmp_path):
     words = (
         "--sft.batch_size 24 --sft.epochs 1 --sft.eval_posts 4 --sft.dtype bfloat16 --reward.batch_size 24 "
-        "--reward.normalize_posts 4 --policy.dtype bfloat16 --policy.ppo.total_episodes 16 --policy.ppo.batch_size 8 "
+        "--reward.normalize_posts 4 --policy.dtype bfloat16 --policy.ppo.total_episodes 8 --policy.ppo.batch_size 8 "
         "--policy.ppo.nminibatches 2 --policy.ppo.noptepochs 2 --policy.eval_interval 1 --policy.eval_posts 4 "
         "--policy.trace_interval 1 --policy.lora.rank 2 --policy.lora.target_modules all-linear"
     )
@@ -83,7 +83,8 @@ def test_chapter_3_with_older_weights_and_its_resumption(tiny_sums, tmp_path):
 def test_tools_and_a_critic(tiny_tools, tmp_path):
     flags = (
         "--preset sums-tools --ppo.samples_per_prompt 2 --ppo.advantage gae --ppo.filter_groups "
-        "--task.response_length 24 --eval_interval 0 --rewards.verifier letters:letters"
+        "--task.response_length 24 --eval_interval 0 --rewards.verifier letters:letters --ppo.total_episodes 16 "
+        "--trace_interval 0"
     )
     on_device(tmp_path, "rlvr/tools.py", *rlvr_words(tiny_tools, flags))
 
