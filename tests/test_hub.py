@@ -14,7 +14,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from huggingface_hub.errors import NotASafetensorsRepoError
 from runs import error_line
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -47,15 +46,14 @@ STORIES = {
 }  # fmt: skip
 POST = {"id": "t3_1", "subreddit": "cats", "title": "A cat", "post": "It slept.\nIt ate.", "summary": "Cat sleeps."}
 INFO = {"id": "t3_1", "post": "It slept.", "title": "A cat", "subreddit": "cats", "article": None, "site": None}
-ARTICLE = {"id": "x", "post": None, "title": "Rain", "subreddit": None, "article": "Rain fell.", "site": "cnn"}
+ARTICLE = INFO | {"post": None, "article": "Rain fell.", "site": "cnn"}
 
 
 def comparison(info: dict, texts: list[str], choice: int) -> dict:
     return {
         "info": info,
-        "summaries": [{"text": text, "policy": "sup4", "note": None} for text in texts],
+        "summaries": [{"text": text} for text in texts],
         "choice": choice,
-        "worker": "w",
         "batch": "batch3",
         "split": "train",
         "extra": {"confidence": 7 if info is INFO else None},
@@ -294,25 +292,21 @@ def test_a_model_without_safetensors_or_of_no_such_revision(name):
 
 
 class Hub:
-    """As much of the hub's interface as hub_check.py uses, from the files of a cache."""
+    """As much of the hub's interface as hub_check.py uses, from the files of a cache. A commit is a folder's path."""
 
     cache: Path
 
     def dataset_info(self, name: str, revision: str | None, files_metadata: bool) -> SimpleNamespace:
         folder = folder_of(self.cache, name, revision or "main")
-        files = [file for file in folder.rglob("*") if file.is_file()]
-        siblings = [SimpleNamespace(rfilename=file.relative_to(folder).as_posix(), size=1) for file in files]
-        return SimpleNamespace(sha=revision or "main", siblings=siblings)
+        files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        return SimpleNamespace(sha=str(folder), siblings=[SimpleNamespace(rfilename=file, size=1) for file in files])
 
     def open(self, path: str) -> io.BufferedReader:
-        repository, _, rest = path.removeprefix("datasets/").partition("@")
-        revision = next(known for known in ("main", "refs/convert/parquet") if rest.startswith(known))
-        return (folder_of(self.cache, repository, revision) / rest.removeprefix(f"{revision}/")).open("rb")
+        return Path(path.partition("@")[2]).open("rb")
 
     def get_safetensors_metadata(self, name: str, revision: str | None) -> SimpleNamespace:
-        if not (folder_of(self.cache, name, kind="models") / "model.safetensors").is_file():
-            raise NotASafetensorsRepoError
-        return SimpleNamespace(parameter_count={"F32": 1})
+        weights = folder_of(self.cache, name, kind="models") / "model.safetensors"
+        return SimpleNamespace(parameter_count={"F32": weights.stat().st_size})
 
 
 def test_hub_check_finds_what_is_missing(cache, tmp_path, monkeypatch, capsys):

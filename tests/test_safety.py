@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -386,15 +385,13 @@ NOT_INSTALLED = """
 """
 
 
-def plant_namesakes(folder: Path) -> list[Path]:
+def plant_namesakes(folder: Path) -> None:
     """Modules with the names of all libraries, also of those that a library would use if it were installed."""
     # A namespace package such as nvidia, which torch's CUDA build brings, may be listed as nvidia/cusparselt.
     installed = {name.partition("/")[0] for name in importlib.metadata.packages_distributions()}
-    planted = []
     for name in {*sys.stdlib_module_names, *installed, *NOT_INSTALLED.split()}:
-        planted.append(folder / f"{name}.py")
-        planted[-1].write_text(f"open({name + '.imported'!r}, 'w').close()\nraise ImportError({name!r})\n")
-    return planted
+        code = f"open({name + '.imported'!r}, 'w').close()\nraise ImportError({name!r})\n"
+        (folder / f"{name}.py").write_text(code)
 
 
 SECRETS = {
@@ -414,51 +411,28 @@ def forms(secret: str) -> list[bytes]:
     return [secret.encode(), *(code.rstrip(b"=")[:-1] for code in encoded)]
 
 
-def sources_in(folder: Path) -> list[Path]:
-    """Files that hold the longest definition of one of chapter 1's scripts, or changes to a checkout."""
-    functions = [re.findall(r"^def .*", path.read_text(), re.MULTILINE) for path in SCRIPTS.glob("train_*.py")]
-    lines = [max(found, key=len).encode() for found in functions]
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return [
-        path
-        for path in files
-        if path.suffix in (".py", ".patch", ".diff", ".ipynb") or any(line in path.read_bytes() for line in lines)
-    ]
+SOURCES = (".py", ".patch", ".diff", ".ipynb")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A machine with secrets where they usually lie: in the environment, in files under the home, in a checkout."""
-
-    home: Path
-    work: Path
+class Ran:
     result: Result
-    """of the command that ran"""
-
-    def leaks(self) -> set[str]:
-        """The names of the secrets in what the command said or wrote."""
-        known = (self.home / ".netrc", self.home / "hub/token", self.work / "notes.txt", self.work / ".git/config")
-        files = [path for place in (self.home, self.work) for path in place.rglob("*") if path.is_file()]
-        contents = [str(path).encode() + path.read_bytes() for path in files if path not in known]
-        contents += [self.result.stdout.encode(), self.result.stderr.encode()]
-        return {
-            name
-            for name, secret in SECRETS.items()
-            if any(form in content for form in forms(secret) for content in contents)
-        }
+    leaked: set[str]
+    """names of the secrets in what the command said or wrote"""
+    sources: set[str]
+    """names of files that it wrote and that hold a training script, or changes to a checkout"""
 
 
-def machine_that_ran(folder: Path, *command: str | Path, namesakes: bool = False) -> Machine:
+def run_among_secrets(work: Path, *command: str | Path) -> Ran:
     """A command in an interpreter of its own, which reads the environment anew. Nobody ever answers it.
 
-    namesakes: whether modules named like libraries are in the current folder.
+    Secrets are where they usually lie: in the environment, in files under the home, in a checkout.
     """
-    home, work = folder / "home", folder / "work"
+    home = work.parent / "home"
     (home / "hub").mkdir(parents=True)
     (home / "hub" / "token").write_text(SECRETS["token file"])
     (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {SECRETS['netrc']}\n")
     (home / ".netrc").chmod(0o600)
-    work.mkdir(exist_ok=True)
     (work / "notes.txt").write_text("nothing\n")
     author = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
     remote = f"https://user:{SECRETS['git remote']}@example.com/user/project.git"
@@ -468,19 +442,18 @@ def machine_that_ran(folder: Path, *command: str | Path, namesakes: bool = False
     for words in commit:
         subprocess.run(["git", *words], cwd=work, env=environment, check=True, capture_output=True)
     (work / "notes.txt").write_text(SECRETS["uncommitted change"])
-    planted = plant_namesakes(work) if namesakes else []
-    ran = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=work,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
+    there = set(work.parent.rglob("*"))
+    words = [sys.executable, *map(str, command)]
+    options = {"cwd": work, "env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 600}
+    ran = subprocess.run(words, text=True, **options)
+    made = [path for path in set(work.parent.rglob("*")) - there if path.is_file()]
+    written = {path: str(path).encode() + path.read_bytes() for path in made}
+    contents = [*written.values(), ran.stdout.encode(), ran.stderr.encode()]
+    return Ran(
+        Result(ran.returncode, ran.stdout, ran.stderr),
+        {name for name, secret in SECRETS.items() if any(form in one for form in forms(secret) for one in contents)},
+        {path.name for path in made if path.suffix in SOURCES or b"\ndef train(" in written[path]},
     )
-    for path in planted:
-        path.unlink()
-    return Machine(home, work, Result(ran.returncode, ran.stdout, ran.stderr))
 
 
 # Runs a script in which whatever unpickles ends the process, from the first import on.
@@ -498,31 +471,39 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_secret(tiny_world, tmp_path) -> None:
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "here").mkdir()
+    return tmp_path / "here"
+
+
+def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_secret(tiny_world, here) -> None:
     """Of train_both with Weights & Biases; it unpickles nothing and saves no source code either."""
-    driver = tmp_path / "driver.py"
+    plant_namesakes(here)
+    driver = here.parent / "driver.py"
     driver.write_text(WITHOUT_PICKLES)
     sizes = ["--reward.num_train", "8", "--policy.ppo.total_episodes", "16", "--reward.track", "--policy.track"]
-    command = [driver, SCRIPTS / "train_both.py", *both_arguments(tiny_world), *sizes]
-    machine = machine_that_ran(tmp_path, *command, namesakes=True)
-    assert sorted(path.stem for path in machine.work.glob("*.imported")) == []
-    ended_well(machine.result)
-    assert len(list(machine.work.glob("runs/*/events.out.tfevents.*"))) == 2
-    assert len(list(machine.work.glob("runs/*/wandb/offline-run-*/run-*.wandb"))) == 2
-    assert machine.leaks() == set() and sources_in(machine.work) == []
+    ran = run_among_secrets(here, driver, SCRIPTS / "train_both.py", *both_arguments(tiny_world), *sizes)
+    assert sorted(path.stem for path in here.glob("*.imported")) == []
+    ended_well(ran.result)
+    assert len(list(here.glob("runs/*/events.out.tfevents.*"))) == 2
+    assert len(list(here.glob("runs/*/wandb/offline-run-*/run-*.wandb"))) == 2
+    assert ran.leaked == set() and ran.sources == set()
 
 
-def test_left_to_itself_a_script_imports_from_the_current_folder_and_its_tracker_saves_secrets(tmp_path) -> None:
+def test_left_to_itself_the_tracker_saves_secrets_and_source_code(here) -> None:
     """What the test above looks for happens on such a machine by default."""
-    script = tmp_path / "tracker/work/script.py"
-    script.parent.mkdir(parents=True)
-    script.write_text("import wandb\nwandb.init().finish()\n")
-    machine = machine_that_ran(tmp_path / "tracker", script)
-    ended_well(machine.result)
-    assert machine.leaks() == {"uncommitted change"}
-    assert {path.name for path in sources_in(machine.work / "wandb")} == {"script.py", "diff.patch"}
-    machine = machine_that_ran(tmp_path / "namesakes", "-c", "import tensorboard", namesakes=True)
-    assert machine.result.status == 1 and list(machine.work.glob("*.imported"))
+    (here / "script.py").write_text("import wandb\nwandb.init().finish()\n")
+    ran = run_among_secrets(here, here / "script.py")
+    ended_well(ran.result)
+    assert ran.leaked == {"uncommitted change"} and ran.sources == {"script.py", "diff.patch"}
+
+
+def test_left_to_itself_a_command_imports_from_the_current_folder(here) -> None:
+    plant_namesakes(here)
+    result = subprocess.run([sys.executable, "-c", "import tensorboard"], cwd=here, capture_output=True)
+    # tensorboard; with Python 3.13 linecache, which `python -c` imports before it
+    assert result.returncode == 1 and list(here.glob("*.imported"))
 
 
 def test_a_message_shows_no_password(capsys) -> None:

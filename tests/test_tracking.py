@@ -95,17 +95,8 @@ def test_trackio_must_be_installed(monkeypatch):
         tracking.check(args, "run")
 
 
-def test_trackio_gets_what_weights_and_biases_gets(monkeypatch, tmp_path):
-    """With the package; its folder is set before it is imported."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio")
-    run = tracked_run(monkeypatch, "trackio")
-    (shown,) = trackio.Api().runs("project")
-    assert shown.name == run.folder.name and shown.config["seed"] == 3
-    rows = trackio.SQLiteStorage.get_logs("project", run.folder.name)
-    merged = {name: value for row in rows for name, value in row.items()}
-    assert [row["objective/kl"] for row in rows if "objective/kl" in row] == [0.5, 1.5]
-    assert [row["__time"] for row in rows if "__time" in row] == [0.0, 1.0]  # it keeps `time` for itself
-    assert (merged["test_accuracy"], merged["validation/rouge1"]) == (0.75, 0.25)
-    assert merged["model/policy"] == f"https://hub.test/owner/{run.folder.name}"
-    assert {name for name, value in merged.items() if isinstance(value, dict)} == {"samples", "lengths"}
+def test_trackio_gets_the_name_and_the_arguments_of_a_run(monkeypatch):
+    monkeypatch.setattr(tracking, "TrackioTracker", lambda *project, **named: (*project, named))
+    run = SimpleNamespace(meta={"name": "a run"}, args=FakeArgs(tracker="trackio"))
+    expected = ("project", {"name": "a run", "config": {"seed": 3}, "resume": "allow"})
+    assert tracking.tracker_of(run, {"seed": 3}) == expected
