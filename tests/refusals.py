@@ -185,8 +185,8 @@ def run(row: Row, folder: Path, *, to_the_end: bool = False) -> Result:
     code, module = main_of(row.script)
     status, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), started(row, folder) as patch:
-        for name in () if to_the_end else ("updates", "progress"):
-            patch.setattr(Run, name, accept)
+        if not to_the_end:
+            patch.setattr(Run, "updates", accept)
         patch.setattr(rlvr_async, "connect", accept)  # to Ray, after its checks
         try:
             exec(code, vars(module))
