@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import csv
 import functools
 import importlib
 import sys
@@ -18,6 +19,7 @@ import pytest
 from ppo_rlhf.check import faults
 
 PACKAGE = Path(__file__).parent.parent / "ppo_rlhf"
+MATRIX = Path(__file__).parent / "matrix.csv"  # written by benchmark/matrix.py
 Node = ast.FunctionDef | ast.ClassDef
 
 
@@ -42,20 +44,34 @@ def titles(file: str, *functions: str, without: tuple[str, ...] = ()) -> list[st
     return found
 
 
-def tests_of(checks: Mapping[str, list[Callable[[], None]]], files: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Two tests: each mistake of these files makes its checks fail; functions that are rebuilt without one don't."""
+def rejected_by(file: str) -> list[tuple[str, str, str]]:
+    """The rows of matrix.csv of a test file: a mistake, its place, and a test of the file that rejects it."""
+    with MATRIX.open() as rows:
+        return [(title, place, by) for title, place, test, by, _ in csv.reader(rows) if test == file and by]
 
-    @pytest.mark.parametrize("mistake", checks)
-    def mistake_is_detected(mistake, monkeypatch):
-        put(mistake, files, monkeypatch)
-        for check in checks[mistake]:
-            with pytest.raises(AssertionError):
-                check()
+
+def tests_of(test_file: Mapping[str, Any]) -> tuple[Callable, Callable]:
+    """Two tests of a test file whose other tests take a name or nothing.
+
+    A mistake makes the test fail that rejects it by matrix.csv, and functions that are rebuilt without one don't.
+    """
+    rows = rejected_by(Path(test_file["__file__"]).name)
+
+    def run(test: str) -> None:
+        name, _, case = test.removesuffix("]").partition("[")
+        test_file[name](*filter(None, [case]))
+
+    @pytest.mark.parametrize(("mistake", "place", "test"), rows)
+    def mistake_is_detected(mistake, place, test, monkeypatch):
+        replace(place, named(mistake).edits[place], monkeypatch)
+        with pytest.raises(AssertionError):
+            run(test)
 
     def rebuilt_functions_pass(monkeypatch):
-        put_unchanged(checks, files, monkeypatch)
-        for check in {check for some in checks.values() for check in some}:
-            check()
+        for _, place, _ in rows:
+            replace(place, (), monkeypatch)
+        for test in {test for _, _, test in rows}:
+            run(test)
 
     return mistake_is_detected, rebuilt_functions_pass
 
