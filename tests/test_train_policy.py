@@ -513,7 +513,7 @@ def length_of(queries: list[str], responses: list[str]) -> list[float]:
 def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args, samples, tmp_path, monkeypatch):
     """On texts of the language model they have mean 0 and deviation 1. Without samples they stay as they are."""
     rewards = replace(
-        args.rewards, trained_model="", function="test_train_policy:length_of", normalize_samples=samples
+        args.rewards, trained_model="", function="test_train_policy:length_of", monitor="", normalize_samples=samples
     )
     task = replace(args.task, truncate_text=None)  # so that no penalty takes the place of a score
     seen, text_scorer = [], reward_functions.text_scorer

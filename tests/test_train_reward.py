@@ -288,7 +288,7 @@ def test_without_learning_and_normalising_the_model_is_the_pretrained_one(
 ):
     args = replace(all_args["best"], lr=1e-300, normalize_before=False, normalize_after=False)
     weights = run_in(tmp_path, args, monkeypatch).weights
-    assert (weights["gain"], weights["bias"]) == (1, 0)
+    assert weights["gain"] == 1 and weights["bias"].abs() < 1e-299
     for name, weight in GPT2Model.from_pretrained(tiny_world / "model").state_dict().items():
         left = weights[f"lm_backbone.{name}"][: len(weight)]  # a row for the padding was added
         assert_close(left, weight.double(), rtol=0, atol=1e-299, msg=name)
@@ -319,4 +319,5 @@ def test_only_the_last_labels_are_held_out(all_args, tmp_path, monkeypatch):
         labels.with_suffix(".meta.json").write_text('{"held_out": 10}')
         results[name] = run_in(labels.parent, replace(args, label_dataset=str(labels)), monkeypatch).results
     assert results["spoilt"]["test_labels"] == 10
-    assert results["spoilt"] == pytest.approx(results["alone"], rel=1e-9)
+    for name in ("test_loss", "test_corr"):
+        assert results["spoilt"][name] == pytest.approx(results["alone"][name], rel=1e-9)
