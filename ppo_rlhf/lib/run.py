@@ -81,8 +81,8 @@ class Run:
     def __init__(
         self, args: Any, accelerator: Accelerator, sizes: dict[str, int], joint: dict[str, Any] | None = None
     ):
-        """args: the script's Args, with the fields of cli.RunArgs; sizes: derived sizes; joint: what train_both.py
-        gives both runs.
+        """args: the script's Args, with the fields of command_line.RunArgs. sizes: derived sizes. joint: what
+        train_both.py gives both runs.
 
         Nothing is written before start_logging.
         """

@@ -56,8 +56,8 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
         texts = read_text_file(path)
     else:
         raise InputError(
-            f"{flag('task.query_dataset')} {query_dataset}: unknown; there are {', '.join(HUB_TEXTS)}, tales, dummy, "
-            f"and files that end in .txt, .jsonl or .json"
+            f"{flag('task.query_dataset')} {query_dataset}: unknown; there are {', '.join(HUB_TEXTS)}, tales, "
+            f"reviews, dummy, and files that end in .txt, .jsonl or .json"
         )
     if split == "all":
         return texts
