@@ -23,7 +23,7 @@ from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import learning_curves
+from ppo_rlhf.lib import label_files, learning_curves
 from ppo_rlhf.lib.label_files import LabelKind
 from ppo_rlhf.lib.pretrained import vocabulary_size
 from ppo_rlhf.tldr import models
@@ -304,6 +304,14 @@ def test_ranks():
 
 def test_equal_scores_have_no_correlation():
     assert train_reward.label_statistics("score", torch.ones(3, 1), torch.arange(3.0))["corr"] == 0
+
+
+def test_the_best_of_two_is_counted_from_0(all_args, tmp_path):
+    args, file = all_args["best"], tmp_path / "labels.json"
+    row = {"query": [1] * 24, "sample0": [2] * 24, "sample1": [3] * 24}
+    file.write_text(json.dumps([row | {"best": 0}, row | {"best": 1}]))
+    tokenizer = AutoTokenizer.from_pretrained(args.base_model)
+    assert label_files.read_labels(str(file), args.task, tokenizer).targets.tolist() == [0, 1]
 
 
 def test_only_the_last_labels_are_held_out(all_args, tmp_path, monkeypatch):
