@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 # Before the first import of a library that reads them.
@@ -11,6 +12,7 @@ os.environ["PPO_RLHF_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same numbers on a machine with a GPU
 os.environ["PPO_RLHF_CACHE"] = os.devnull  # where no world can be built
 
+import mistakes
 import pytest
 import torch
 import whole_runs
@@ -25,9 +27,25 @@ LONGEST = """
 """
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed", action="store_true", help="mistakes only of scripts that differ from git's last commit"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    if config.getoption("changed"):
+        command = ["git", "diff", "--name-only", "--relative", "HEAD"]
+        changed = subprocess.check_output(command, cwd=mistakes.PACKAGE, text=True).split()
+
+        def is_needless(item: pytest.Item) -> bool:
+            title = item.callspec.params.get("mistake") if hasattr(item, "callspec") else None
+            return title is not None and not list(mistakes.places(title, tuple(changed)))
+
+        config.hook.pytest_deselected(items=[item for item in items if is_needless(item)])
+        items[:] = [item for item in items if not is_needless(item)]
 
 
 @pytest.fixture(scope="session")
