@@ -12,7 +12,6 @@ import stand_in
 import torch
 from processes import Result, launch
 from runs import metrics_of, only, policy_arguments, posts_arguments, reward_arguments, samples_of, world_arguments
-from test_rlvr_runs import LETTERS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ppo_rlhf.lib import traces
@@ -24,7 +23,6 @@ ON_DEVICE = Path(__file__).with_name("device_run.py")
 def run_there(folder: Path, script: str, words: list[str], **environment: str) -> Path:
     """Run a script on the device; the folder in which it ran."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "letters.py").write_text(LETTERS)
     check_ended(launch(ON_DEVICE, str(SCRIPTS / script), *words, folder=folder, **environment))
     return folder
 
@@ -172,7 +170,7 @@ def test_adapters_of_chapter_2_and_their_resumption(chapter_2, tiny_posts, tmp_p
 RLVR = (
     "--preset sums --ppo.total_episodes 32 --ppo.batch_size 16 --ppo.nminibatches 2 "
     "--save_interval 1 --log_interval 1 --eval_interval 1 --eval_samples 1 --eval_problems 4 "
-    "--task.response_length 8 --trace_interval 1 --rewards.verifier letters:letters"
+    "--task.response_length 8 --trace_interval 1 --rewards.verifier own_functions:letters"
 )
 CRITIC = "--rewards.kl_coef 0.1 --ppo.critic_warmup 1 --rewards.adaptive_kl.target 1"
 GROUPS = (
