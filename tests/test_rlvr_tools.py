@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from processes import launch_together
-from runs import TINY_TOOLS, explained_metrics, interrupt, metrics_of, only
+from runs import TINY_TOOLS, error_line, explained_metrics, interrupt, metrics_of, only
 from test_rlvr_math import batch_from
 from transformers import AutoTokenizer
 
@@ -94,48 +94,6 @@ def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models):
     assert logprobs.isnan().any() and (calls.sum(1) > max_calls).any() and (responses == STOP).any()
     assert (responses[:, -1] != PAD).any() and (calls.sum(1) == 0).any()
     assert logprobs[:, -1].isnan().any()  # an answer that is cut off by the greatest length
-
-
-def test_conversations_made_by_hand(monkeypatch, tiny_models):
-    """Two calls and an end; a call too many; an empty answer; a response that is full within an answer."""
-    answers = {(7, END): [20, 21], (8, END): [], (9, END): [22, 23, 24], (6, END): [25]}
-    lines = {  # what each prompt's turns say
-        10: [[7, END], [8, 5, STOP]],
-        11: [[6, END], [6, END], [6, END]],
-        12: [[8, END], [5, STOP]],
-        13: [[5, 5, 5, 5, 5, 9, END]],
-        14: [[5] * 7 + [END]],  # it is full with the call, so nobody answers
-    }
-    read, called = [], []
-
-    def generate_until(model, contexts, uniforms, pad_id, *_, **__):
-        responses = torch.full(uniforms.shape, pad_id)
-        for row, context in enumerate(contexts.tolist()):
-            read.append([token for token in context if token != pad_id])
-            said = lines[read[-1][0]].pop(0)
-            responses[row, : len(said)] = torch.tensor(said)[: responses.shape[1]]
-        return responses, torch.where(responses == pad_id, 0.0, -1.0)
-
-    def answer(written: list[int]) -> list[int]:
-        called.append(written)
-        return answers[tuple(written[-2:])]
-
-    monkeypatch.setattr(rlvr_tools, "generate_until", generate_until)
-    talk = rlvr_tools.Conversation(call_end=END, max_calls=2, answer=answer)
-    contexts, model = torch.tensor([[PAD, first] for first in lines]), tiny_models("gpt2")
-    found = rlvr_tools.converse(model, contexts, torch.rand(5, 8), PAD, PAD, 1.0, [STOP], talk)
-    responses, own = found[0].tolist(), (~found[1].isnan()).int().tolist()
-    assert responses == [
-        [7, END, 20, 21, 8, 5, STOP, PAD],
-        [6, END, 25, 6, END, 25, 6, END],
-        [8, END, 5, STOP, PAD, PAD, PAD, PAD],
-        [5, 5, 5, 5, 5, 9, END, 22],
-        [5, 5, 5, 5, 5, 5, 5, END],
-    ]
-    assert own == [[1, 1, 0, 0] + [1] * 4, [1, 1, 0, 1, 1, 0, 1, 1], [1] * 8, [1] * 7 + [0], [1] * 8]
-    # What the policy reads in its second turn are the ids of its first, and of the answer.
-    assert read[5:] == [[10, 7, END, 20, 21], [11, 6, END, 25], [12, 8, END], [11, 6, END, 25, 6, END, 25]]
-    assert called == [[7, END], [6, END], [8, END], [5, 5, 5, 5, 5, 9, END], [6, END]]
 
 
 def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools, monkeypatch):
@@ -408,13 +366,12 @@ def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
         assert said.startswith(shown) and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["calculate", "os:name", "ends:f"])
-def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
+def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("ends.py").write_text("import os\nos._exit(0)\n")
-    with pytest.raises(InputError, match=f"^--tools.tool {name}: ") as caught:
-        tools.load_tool(name, "tools.tool")
-    assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
+    for name in ("calculate", "os:name", "ends:f"):
+        line = error_line(tools.load_tool, name, "tools.tool")
+        assert line.startswith(f"--tools.tool {name}: ") and "package.module:name" in line
 
 
 def talk_of(setup: rlvr_arguments.Setup) -> rlvr_tools.Conversation:
@@ -447,40 +404,16 @@ def test_answers_are_plain_text(tiny_tools, tmp_path, monkeypatch):
     assert decode(answer(encode("[HALF]"))) == "?"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools):
+    for changes, words in (
         ({"call_end": "]]"}, "--tools.call_end ']]' is 2 tokens"),
         ({"call_start": ""}, "--tools.call_start is empty"),
         ({"call_end": "<|endoftext|>"}, "--tools.call_end '<|endoftext|>' ends a response"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, words):
-    with pytest.raises(InputError, match=re.escape(words)) as caught:
-        talk_of(setup_with(tiny_tools, **changes))
-    assert "\n" not in str(caught.value)
+    ):
+        assert words in error_line(talk_of, setup_with(tiny_tools, **changes))
 
 
 # ---- The world -------------------------------------------------------------------------------------------------
-
-
-def test_pupils_call_the_calculator_and_misuse_it():
-    rng, args = random.Random(2), worlds.SUMS["sums-tools"]
-    found = worlds.write_problems(rng, 1_000, args, set())
-    solutions = [worlds.solve_with_calculator(rng, problem, args) for problem in found]
-    calls = [match for solution in solutions for match in re.findall(r"\[([^]]*)\]([^\n]*)", solution)]
-    for call, said in calls:
-        operands = re.fullmatch(r"(\d+)([-+*])(\d+)", call)
-        assert bool(operands) == (said != tools.SYNTAX)
-        assert not operands or said == tools.calculator(call)
-    refused = sum(said == tools.SYNTAX for _, said in calls)
-    assert refused / len(calls) == pytest.approx(args.misuse, abs=0.05)
-    # A pupil who always calls, and correctly, is always right.
-    best = dataclasses.replace(args, calls=1.0, misuse=0.0, hasty=0.0)
-    for problem in found:
-        solution = worlds.solve_with_calculator(rng, problem, best)
-        assert solution.split()[-1] == worlds.solve(rng, problem, 0.0, 0.0).split()[-1]
-        assert solution.count("[") == len(problem.steps)
 
 
 def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tools):
@@ -493,19 +426,3 @@ def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tool
         pieces = worlds.split_answers(worlds.solve_with_calculator(rng, problem, TINY_TOOLS))
         for own, said in zip(pieces[::2], pieces[1::2], strict=False):
             assert answer(tokenizer.encode(own)) == tokenizer.encode(said)
-
-
-def test_a_language_model_reads_answers_but_does_not_learn_them(tiny_tools):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
-    args = dataclasses.replace(TINY_TOOLS, lm_steps=150, lm_batch_size=2)
-    pairs = [("1?\n", "[1]7\n#### 7"), ("2?\n", "[2]8\n#### 8")]
-    model, loss = worlds.train_llama(pairs, tokenizer, args, "cpu")
-    assert loss < 0.1
-    for prompt, (own, said, rest) in zip(
-        ("1?\n", "2?\n"), map(worlds.split_answers, (s for _, s in pairs)), strict=True
-    ):
-        ids = [tokenizer.encode(text) for text in (prompt + own, said, rest)]
-        p = model(torch.tensor([[*ids[0], *ids[1], *ids[2]]])).logits[0].softmax(1)
-        start = len(ids[0])
-        assert p[start - 1, ids[1][0]] < 0.5  # the answer
-        assert all(p[start + i, token] > 0.8 for i, token in enumerate(ids[2]))  # what comes after it
