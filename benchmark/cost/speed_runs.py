@@ -64,8 +64,8 @@ def as_argv(flags: dict[str, Any]) -> list[str]:
 def problems_of(settings: Settings, tokenizer: Any) -> list[dict[str, Any]]:
     """Chapter 3's problems that fit, in the order of their file: prompt, end of the answer, tokens of the prompt."""
     rows, path = [], Path(settings["problems"], "problems_train.jsonl")
-    text = path.read_text() if path.exists() else lzma.open(f"{path}.xz", "rt").read()
-    for line in text.splitlines():
+    text = path.read_bytes() if path.exists() else lzma.decompress(Path(f"{path}.xz").read_bytes())
+    for line in text.decode().splitlines():
         problem = json.loads(line)
         prompt = problem["question"] + "\n"
         tokens = len(tokenizer(prompt)["input_ids"])
