@@ -14,7 +14,15 @@ os.environ["PPO_RLHF_CACHE"] = os.devnull  # where no world can be built
 import pytest
 import torch
 import whole_runs
-from runs import TINY_TOOLS, both_arguments, build_tiny_posts, build_tiny_sums, build_tiny_world
+from runs import (
+    TINY_TOOLS,
+    both_arguments,
+    build_tiny_posts,
+    build_tiny_sums,
+    build_tiny_world,
+    posts_arguments,
+    sums_arguments,
+)
 
 torch.set_num_threads(1)
 
@@ -131,3 +139,69 @@ def both(made_once, tiny_world) -> whole_runs.Whole:
 def tiny_reward(both) -> Path:
     """The folder of a reward model that was trained for a few steps on the tiny world."""
     return both.model("reward")
+
+
+# ---- Whole runs of chapters 2 and 3: in float64, four updates with traces of 0, 2 and 3, checkpoints of 2 and 4 ----
+
+# 48 rows in batches of 20: the last batch of a pass has 8, and of two processes one gets none of them.
+STAGES = (
+    "--sft.dtype float64 --sft.batch_size 20 --sft.epochs 2 --sft.lr 0.03 --sft.save_interval 2 --sft.eval_posts 0 "
+    "--reward.dtype float64 --reward.batch_size 20 --reward.lr 0.01 --reward.save_interval 2 "
+    "--reward.normalize_posts 0"
+)
+SUMMARIES = (
+    "--policy.dtype float64 --policy.ppo.total_episodes 80 --policy.ppo.batch_size 20 --policy.ppo.nminibatches 2 "
+    "--policy.ppo.noptepochs 2 --policy.ppo.lr 1e-3 --policy.save_interval 2 --policy.eval_interval 3 "
+    "--policy.eval_posts 0 --policy.log_interval 1 --policy.trace_interval 2 "
+    "--policy.rewards.adaptive_kl.target 0.05 --policy.rewards.adaptive_kl.horizon 200"
+)
+SUMS = "--ppo.total_episodes 64 --save_interval 2 --trace_interval 2 --rewards.verifier own_functions:letters"
+CRITIC = (
+    f"{SUMS} --ppo.critic_lr 0.01 --ppo.lam_alpha 0.5 --ppo.critic_lam 0.9 --ppo.nll_coef 0.1 --ppo.critic_warmup 1 "
+    "--ppo.samples_per_prompt 2 --rewards.kl_coef 0.1 --rewards.adaptive_kl.target 1"
+)
+GROUPS = (
+    f"{SUMS} --ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups --ppo.critic_warmup 0 "
+    "--rewards.kl_coef 0.1"
+)
+
+
+@pytest.fixture(scope="session")
+def all_three(made_once, tiny_posts) -> whole_runs.Whole:
+    """tldr/all.py: SFT, a reward model and a policy. Evaluations are greedy."""
+    task = ["--base_model", f"{tiny_posts}/model", "--task.eval_temperature", "1e-6"]
+    stages = [*STAGES.split(), *SUMMARIES.split()]
+    run = whole_runs.Whole(Path(), "tldr/all.py", [*posts_arguments(tiny_posts), *task, *stages])
+    return whole_runs.whole(made_once, "all_three", run)
+
+
+@pytest.fixture(scope="session")
+def lora(made_once, all_three, tiny_posts) -> whole_runs.Whole:
+    """tldr/policy.py with adapters, on the models of `all_three`."""
+    models = ["--base_model", str(all_three.model("sft")), "--rewards.trained_model", str(all_three.model("reward"))]
+    settings = SUMMARIES.replace("--policy.", "--") + " --task.eval_temperature 1e-6"
+    adapters = "--lora.rank 2 --lora.target_modules all-linear --ppo.lr 0.1"
+    arguments = [*posts_arguments(tiny_posts), *models, *settings.split(), *adapters.split()]
+    return whole_runs.whole(made_once, "lora", whole_runs.Whole(Path(), "tldr/policy.py", arguments))
+
+
+@pytest.fixture(scope="session")
+def critic(made_once, tiny_sums) -> whole_runs.Whole:
+    """rlvr/policy.py with a critic that learns alone at first, and an adaptive KL coefficient; prompts come twice."""
+    run = whole_runs.Whole(Path(), "rlvr/policy.py", [*sums_arguments(tiny_sums), *CRITIC.split()])
+    return whole_runs.whole(made_once, "critic", run)
+
+
+@pytest.fixture(scope="session")
+def groups(made_once, tiny_sums) -> whole_runs.Whole:
+    """rlvr/policy.py in groups of four responses to a prompt, of which those with equal scores are left out."""
+    run = whole_runs.Whole(Path(), "rlvr/policy.py", [*sums_arguments(tiny_sums), *GROUPS.split()])
+    return whole_runs.whole(made_once, "groups", run)
+
+
+@pytest.fixture(scope="session")
+def groups_on_two(made_once, groups) -> whole_runs.Whole:
+    """The run of `groups` on two processes, which read a few rows at a time."""
+    few = ["--ppo.local_micro_batch_size", "2", "--ppo.local_rollout_batch_size", "4"]
+    run = whole_runs.Whole(Path(), groups.script, [*groups.arguments, *few], processes=2)
+    return whole_runs.whole(made_once, "groups_on_two", run)
