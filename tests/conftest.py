@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before the first import of a library that reads them.
@@ -16,6 +18,7 @@ import mistakes
 import pytest
 import torch
 import whole_runs
+from processes import SCRIPTS
 from runs import (
     TINY_TOOLS,
     both_arguments,
@@ -25,13 +28,14 @@ from runs import (
     posts_arguments,
     sums_arguments,
 )
+from torch.distributed import run as torchrun
 
 torch.set_num_threads(1)
 
 # The files that take longest, longest first: so that several workers, each with a file at a time, end together.
 LONGEST = """
     device safety tldr_runs rlvr_runs explain refusals rlvr_async end_to_end faults replay gpu speed invariance traces
-    soak check many_seeds compare judge train_policy run
+    check many_seeds compare judge train_policy run
 """
 
 
@@ -148,7 +152,9 @@ def tiny_models():
 @pytest.fixture(scope="session")
 def both(made_once, tiny_world) -> whole_runs.Whole:
     """train_both.py on the tiny world, with traces of every second update, the picture of its metrics drawn."""
-    arguments = [*both_arguments(tiny_world), "--policy.trace_interval", "2"]
+    # The policy changes so little that few ratios leave a wider range.
+    traces_and_clipping = ["--policy.trace_interval", "2", "--policy.ppo.cliprange", "0.01"]
+    arguments = [*both_arguments(tiny_world), *traces_and_clipping]
     run = whole_runs.Whole(Path(), "train_both.py", arguments)
     return whole_runs.whole(made_once, "both", run, pictures=True)
 
@@ -157,6 +163,66 @@ def both(made_once, tiny_world) -> whole_runs.Whole:
 def tiny_reward(both) -> Path:
     """The folder of a reward model that was trained for a few steps on the tiny world."""
     return both.model("reward")
+
+
+@pytest.fixture(scope="session")
+def both_on_two(made_once, both) -> whole_runs.Whole:
+    """The same by torchrun on two processes: equal but for rounding."""
+    command = ["--standalone", "--nproc_per_node", "2", str(SCRIPTS / both.script), *both.arguments]
+    return whole_runs.whole(made_once, "both_on_two", whole_runs.Whole(Path(), torchrun.__file__, command))
+
+
+# ---- A browser -------------------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+QUIET += "--disable-component-update --disable-sync"
+NO_CHROMIUM = "there is no Chromium"
+LOCAL = ("file:", "blob:", "data:")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    playwright = pytest.importorskip("playwright.sync_api", reason=NO_CHROMIUM)
+    if not CHROMIUM:
+        pytest.skip(NO_CHROMIUM)
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """A function (file, options of the context) -> the page in a browser; at the end nothing was wrong with it."""
+    wrong, contexts = [], []
+
+    def open_page(path: Path, **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: None if request.url.startswith(LOCAL) else wrong.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say which tests were skipped because there is no browser, and how to get one."""
+    skipped = [
+        report.nodeid for report in terminalreporter.getreports("skipped") if NO_CHROMIUM in str(report.longrepr)
+    ]
+    if skipped:
+        files = ", ".join(sorted({node.partition("::")[0] for node in skipped}))
+        terminalreporter.write_line(
+            f"{len(skipped)} tests of the report's page in {files} were skipped because they need a browser. To run "
+            f"them, install Chromium, with `apt-get install chromium` or `brew install chromium`, and playwright."
+        )
 
 
 # ---- Whole runs of chapters 2 and 3: in float64, four updates with traces of 0, 2 and 3, checkpoints of 2 and 4 ----
