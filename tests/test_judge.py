@@ -272,13 +272,11 @@ def test_gold_scores_decide():
     assert results("run/evaluation__against_reference__by_test_judge-count_words") == [1.0, 0.0, 0.5]
 
 
-def test_a_function_with_three_parameters_gets_the_references():
-    write_rows("run/evaluation.jsonl", row("a", " x<|endoftext|>", "x "), row("b", "x", "y"), row("c", "z", "z"))
-    report = scored("run", by="same_as_reference")
-    assert (report["candidate_score"], report["baseline_score"]) == (2 / 3, 1.0)
-    write_rows("other/evaluation.jsonl", row("c", "c"), row("b", "y"), row("a", "x"))
-    report = scored("run", "other", by="same_as_reference")  # with the candidate's references
-    assert (report["wins"], report["losses"], report["ties"]) == (1, 1, 1)
+def test_a_function_with_three_parameters_gets_the_candidates_references():
+    write_rows("run/evaluation.jsonl", row("a", " x<|endoftext|>", "x "), row("b", "x", "y"), row("c", "x", "z"))
+    write_rows("other.jsonl", row("b", "y"), row("a", "x"), row("c", "z"))
+    report = scored("run", "other.jsonl", by="same_as_reference")
+    assert (report["candidate_score"], report["baseline_score"]) == (1 / 3, 1.0)
     # As sample.py writes them, without references.
     write_rows("mine.jsonl", {"query": "a", "policy": "x"})
     assert scored("mine.jsonl", "mine.jsonl", by="same_as_reference")["candidate_score"] == 0.0
@@ -288,33 +286,22 @@ def test_a_function_with_three_parameters_gets_the_references():
 
 
 def test_rows_are_matched_by_query_and_equal_queries_in_order():
+    """The folder of the results is named after both sides."""
     write_rows("ours/evaluation.jsonl", row("a", "1"), row("b", "1 2 3"), row("a", "1 2"))
-    write_rows("theirs.jsonl", row("d", "d0"), row("a", "a0"), row("b", "b0"), row("a", "a1"))
-    assert scored("ours", "theirs.jsonl")["rows"] == 3
-    written = rows_of(Path("ours/evaluation__against_theirs__by_test_judge-count_words/judgement.jsonl"))
+    write_rows("their run/evaluation.jsonl", row("d", "d0"), row("a", "a0"), row("b", "b0"), row("a", "a1"))
+    assert scored("ours", "their run")["rows"] == 3
+    written = rows_of(Path("ours/evaluation__against_their-run__by_test_judge-count_words/judgement.jsonl"))
     assert [row["baseline"] for row in written] == ["a0", "b0", "a1"]
-    assert scored("ours", "theirs.jsonl", n=2)["rows"] == 2
+    assert scored("ours", "their run", n=2)["rows"] == 2
     line = "--baseline ours/evaluation.jsonl: has no row for the candidate's query 'dTL;DR:'"
-    assert error_line(scored, "theirs.jsonl", "ours") == line
+    assert error_line(scored, "their run", "ours") == line
 
 
 def test_lengths_are_tokens_where_both_sides_have_them():
-    for theirs, lengths in (
-        ({"reference_tokens": 9}, (7, 9, "tokens")),
-        ({}, (2, 1, "words")),
-    ):
+    for theirs, lengths in (({"reference_tokens": 9}, (7, 9, "tokens")), ({}, (2, 1, "words"))):
         write_rows("ours.jsonl", row("a", "1 2", "1 ", tokens=7, **theirs))
         report = scored("ours.jsonl")
         assert (report["candidate_length"], report["baseline_length"], report["length_unit"]) == lengths
-
-
-def test_the_folder_of_the_results_is_named_after_both_sides():
-    """A run's folder counts for its evaluation.jsonl."""
-    write_rows("mine/a run/evaluation.jsonl", row("a", "1", "1"))
-    write_rows("rows.jsonl", row("a", "1 2", "1"))
-    assert scored("mine/a run", "rows.jsonl")["losses"] == scored("rows.jsonl", "mine/a run")["wins"] == 1
-    for folder in ("mine/a run/evaluation__against_rows", "rows__against_a-run"):
-        assert Path(f"{folder}__by_test_judge-count_words/judgement.json").exists()
 
 
 UNREADABLE = {
