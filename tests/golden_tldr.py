@@ -372,7 +372,7 @@ def read_as_stored(lm_backbone, tokens, responses, pad_id):
     return train_policy.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
-# Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
+# Stored are rows in their order, with the padding of the longest. test_packing.py shows that it makes no difference.
 AS_STORED: list[Replaced] = [
     (packing, "plan_passes", in_order),
     (packing, "pack", lambda tokens, pad_id, longest: tokens),

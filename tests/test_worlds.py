@@ -263,3 +263,11 @@ def test_sums_fit_the_task(name):
     assert (len(held_out), held_out.too_long, held_out.unscorable) == (1_024, 0, 0)
     assert set(held_out.kinds) == {"1", "2", "3", "4"}
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12+7=19")) == list("12+7=19")
+
+
+def test_sums_is_the_name_of_model_and_problems():
+    world = worlds.DATA / "sums"
+    assert worlds.find_value("base_model", "sums") == f"{world}/model"
+    where, _ = next(iter(problems.load_rows("sums", "problems", "train")))
+    assert where.startswith(f"{world}/problems_train.jsonl")
+    assert worlds.find_value("task.problems", "gsm8k") == "gsm8k"
