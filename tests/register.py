@@ -110,12 +110,12 @@ def updated(files: Files) -> Files:
 
 def row_problems(name: str, row: str, originals: set[str] | None) -> list[str]:
     """What is wrong with a row. originals: lines of the original at its marks; None if there is no mark."""
-    found = [f"has no line {field}" for field in FIELDS if not re.search(rf"\n- \*{field}\*: .*\w", row)]
+    fields = dict(re.findall(r"\n- \*([\w ]+)\*: (.*\w.*)", row))
+    found = [f"has no line {field}" for field in FIELDS if field not in fields]
     if originals is None:
         found.append("has no mark in ppo_rlhf/**/*.py")
-    said, proof = re.findall(r"\n- \*(?:original|proven by)\*: (.*)", row) if not found else ["", ""]
     ends = []
-    for label, target in LINK.findall(said):
+    for label, target in LINK.findall(fields.get("original", "")):
         bases = tuple(f"https://github.com/{project}/blob/{commit}/" for project, commit in ORIGINALS.items())
         if target.startswith(bases) and target.endswith(f"/{label}"):
             ends.append(target)
@@ -126,6 +126,7 @@ def row_problems(name: str, row: str, originals: set[str] | None) -> list[str]:
             found.append(f"has {lines} at its mark, but not in its row")
     if ends and not originals and name[0] != "X":
         found.append("has lines of the original in its row, but none at its mark")
+    proof = fields.get("proven by", "")
     if "MISSING" in proof or (proof and not TEST_LINK.search(proof)):
         found.append(f"is not proven: {proof}")
     return found
