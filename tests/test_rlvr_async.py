@@ -31,6 +31,7 @@ from ppo_rlhf.rlvr import (
     policy as rlvr_policy,
     problems,
     samplers,
+    vllm_sampler,
 )
 from ppo_rlhf.rlvr.asynchronous import Args, correct
 from ppo_rlhf.tldr import models, responses as tldr_responses
@@ -90,31 +91,28 @@ def check_equal(folder: Path, expected: Path) -> None:
     assert weights[0] == weights[1] != {}
 
 
-class Kept(samplers.TorchSampler):
-    def begin(self, *arguments):
-        samplers.TorchSampler.__init__(self, *arguments)
+class Kept:
+    def begin(self, args, ids, threads):
+        sampler = vllm_sampler.VLLMSampler if args.engine == "vllm" else samplers.TorchSampler
+        self.sampler = sampler(args, ids, threads)
+
+    def sample(self, **piece):
+        return self.sampler.sample(**piece)
 
 
 @pytest.fixture(scope="module")
-def spare() -> list:
-    """The worker that the last run has left."""
-    return []
+def worker(cluster):
+    """A process that samples for run after run: PyTorch takes longer to import than a run."""
+    return ray.remote(Kept).remote()
 
 
 @pytest.fixture
-def kept(cluster, spare, monkeypatch):
-    """A process that samples for run after run: PyTorch takes longer to import than a run."""
+def kept(worker, monkeypatch):
+    def begin(library, setup):
+        ray.get(worker.begin.remote(setup.args, setup.ids, torch.get_num_threads()))
+        return [worker]
 
-    def start_or_take(library, setup):
-        if spare:
-            ray.get(spare[0].begin.remote(setup.args, setup.ids, torch.get_num_threads()))
-        else:
-            spare.extend(start(library, setup))
-        return spare
-
-    start = rlvr_async.start_workers
-    monkeypatch.setattr(samplers, "TorchSampler", Kept)
-    monkeypatch.setattr(rlvr_async, "start_workers", start_or_take)
+    monkeypatch.setattr(rlvr_async, "start_workers", begin)
 
 
 class Dies(samplers.TorchSampler):
@@ -229,8 +227,8 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
 
     In one step per update, the newest policy is the learner's.
     """
-    words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.99 --rejection_high 1.01 "
-    words += "--off_policy_mask 0.002 --ppo.nminibatches 1 --ppo.noptepochs 1 --trace_interval 1 --trace_episodes 16"
+    words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.97 --rejection_high 1.03 "
+    words += "--off_policy_mask 0.01 --ppo.nminibatches 1 --ppo.noptepochs 1 --trace_interval 1 --trace_episodes 16"
     run = only(train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split()), "runs/*")
     partly_rejected = partly_masked = 0
     for update, row in enumerate(metrics_of(run)):
@@ -238,8 +236,8 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         scored, in_loss = x["scored"], x["mask"]
         log_ratios = (x["logprobs"] - x["sampler_logprobs"]) * scored
         means = log_ratios.sum(1, keepdims=True) / scored.sum(1, keepdims=True)
-        np.testing.assert_array_equal(in_loss, scored & (np.abs(np.exp(means) - 1) <= 0.01))
-        masked = in_loss & (means < -0.002) & (x["advantages"] < 0)
+        np.testing.assert_array_equal(in_loss, scored & (np.abs(np.exp(means) - 1) <= 0.03))
+        masked = in_loss & (means < -0.01) & (x["advantages"] < 0)
         assert row["async/masked_share"] == pytest.approx(masked.sum() / in_loss.sum(), abs=1e-9)
         assert row["val/mean"] == pytest.approx(x["values"][in_loss].mean(), rel=1e-6, abs=1e-9)
         partly_rejected += 0 < in_loss.sum() < scored.sum()
@@ -270,7 +268,7 @@ def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
         assert any(0 < row[f"async/{name}"] < 1 for row in expected)
 
 
-def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, monkeypatch, tmp_path):
+def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(kept, tiny_sums, monkeypatch, tmp_path):
     """A stand-in for vLLM. test_vllm_sampler.py has what it is asked."""
     words = ["--engine", "vllm", "--staleness", "0", "--ppo.total_episodes", "32"]
     monkeypatch.syspath_prepend(FAKE)
@@ -309,6 +307,17 @@ def test_what_no_new_worker_could_mend_ends_the_run(cluster, worker, error, word
     sampler = SimpleNamespace(ray=ray, asked={3: [[[actor.sample.remote()]]]})
     with pytest.raises(error, match=words):
         rlvr_async.SamplerAhead.wait(sampler, 3)
+
+
+def test_workers_share_the_gpus_and_are_of_the_engine():
+    """Three on two GPUs: two share one."""
+    library = SimpleNamespace(
+        cluster_resources=lambda: {"GPU": 2},
+        remote=lambda num_gpus, **_: lambda sampler: SimpleNamespace(remote=lambda *_: (sampler, num_gpus)),
+    )
+    for engine, sampler in (("vllm", vllm_sampler.VLLMSampler), ("built-in", samplers.TorchSampler)):
+        setup = SimpleNamespace(args=Args(engine=engine, workers=3), ids=None)
+        assert rlvr_async.start_workers(library, setup) == [(sampler, 0.5)] * 3
 
 
 def test_without_ray_or_its_cluster_a_run_ends_in_one_line(monkeypatch):

@@ -138,13 +138,16 @@ def test_summaries_are_cut_without_their_end_and_pairs_of_one_summary_are_left_o
 
     different = [COMPARISON, pair("a" * 11, "b" * 50), pair("a" * 10, "a" * 11)]
     same = [pair(" Wet.", "Wet."), pair("a" * 11 + "bcd", "a" * 11 + "x")]
-    write_rows(tmp_path, "comparisons", "validation", [*same, *different])
+    article = changed(COMPARISON, "info", to={"article": "Rain."})
+    write_rows(tmp_path, "comparisons", "validation", [*same, *different, article])
     (tmp_path / "world.json").write_text(json.dumps({"ceiling": 0.8125}))
     found = posts.read_comparisons(task(tmp_path), Letters(), "validation")
-    assert (found.cut, found.identical, len(found)) == (5, 2, 3) and len(found.groups) == len(found.queries) == 3
+    assert (found.cut, found.identical, len(found)) == (5, 2, 3) and len(found.groups) == 3
     assert found.ceiling == 0.8125  # where the world says it
     assert texts_of(found.chosen) == [" Dry hay.\0", " " + "b" * 11, " " + "a" * 11]
     assert texts_of(found.rejected) == [" Wet.\0", " " + "a" * 11, " " + "a" * 10 + "\0"]
+    of_articles = posts.read_comparisons(task(tmp_path), Letters(), "validation", articles=True)
+    assert of_articles.queries.shape == (1, 60) and found.queries.shape == (3, 80)
     assert len(posts.read_comparisons(task(tmp_path), Letters(), "validation", limit=4)) == 2  # of the first four
     line = error_line(posts.read_comparisons, task(tmp_path), Letters(), "validation", limit=2)
     assert "--task.comparisons" in line and "validation" in line and "different" in line
