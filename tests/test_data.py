@@ -112,17 +112,18 @@ def test_read_text_file(tmp_path, name, content, expected):
     assert list(text_sources.load_texts(str(path))) == expected
 
 
-@pytest.mark.parametrize("source", [".", "s.json"])
-def test_every_fiftieth_story_is_held_out(tmp_path, source):
+def splits_of(source: Path) -> list[list[str]]:
+    return [list(text_sources.load_texts(str(source), split)) for split in ("train", "test", "all")]
+
+
+def test_every_fiftieth_story_is_held_out(tmp_path):
+    """Of a file, and of a folder that has no texts of its own for tests."""
     stories = [f"story {number}" for number in range(120)]
-    write(tmp_path / "stories.txt", "\n".join(stories) + "\n")
-    write(tmp_path / "s.json", json.dumps(stories))
-    train, test, both = (
-        list(text_sources.load_texts(str(tmp_path / source), split)) for split in ("train", "test", "all")
-    )
-    assert test == ["story 49", "story 99"]
-    assert train == [story for story in stories if story not in ("story 49", "story 99")]
-    assert both == stories
+    file = write(tmp_path / "stories.txt", "\n".join(stories))
+    train = [story for story in stories if story not in ("story 49", "story 99")]
+    assert splits_of(file) == splits_of(tmp_path) == [train, ["story 49", "story 99"], stories]
+    write(tmp_path / "stories_test.txt", "one\ntwo\n")
+    assert splits_of(tmp_path) == [stories, ["one", "two"], [*stories, "one", "two"]]
 
 
 @pytest.mark.parametrize(
@@ -244,15 +245,6 @@ def batch_texts(stream: QueryStream, size: int) -> list[str]:
     return as_texts(stream.next_batch(size, PAD))
 
 
-def test_a_folder_may_have_texts_of_its_own_for_tests(tmp_path):
-    write(tmp_path / "stories.txt", "\n".join(f"train {number}" for number in range(60)))
-    write(tmp_path / "stories_test.txt", "one\ntwo\n")
-    splits = {split: list(text_sources.load_texts(str(tmp_path), split)) for split in ("train", "test", "all")}
-    assert splits["test"] == ["one", "two"]
-    assert len(splits["train"]) == 60  # none of these is held out
-    assert splits["all"] == splits["train"] + splits["test"]
-
-
 def test_the_order_of_queries_depends_on_nothing_but_their_number(make_stream):
     texts = [f"t{number}" for number in range(30)]
     order = list(range(30))
@@ -288,23 +280,12 @@ def test_the_first_queries_are_no_more_than_there_are(make_stream):
     assert stream.position == position
 
 
-def test_unusable_texts_are_skipped_and_counted(make_stream, monkeypatch):
+def test_unusable_texts_are_skipped_and_counted(make_stream):
     texts = ["x.good one.", "no stop", "x.", "x.much too long."]
     stream = make_stream(texts, start_text=".", end_text=".", query_length=9)
     assert stream.position == 0
     assert sorted(batch_texts(stream, 4)) == ["good one.", "good one.", "x.", "x."]
     assert stream.position - 4 in (2, 3, 4)
-    monkeypatch.setattr(text_sources, "load_texts", lambda *_: ["", "ab", ""])
-    stream = make_stream([])
-    assert batch_texts(stream, 3) == ["ab"] * 3
-    assert stream.position - 3 >= 4
-
-
-def test_task_ids():
-    task = TaskArgs(query_length=6, query_prefix="ab", query_suffix="c", truncate_text=".")
-    ids = train_policy.task_ids(task, Letters())
-    assert (ids.pad, ids.eos, ids.stop) == (95, -1, 14)
-    assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
 
 
 def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny_tokenizer, tmp_path):
@@ -324,10 +305,6 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
     typed = sample.read_queries(task, ids, adds_one, prompts=["bc", "wxyz"])
     assert [query.tokens for query in typed] == [[1, 2], [22, 23, 24]]
     assert typed[0].context == [28, 23, 1, 2, 24, 25]
-
-
-def test_texts_are_decoded_without_padding():
-    assert posts.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
 
 
 # ---- Functions -------------------------------------------------------------------------------------------------
@@ -354,10 +331,6 @@ def test_a_scoring_function_sees_texts_up_to_their_end(monkeypatch):
     assert CALLS[-1] == (["a", "ab"], ["b", "bd"], [None, None])
 
 
-def two(queries, responses):
-    return [2.0] * len(responses)
-
-
 def wrapped(function):
     """The function in a wrapper that takes anything, with and without a word about what it wraps."""
 
@@ -370,12 +343,10 @@ def wrapped(function):
 @pytest.mark.parametrize(
     ("function", "positional", "by_name"),
     [
-        (wrapped(two), "qr", {}),
+        (wrapped(remember), "qr", {}),
         (functools.wraps(remember)(wrapped(remember)), "qra", {}),
         (lambda q, r, /, *rest, **options: r, "qr", {}),
-        (lambda q, r, a, more=1: r, "qra", {}),
         # Names count more than places.
-        (lambda completions, ground_truth, **columns: completions, "ra", {}),
         (lambda completions, prompts, answer: prompts, "rqa", {}),
         (lambda completions, scale=1.0, answer=None: scale, "r", {"answer": "a"}),
         (lambda *texts, answers, **columns: answers, "", {"answers": "a"}),
@@ -391,11 +362,9 @@ def test_a_function_gets_what_its_parameters_are_named_after(function, positiona
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda completions, guess: 1.0, "missing a required argument: 'guess'"),
         (lambda texts: texts, "too many positional arguments"),
         (lambda q, r: [1.0], "returned 1 scores for 2 responses"),
         (lambda q, r: "12", "returned a str"),
-        (lambda q, r: [1.0, float("nan")], "returned nan for text 2"),
         (lambda q, r: [1e300, 1.0], "returned 1e+300 for text 1"),  # infinite in float32
     ],
 )
@@ -414,15 +383,3 @@ def test_a_missing_label_file_is_named(connections, name, on_the_hub):
     message = error_line(label_files.find_label_file, name, "dummy")
     assert f"--label_dataset {name}" in message and ("hub" in message) == on_the_hub
     assert not connections
-
-
-def test_a_world_says_which_labels_it_has(tmp_path):
-    there = [tmp_path / "labels" / name / "offline_5k.json" for name in ("sentiment", "descriptiveness")]
-    for path in there:
-        path.parent.mkdir(parents=True)
-        write(path, "[]")
-        write(path.with_suffix(".meta.json"), "{}")
-    message = error_line(label_files.find_label_file, "politeness/offline_5k.json", str(tmp_path))
-    assert "--label_dataset politeness/offline_5k.json" in message
-    assert message.endswith("has descriptiveness/offline_5k.json, sentiment/offline_5k.json")
-    assert label_files.find_label_file("sentiment/offline_5k.json", str(tmp_path)) == there[0]
