@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import random
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,12 +156,21 @@ def connections(monkeypatch):
     return hosts
 
 
-def test_texts_that_the_hub_does_not_give(monkeypatch, connections):
+@pytest.mark.parametrize(
+    ("find", "name", "message"),
+    [
+        (text_sources.load_texts, "books", "--task.query_dataset books.*hub"),
+        (label_files.find_label_file, "sentiment/no.json", "--label_dataset sentiment/no.json.*hub"),
+        (label_files.find_label_file, "/no/such.json", "--label_dataset /no/such.json(?!.*hub)"),
+        (pretrained.load_tokenizer, "models/a-run/sft", "--base_model models/a-run/sft: no such folder(?!.*hub)"),
+    ],
+)
+def test_what_is_not_there_is_named_and_nobody_is_asked_for_it(monkeypatch, connections, find, name, message):
+    """The tests set HF_HUB_OFFLINE. Of a folder, nothing is said of the hub."""
     nowhere = hub.HubFiles(repository="nobody/no-such-texts", names=("none.txt",))
     monkeypatch.setitem(published_texts.HUB_FILES, "books", nowhere)
-    message = error_line(text_sources.load_texts, "books")
-    assert "--task.query_dataset books" in message
-    assert not connections  # the tests set HF_HUB_OFFLINE
+    more = ["dummy"] * (find is label_files.find_label_file)
+    assert re.match(message, error_line(find, name, *more)) and not connections
 
 
 def test_a_folder_may_have_an_at_sign_in_its_name(in_a_fresh_folder, tiny_tokenizer, tiny_models):
@@ -168,13 +178,6 @@ def test_a_folder_may_have_an_at_sign_in_its_name(in_a_fresh_folder, tiny_tokeni
     tiny_models("gpt2").save_pretrained("model@refs")
     tiny_tokenizer.save_pretrained("model@refs")
     assert len(pretrained.load_tokenizer("model@refs")) == len(tiny_tokenizer)
-
-
-@pytest.mark.parametrize("path", ["models/a-run/sft", "~/model", "model/"])
-def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(connections, path):
-    message = error_line(pretrained.load_tokenizer, path)
-    assert message.startswith(f"--base_model {path}: no such folder; give the folder") and "hub" not in message
-    assert not connections
 
 
 # ---- Paths -----------------------------------------------------------------------------------------------------
@@ -309,26 +312,29 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
 
 # ---- Functions -------------------------------------------------------------------------------------------------
 
-CALLS = []
+
+def of_three(queries, responses, references):
+    return responses
 
 
-def remember(queries, responses, references):
-    CALLS.append((list(queries), list(responses), list(references)))
-    for given in (queries, responses, references):
-        given.clear()  # these lists are its own
-    return [1.0] * len(CALLS[-1][1])
+@pytest.mark.parametrize("with_references", [True, False])
+def test_a_scoring_function_sees_texts_up_to_their_end(monkeypatch, with_references):
+    seen = []
 
+    def remember(*texts):
+        seen.extend(map(list, texts))
+        for lists in texts:
+            lists.clear()  # they are its own
+        return [1.0, 2.0]
 
-def test_a_scoring_function_sees_texts_up_to_their_end(monkeypatch):
+    monkeypatch.setattr(reward_functions, "import_function", lambda *_: lambda q, r, a: remember(q, r, a))
     monkeypatch.setattr(Letters, "eos_token_id", 67, raising=False)
-    name = ("test_data:remember", "rewards.function", Letters(), PAD)
+    score = reward_functions.text_scorer("m:f", "f", Letters(), PAD, with_references=with_references)
     queries, responses = torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[66, 67, 68], [66, 68, PAD]])
-    references = torch.tensor([[66, 68], [PAD, PAD]])
-    score = reward_functions.text_scorer(*name, with_references=True)
-    assert score(queries, responses, references).tolist() == [1.0, 1.0]
-    assert CALLS[-1] == (["a", "ab"], ["b", "bd"], ["bd", ""])
-    reward_functions.text_scorer(*name)(queries, responses)
-    assert CALLS[-1] == (["a", "ab"], ["b", "bd"], [None, None])
+    references = [torch.tensor([[66, 68], [PAD, PAD]])] * with_references
+    assert score(queries, responses, *references).tolist() == [1.0, 2.0]
+    # After a trial with other texts.
+    assert seen[-3:] == [["a", "ab"], ["b", "bd"], ["bd", ""] if with_references else [None, None]]
 
 
 def wrapped(function):
@@ -343,8 +349,8 @@ def wrapped(function):
 @pytest.mark.parametrize(
     ("function", "positional", "by_name"),
     [
-        (wrapped(remember), "qr", {}),
-        (functools.wraps(remember)(wrapped(remember)), "qra", {}),
+        (wrapped(of_three), "qr", {}),
+        (functools.wraps(of_three)(wrapped(of_three)), "qra", {}),
         (lambda q, r, /, *rest, **options: r, "qr", {}),
         # Names count more than places.
         (lambda completions, prompts, answer: prompts, "rqa", {}),
@@ -373,13 +379,3 @@ def test_what_a_function_does_wrong_is_said_in_one_line(function, words):
     said = error_line(reward_functions.scores_of, function, "--rewards.function m:f", *texts)
     assert said.startswith("--rewards.function m:f ") and words in said
     assert ("argument" in words) == all(name in said for name in reward_functions.NAMES)
-
-
-# ---- Labels ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "on_the_hub"), [("sentiment/no_such.json", True), ("/no/such.json", False)])
-def test_a_missing_label_file_is_named(connections, name, on_the_hub):
-    message = error_line(label_files.find_label_file, name, "dummy")
-    assert f"--label_dataset {name}" in message and ("hub" in message) == on_the_hub
-    assert not connections
