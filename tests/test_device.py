@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import SCRIPTS, launch
-from runs import both_arguments, metrics_of, policy_arguments, posts_arguments, samples_of, world_arguments
+from runs import metrics_of, policy_arguments, posts_arguments, samples_of, world_arguments
 from whole_runs import Whole
 
 from ppo_rlhf.lib import processes
@@ -29,9 +29,9 @@ def waits(run: Whole) -> dict[str, int]:
     return json.loads((run.folder / "waits.json").read_text())
 
 
-def test_chapter_1(both, tiny_world, tmp_path):
+def test_chapter_1(both, tmp_path):
     """The same start as on the CPU: metrics of the first step and update, and texts, which are drawn in float64."""
-    there = on_device(tmp_path, "train_both.py", *both_arguments(tiny_world), "--policy.ppo.total_episodes", "32")
+    there = on_device(tmp_path, "train_both.py", *both.arguments, "--policy.ppo.total_episodes", "32")
     for stage in ("train_reward", "train_policy"):
         found, expected = (metrics_of(run.run(stage))[0] for run in (there, both))
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import SCRIPTS
-from runs import both_arguments, metrics_of, policy_arguments, posts_arguments, world_arguments
+from runs import metrics_of, policy_arguments, posts_arguments, world_arguments
 from whole_runs import Whole
 
 from ppo_rlhf.lib import errors, processes, reward_model_files
@@ -82,10 +82,10 @@ POSTS = (
 
 
 @pytest.mark.parametrize("chapter", [1, 2])
-def test_every_stage_computes_layers_twice_if_it_is_to(chapter, both, tiny_world, tiny_posts, tmp_path: Path):
+def test_every_stage_computes_layers_twice_if_it_is_to(chapter, both, tiny_posts, tmp_path: Path):
     """In chapter 1, the numbers are those of a run that keeps everything. The models have one layer."""
     if chapter == 1:
-        script, words, stages = "train_both.py", both_arguments(tiny_world), ("reward", "policy")
+        script, words, stages = "train_both.py", both.arguments, ("reward", "policy")
         layers = 5 + 4 * 4  # steps of the reward model; updates of four epochs
     else:
         words = [*posts_arguments(tiny_posts), "--base_model", str(tiny_posts / "model"), *POSTS.split()]
