@@ -56,17 +56,16 @@ def tiny_policy(tiny_models, architecture: str = "gpt2") -> PolicyWithValueHead:
 # ---- Functions -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("least", [1, 101, 10**18 + 1])
+@pytest.mark.parametrize("least", [2, 101, 10**18 + 3])
 def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(least):
     """And the least one that will do is offered. The least factor of an update is 1 - episodes / (5 * horizon)."""
 
     def check(horizon: int) -> None:
-        command_line.check_controller(command_line.AdaptiveKLArgs(target=6.0, horizon=horizon), 5 * least - 1)
+        command_line.check_controller(command_line.AdaptiveKLArgs(target=6.0, horizon=horizon), 5 * (least - 1))
 
     check(least)
-    for horizon in range(max(1, least - 1), least):
-        with pytest.raises(InputError, match=f" --rewards.adaptive_kl.horizon {least} "):
-            check(horizon)
+    with pytest.raises(InputError, match=f" --rewards.adaptive_kl.horizon {least} "):
+        check(least - 1)
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------
