@@ -7,18 +7,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import meta_of, rows_of
+from runs import ROOT, meta_of, rows_of
 
 from ppo_rlhf import judge
 from ppo_rlhf.lib import tools
 from ppo_rlhf.tldr import all as tldr_all
 from ppo_rlhf.tldr.posts import rouge
 
-ROOT = Path(__file__).parent.parent
 CHAPTER2, CHAPTER3 = ((ROOT / f"docs/chapter{number}.md").read_text() for number in (2, 3))
 DEMO = ROOT / "static/demo-tldr/evaluation.jsonl"
 PPO, SFT = rows_of(DEMO), rows_of(DEMO.with_name("sft_evaluation.jsonl"))
