@@ -53,9 +53,8 @@ def test_two_published_implementations_agree(tmp_path, run):
     assert verdict.groupby("task")["metric"].nunique().to_dict() == {"sentiment": 17, "descriptiveness": 17}
 
 
-@pytest.mark.parametrize("metric", ["objective/kl", "ppo/loss/value"])
 @pytest.mark.parametrize("shift, judgement", [(-2.0, "outside"), (0.3, "inside")])
-def test_a_shifted_curve_does_not_agree(metric, shift, judgement):
+def test_a_shifted_curve_does_not_agree(shift, judgement, metric="objective/kl"):
     """shift: in the larger of the two published deviations."""
     curves, theirs = compare.published(DETAILS), compare.published(OPENAI)
     place = pd.MultiIndex.from_frame(curves[["task", "metric", "update"]])

@@ -5,10 +5,10 @@ import re
 import statistics
 from collections.abc import Callable
 from operator import itemgetter
-from pathlib import Path
 
 import pytest
 import torch
+from runs import ROOT
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib import traces
@@ -16,7 +16,6 @@ from ppo_rlhf.lib.files import read_json
 from ppo_rlhf.report import derivation
 from ppo_rlhf.rlvr import algebra
 
-ROOT = Path(__file__).parent.parent
 FILES = ("one_update", "tldr_policy_update", "rlvr_policy_update")
 RECORDED = {chapter: read_json(ROOT / f"benchmark/results/{name}.json") for chapter, name in enumerate(FILES, 1)}
 

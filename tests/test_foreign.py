@@ -241,9 +241,9 @@ def test_the_recipe_of_a_classifier_as_a_function(tmp_path, wordy, monkeypatch):
     recipes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (recipe,) = [recipe for recipe in recipes if "AutoModelForSequenceClassification" in recipe]
     recipe = textwrap.dedent(recipe).replace("lvwerra/distilbert-imdb", "theirs")
-    (tmp_path / "my_rewards.py").write_text(recipe)
+    (tmp_path / "recipe.py").write_text(recipe)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    scores = import_function("my_rewards:score", "rewards.function")(["the cat", "a dog"], [" sat.", " ran."])
+    scores = import_function("recipe:score", "rewards.function")(["the cat", "a dog"], [" sat.", " ran."])
     rows = [[2, 4, 6, 8, 12, 3], [2, 5, 7, 9, 12, 3]]
     assert scores == pytest.approx(said_alone(folder, rows, 1), abs=1e-5)

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import Launched, Result, launch
+from runs import ROOT
 
-ROOT = Path(__file__).parent.parent
 LAUNCHER = ROOT / "benchmark/curves/many_seeds.py"
 
 # A command that notes how it was called, leaves a run as ours do, and does what the file `behaviour` says.
