@@ -43,6 +43,8 @@ def failures(folder: Path, files: list[str], *options: str) -> list[tuple[str, s
         capture_output=True,
         text=True,
     )
+    if done.returncode not in (0, 1, 5):  # 5: the options leave no test of these files
+        raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stderr[-1000:]}")
     return FAILED.findall(done.stdout)
 
 
