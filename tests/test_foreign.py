@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from runs import ROOT
 from test_problems import TEMPLATE, byte_tokenizer
 from test_templates import IN_LETTERS, queries_of_chapter_2
 from torch.nn.utils.rnn import pad_sequence
@@ -237,7 +238,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path, tiny_tokenizer, tiny_model
 def test_the_recipe_of_a_classifier_as_a_function(tmp_path, wordy, monkeypatch):
     """The recipe of docs/running.md, for chapter 1, works as printed."""
     folder = classifier("bert", tmp_path / "theirs", wordy, ["NEGATIVE", "POSITIVE"], 0, rows=13)
-    page = (Path(__file__).parents[1] / "docs" / "running.md").read_text()
+    page = (ROOT / "docs/running.md").read_text()
     recipes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (recipe,) = [recipe for recipe in recipes if "AutoModelForSequenceClassification" in recipe]
     recipe = textwrap.dedent(recipe).replace("lvwerra/distilbert-imdb", "theirs")

@@ -15,7 +15,7 @@ import torch
 from processes import launch, launch_together
 from runs import explained_metrics, interrupt, meta_of, metrics_of, only, rows_of, samples_of, sums_arguments
 from safetensors.torch import load_file
-from test_problems import byte_tokenizer
+from test_problems import GSM8K, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_rlhf import sample, train_reward
@@ -30,8 +30,6 @@ from ppo_rlhf.rlvr import (
 )
 from ppo_rlhf.rlvr.arguments import PRESETS
 from ppo_rlhf.tldr import models
-
-GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 
 
 @pytest.fixture(scope="session")
