@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ppo_rlhf.lib import classifiers, errors, files, precision, pretrained
 from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
@@ -75,17 +82,49 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> Rewar
     trained = args.rewards.trained_model
     if args.rewards.value_model or (trained and not classifiers.is_foreign(trained)):
         field = "value_model" if args.rewards.value_model else "trained_model"
-        critic = load_scalar_model(args, field, vocab_size)
-    else:
-        torch.manual_seed(args.seed)  # for the head, the same on every process
-        backbone = load_base_model(args, AutoModel)
-        critic = RewardModel(backbone).to(backbone.dtype)
-        if zero_head:
-            nn.init.zeros_(critic.reward_head.weight)
+        return critic_that_learns(load_scalar_model(args, field, vocab_size))
+    critic = with_new_head(load_base_model(args, AutoModel), args.seed)
+    if zero_head:
+        nn.init.zeros_(critic.reward_head.weight)
+    return critic
+
+
+def with_new_head(backbone: PreTrainedModel, seed: int) -> RewardModel:
+    """A critic from a base model, with a small random head, the same on every process."""
+    torch.manual_seed(seed)
+    return critic_that_learns(RewardModel(backbone).to(backbone.dtype))
+
+
+def critic_that_learns(critic: RewardModel) -> RewardModel:
+    """All weights of a critic learn, but not the scale of the scores that it may have had as a reward model."""
     critic.requires_grad_(True)
     critic.gain.requires_grad_(False)
     critic.bias.requires_grad_(False)
     return critic
+
+
+def load_any_critic(model: str, dtype: torch.dtype, seed: int, trust_remote_code: bool = False) -> RewardModel:
+    """A critic from a reward model or critic that was trained here, a sequence classifier with one label, or a base
+    model, which gets a new head. model: a folder or a name on the hub.
+    """
+    if (Path(model) / "reward_head.safetensors").is_file():
+        return critic_that_learns(load_reward_model(Path(model), dtype, trust_remote_code))
+    with pretrained.model_errors(model) as (path, revision):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    if not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+        return with_new_head(load_pretrained(model, dtype, trust_remote_code, AutoModel), seed)
+    classifier = load_pretrained(model, dtype, trust_remote_code, AutoModelForSequenceClassification)
+    return critic_of_classifier(classifier, model)
+
+
+def critic_of_classifier(classifier: PreTrainedModel, name: str) -> RewardModel:
+    """The critic whose value is the logit of a sequence classifier with one label. name: for messages."""
+    head = getattr(classifier, "score", None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise InputError(f"critic {name}: it must be a sequence classifier with one label, read at the last token")
+    critic = RewardModel(classifier.base_model).to(classifier.dtype)
+    critic.reward_head.load_state_dict({"bias": torch.zeros(1), **head.state_dict()})
+    return critic_that_learns(critic)
 
 
 class MixedPrecision(nn.Module):

@@ -789,7 +789,8 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
         delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
 
     rewards, values, mask (of the values): (batch, response_length). Returns advantages (not whitened) and returns, of
-    that shape.
+    that shape, 0 where masked. A hole in the mask, such as what another speaker says, is skipped: t + 1 is the next
+    value that counts.
     """
     # [T44] Whatever comes after is set to 0, so that nothing leaks in.   ppo.py#L235-L241, ppo.py#L687-L704
     rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
@@ -799,8 +800,10 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = next_advantage = delta + gamma * lam * next_advantage
-        next_value = values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    advantages = advantages.masked_fill(~mask, 0)
     return advantages, advantages + values
 
 
@@ -892,19 +895,42 @@ def update_metrics(
     get the same numbers. Raises a NumericalError if they are impossible.
     """
     args, accelerator = setup.args, setup.accelerator
+    more = {
+        "raw_scores": rollout.raw_scores,
+        "sampler_gap": rollout.sampler_gap.sum(1) / rollout.mask.sum(1),
+        **rollout.monitored,
+    }
+    if has_own_scale(args.rewards):
+        more["function_score"] = setup.scale.undo(rollout.raw_scores)
+    metrics = algorithm_metrics(rollout, steps, accelerator, kl_coef=kl_coef, more=more)
+    metrics["lr"] = lr
+    # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
+    metrics["episode"] = (update + 1) * args.ppo.batch_size
+    metrics["time"] = this_run.seconds()
+    metrics["eps"] = metrics["episode"] / metrics["time"]
+    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
+    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
+    return metrics
+
+
+def algorithm_metrics(
+    rollout: Rollout,
+    steps: dict[str, Tensor],
+    accelerator: Accelerator,
+    *,
+    kl_coef: float,
+    more: dict[str, Tensor],
+) -> dict[str, float]:
+    """The metrics of an update that don't depend on the script. more: of each episode, (local_batch,) by name."""
     objectives = {  # of each episode, (local_batch,)
         "kl": rollout.kl.sum(1),
         "entropy": -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
         "non_score_reward": rollout.non_score_rewards.sum(1),
         "scores": rollout.scores,
-        "raw_scores": rollout.raw_scores,
         "eos_rate": rollout.stopped,
         "response_length": rollout.mask.sum(1),
-        "sampler_gap": rollout.sampler_gap.sum(1) / rollout.mask.sum(1),
-        **rollout.monitored,
+        **more,
     }
-    if has_own_scale(args.rewards):
-        objectives["function_score"] = setup.scale.undo(rollout.raw_scores)
     shares = {}
     for name, values in objectives.items():
         shares[f"objective/{name}"] = processes.widened(values).mean() / accelerator.num_processes
@@ -922,13 +948,6 @@ def update_metrics(
     metrics["val/var_explained"] = 1 - means["val/error"] / max(metrics["returns/var"], 1e-12)
     metrics["objective/kl_coef"] = kl_coef
     metrics["objective/rlhf_reward"] = means["objective/scores"] + means["objective/non_score_reward"]
-    metrics["lr"] = lr
-    # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
-    metrics["episode"] = (update + 1) * args.ppo.batch_size
-    metrics["time"] = this_run.seconds()
-    metrics["eps"] = metrics["episode"] / metrics["time"]
-    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
-    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return metrics
 
 
