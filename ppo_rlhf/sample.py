@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import train_policy, worlds
+from ppo_rlhf import train_policy
 from ppo_rlhf.lib import chat_templates, command_line, errors, files, pretrained, processes, rewards, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.errors import InputError
@@ -157,8 +157,7 @@ class Comparison:
             task=task,
             rewards=train_policy.RewardsArgs(trained_model=info["reward_model"]),
         )
-        saved = worlds.find_paths(saved, unused=["task.comparisons"])
-        self.task = saved.task
+        self.task = task
         with errors.typed_as({"base_model": "policy"}):
             self.tokenizer = pretrained.load_tokenizer(args.policy, trust)
         self.ids = self.chapter.task_ids(self.task, self.tokenizer)

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppo_rlhf import sample, train_policy, train_reward, worlds
+from ppo_rlhf import sample, train_policy, train_reward
 from ppo_rlhf.lib import command_line, errors, files, pretrained, run, several_stages
 from ppo_rlhf.lib.bounds import NonNegativeInt
 from ppo_rlhf.worlds import reviews, tales
@@ -78,11 +78,10 @@ def train(args: Args) -> tuple[Path, Path]:
         train_policy.check_ppo_arguments(policy_args)
         train_policy.ppo_sizes(policy_args.ppo, processes)
     command_line.check_task(args.task)
-    found = worlds.find_paths(args)
-    tokenizer = pretrained.load_tokenizer(found.base_model, args.trust_remote_code)
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     with several_stages.flags_of("policy", policy_args):
         train_policy.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
-    train_policy.QueryStream(found.task, tokenizer, split="test")  # the report at the end needs such queries
+    train_policy.QueryStream(args.task, tokenizer, split="test")  # the report at the end needs such queries
 
     reward_folder = stages.train("reward", train_reward.train, reward_args)
     rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder))

@@ -48,7 +48,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     command_line,
@@ -274,8 +273,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     check_ppo_arguments(args)
     args = with_newest_reward_model(args)
     sizes = ppo_sizes(args.ppo, accelerator.num_processes)
-    typed_args = args
-    args = worlds.find_paths(args)  # names such as `tales` become paths
     task, ppo = args.task, args.ppo
     pass_rows = ppo.local_rollout_batch_size  # rows of a pass without gradients
 
@@ -296,8 +293,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     optimizer = AdamTensorFlowStyle(param_groups, lr=ppo.lr)
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint)
-    save = partial(save_policy, policy=policy, tokenizer=tokenizer, args=typed_args)
+    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    save = partial(save_policy, policy=policy, tokenizer=tokenizer, args=args)
     this_run.rehearse(save)
     # From the newest checkpoint; {"step": 0} if there is none.
     resumed = this_run.resume(partial(checkpoints.restore_training_state, policy, optimizer))
@@ -308,23 +305,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
         # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
         scores = scores_of_base_model(args, accelerator, stream, ids, policy=policy, reward=reward, rows=pass_rows)
         scale.fit(scores)
-    recorder = make_recorder(
-        this_run,
-        stream,
-        ids,
-        policy=policy,
-        reference=reference,
-        reward=reward,
-        scale=scale,
-        monitor=monitor,
-        rows=pass_rows,
-    )
-    this_run.start_logging(resumed["step"], config_for_plots(typed_args, args))
+    this_run.start_logging(resumed["step"], config_for_plots(args))
     rank = accelerator.process_index
     mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's rows of the batch
     groups = range(rank * sizes.local_groups, (rank + 1) * sizes.local_groups)
 
-    for update in this_run.updates("PPO", resumed["step"], sizes.updates):
+    for update in this_run.updates("PPO", "episodes", first=resumed["step"], total=sizes.updates):
         # 1. Sample queries. Every process draws the whole batch and takes its rows, a slice with whole groups. [X04]
         queries = stream.next_batch(sizes.batch, ids.pad)[mine].to(device)  # (local_batch, query_length)
         uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[mine].to(noise_device)
@@ -422,7 +408,21 @@ def train(args: Args, joint: dict | None = None) -> Path:
             f"{100 * metrics['objective/stopped']:.0f} % end",
             samples=partial(sample_rows, tokenizer, ids.pad, batch),
             # The new coefficient is for other queries, which the policy answers as it is now.
-            trace=partial(recorder.record, update, batch, controller.value),
+            trace=partial(
+                record_trace,
+                this_run,
+                update,
+                batch,
+                controller.value,
+                stream=stream,
+                ids=ids,
+                policy=policy,
+                reference=reference,
+                reward=reward,
+                scale=scale,
+                monitor=monitor,
+                rows=pass_rows,
+            ),
             # The counterpart of `resume` above.   train_policy.py#L474-L508
             checkpoint=lambda state=state: (checkpoints.training_state(policy, optimizer), state),
         )
@@ -1221,110 +1221,113 @@ def sample_rows(tokenizer: PreTrainedTokenizerBase, pad_id: int, batch: Rollout)
     return rows
 
 
-def make_recorder(
+@torch.no_grad()
+def record_trace(
     this_run: run.Run,
+    update: int,
+    batch: Rollout,
+    kl_coef: float,
+    *,
     stream: QueryStream,
     ids: TaskIds,
-    *,
     policy: PolicyWithValueHead,
     reference: PreTrainedModel,
     reward: RewardModel | reward_functions.Scorer,
     scale: Scale,
     monitor: dict[str, reward_functions.Scorer],
     rows: int,
-) -> traces.Recorder[Rollout]:
-    """Keeps a few episodes of the batch, and the policy's responses to the first queries, with the same noise each
-    time. rows: how many a model reads or writes at a time.
+) -> None:
+    """Keep a few episodes of the batch, and the policy's responses to the first queries, with the same noise each
+    time. Every process must call this.
+
+    kl_coef: for the rewards of these responses. rows: how many a model reads or writes at a time.
     """
     args = this_run.args
     task = args.task
     device = this_run.accelerator.device
+    keep = partial(traces.keep, this_run, update, tokenizer=stream.tokenizer, pad_id=ids.pad)
+
+    # Episodes that the policy has just learned from, with what it says of them now.
     group = args.ppo.batch_size // args.ppo.whiten_groups
+    episodes = min(args.trace_episodes, group)
+    new_logprobs, entropies, new_values = few_rows_at_a_time(
+        lambda tokens: policy(tokens, ids.pad, ids.context_length, task.temperature),
+        rows,
+        batch.context_responses[:episodes],
+    )
+    # Whitened over all episodes of the first group: what the losses had, if there is one minibatch.
+    advantages, returns = group_advantages(batch.rewards[None, :group], batch.values[None, :group], args.ppo)
+    advantages = advantages[0, :episodes]
+    ratio = torch.exp(new_logprobs - batch.logprobs[:episodes])
+    clipped_ratio = ratio.clamp(1 - args.ppo.cliprange, 1 + args.ppo.cliprange)
+    numbers = trace_numbers(batch, ids.pad)
+    numbers |= traces.of_passes(batch.seen, numbers, episodes, this_run.accelerator)
+    numbers |= {
+        "new_logprobs": new_logprobs,
+        "entropies": entropies,
+        "new_values": new_values,
+        "advantages": advantages,
+        "returns": returns[0, :episodes],
+        "ratio": ratio,
+        "clipped": advantages * (clipped_ratio - ratio) < 0,
+    }
+    keep(numbers, episodes=episodes)
+
+    # The same queries each time. A trace must not call functions of the user's.
+    if not isinstance(reward, RewardModel):
+        reward = traces.scorer_of_traces(reward, args.rewards.function)
     queries = stream.first(traces.TRACED, ids.pad).to(device)  # (n, query_length)
     contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
     uniforms = episode_noise(args.seed, 0, len(queries), task.response_length).to(processes.device_of_noise(device))
-    # A trace must not call functions of the user's.
+    with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
+        responses, logprobs, hidden_states = write_responses(
+            policy, contexts, uniforms, ids.pad, task.temperature, rows=rows
+        )
+        context_responses = torch.cat([contexts, responses], dim=1)  # (n, context_length + response_length)
+        ref_logprobs = reference_logprobs(reference, context_responses, ids, task.temperature, rows=rows)
+        truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+        own_scores = score_responses(reward, queries, truncated_responses, pad_id=ids.pad, rows=rows)
+    raw_scores = scale.apply(own_scores)
+    stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
+    scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
+    rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
+    objectives = {"score": scores, "raw_score": raw_scores, "stopped": stopped}
+    for name, function in monitor.items():
+        objectives[name] = traces.scorer_of_traces(function, args.rewards.monitor)(queries, truncated_responses)
     if not isinstance(reward, RewardModel):
-        reward = traces.scorer_of_traces(reward, args.rewards.function)
-    monitor = {name: traces.scorer_of_traces(score, args.rewards.monitor) for name, score in monitor.items()}
-
-    def after_update(batch: Rollout, first_rows: slice) -> dict[str, Tensor]:
-        """Numbers of a few episodes that the policy has just learned from."""
-        new_logprobs, entropies, new_values = few_rows_at_a_time(
-            lambda tokens: policy(tokens, ids.pad, ids.context_length, task.temperature),
-            rows,
-            batch.context_responses[first_rows],
-        )
-        # Whitened over all episodes of the first group: what the losses had, if there is one minibatch.
-        advantages, returns = group_advantages(batch.rewards[None, :group], batch.values[None, :group], args.ppo)
-        return {
-            "new_logprobs": new_logprobs,
-            "entropies": entropies,
-            "new_values": new_values,
-            "advantages": advantages[0, first_rows],
-            "returns": returns[0, first_rows],
-        }
-
-    def answer_fixed_queries(kl_coef: float) -> Rollout:
-        """Responses to the first queries, with the numbers that episodes of the batch have."""
-        with torch.autocast(device.type, torch.bfloat16, enabled=policy.low_precision):
-            responses, logprobs, hidden_states = write_responses(
-                policy, contexts, uniforms, ids.pad, task.temperature, rows=rows
-            )
-            context_responses = torch.cat([contexts, responses], dim=1)  # (n, context_length + response_length)
-            ref_logprobs = reference_logprobs(reference, context_responses, ids, task.temperature, rows=rows)
-            truncated_responses = truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-            own_scores = score_responses(reward, queries, truncated_responses, pad_id=ids.pad, rows=rows)
-        raw_scores = scale.apply(own_scores)
-        stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
-        scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
-        rewards, _, kl = compute_rewards(scores, logprobs, ref_logprobs, kl_coef)
-        objectives = {"score": scores, "raw_score": raw_scores, "stopped": stopped}
-        for name, function in monitor.items():
-            objectives[name] = function(queries, truncated_responses)
-        if not isinstance(reward, RewardModel):
-            objectives["function_score"] = own_scores
-        return Rollout(
-            context_responses=context_responses,
-            logprobs=logprobs,
-            values=read_scalar(policy.value_head, hidden_states),
-            rewards=rewards,
-            truncated_responses=truncated_responses,
-            ref_logprobs=ref_logprobs,
-            kl=kl,
-            objectives=objectives,
-        )
-
-    def numbers(batch: Rollout) -> dict[str, Any]:
-        """The tensors under the names that report/ knows."""
-        scores = batch.objectives
-        # Beside these, the monitor has the name of its function.
-        shown = ["stopped", "function_score", *(scores.keys() - OBJECTIVES)]
-        return {
-            "query_responses": batch.context_responses,
-            "scored": batch.truncated_responses != ids.pad,
-            "logprobs": batch.logprobs,
-            "ref_logprobs": batch.ref_logprobs,
-            "kl": batch.kl,
-            "rewards": batch.rewards,
-            "values": batch.values,
-            "scores": scores["score"],
-            "raw_scores": scores["raw_score"],
-            "objectives": {name: scores[name] for name in shown if name in scores},
-            "seen": batch.seen,
-        }
-
-    return traces.Recorder(
-        this_run.folder,
-        this_run.accelerator,
-        stream.tokenizer,
-        ids.pad,
-        episodes=min(args.trace_episodes, group),
-        after_update=after_update,
-        answer_fixed_queries=answer_fixed_queries,
-        cliprange=args.ppo.cliprange,
-        numbers=numbers,
+        objectives["function_score"] = own_scores
+    repeated = Rollout(
+        context_responses=context_responses,
+        logprobs=logprobs,
+        values=read_scalar(policy.value_head, hidden_states),
+        rewards=rewards,
+        truncated_responses=truncated_responses,
+        ref_logprobs=ref_logprobs,
+        kl=kl,
+        objectives=objectives,
     )
+    numbers = trace_numbers(repeated, ids.pad)
+    numbers["statistics.kl_coef"] = torch.full((len(queries),), kl_coef, dtype=torch.float64)
+    keep(numbers, episodes=len(queries), again=True)
+
+
+def trace_numbers(batch: Rollout, pad_id: int) -> dict[str, Any]:
+    """The numbers of episodes under the names that report/ knows."""
+    scores = batch.objectives
+    # Beside these, the monitor has the name of its function.
+    shown = ["stopped", "function_score", *(scores.keys() - OBJECTIVES)]
+    return {
+        "query_responses": batch.context_responses,
+        "scored": batch.truncated_responses != pad_id,
+        "logprobs": batch.logprobs,
+        "ref_logprobs": batch.ref_logprobs,
+        "kl": batch.kl,
+        "rewards": batch.rewards,
+        "values": batch.values,
+        "scores": scores["score"],
+        "raw_scores": scores["raw_score"],
+        "objectives": {name: scores[name] for name in shown if name in scores},
+    }
 
 
 # ---- Plumbing: checks, sizes, loading, saving ------------------------------------------------------------------
@@ -1392,12 +1395,14 @@ def load_pretrained(
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        our_values = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
-        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
-        #       language/model.py#L14-L73
-        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        our_values = {}
         for name, value in vars(config).items():
+            # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                our_values[name] = 0.0
+            # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon
+            #       1e-5.   language/model.py#L14-L73
+            #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
             if value == "gelu_new":
                 our_values[name] = "gelu_pytorch_tanh"
         their_values = {name: getattr(config, name) for name in our_values}
@@ -1446,7 +1451,7 @@ def load_reward(
     together, or a reward model that was trained here.
     """
     if name := args.rewards.function:
-        return reward_functions.text_scorer(name, "rewards.function", tokenizer, ids.pad, on_all_processes=True)
+        return reward_functions.text_scorer(name, "rewards.function", tokenizer, ids.pad)
     folder = args.rewards.trained_model
     pretrained.find_head(Path(folder), f"{flag('rewards.trained_model')} {folder}")
     dtype = pretrained.dtype_of_weights(args, frozen=True)
@@ -1462,19 +1467,18 @@ def load_reward(
 
 def load_monitor(name: str, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> dict[str, reward_functions.Scorer]:
     """The function that is only logged, under its name; an empty dictionary if there is none."""
-    of_texts = partial(reward_functions.text_scorer, tokenizer=tokenizer, pad_id=pad_id, on_all_processes=True)
+    of_texts = partial(reward_functions.text_scorer, tokenizer=tokenizer, pad_id=pad_id)
     return reward_functions.load_monitor(name, OBJECTIVES, of_texts)
 
 
-def config_for_plots(args_as_given: Args, args: Args) -> dict[str, Any]:
+def config_for_plots(args: Args) -> dict[str, Any]:
     """An additional entry for Weights & Biases: the label file that the reward model learned from.
 
-    The plotting command of lm-human-preference-details (at ccc1953) selects runs by it. args: with the paths that
-    args_as_given means.
+    The plotting command of lm-human-preference-details (at ccc1953) selects runs by it.
     """
     folder = args.rewards.trained_model
     label_dataset = pretrained.read_info(Path(folder)).get("label_dataset") if folder else None
-    return {"rewards": dataclasses.asdict(args_as_given.rewards) | {"label_dataset": label_dataset}}
+    return {"rewards": dataclasses.asdict(args.rewards) | {"label_dataset": label_dataset}}
 
 
 class Scale:

@@ -39,7 +39,6 @@ from annotated_types import Ge
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     command_line,
@@ -190,8 +189,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
-    typed_args = args
-    args = worlds.find_paths(args)  # names such as `tales` become paths
     # A slip is found before anything is loaded.
     label_files.find_label_file(args.label_dataset, args.task.query_dataset)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
@@ -206,8 +203,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     reward_model, language_model = load_models(args, ids, labels, device)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
     pass_rows = args.local_rollout_batch_size  # rows of a pass without gradients
-    this_run = run.Run(typed_args, accelerator, dataclasses.asdict(sizes), joint)
-    save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=typed_args)
+    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
+    save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=args)
     this_run.rehearse(save)
     # Of the newest checkpoint; {"step": 0} if there is none.
     state = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))
@@ -238,34 +235,40 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       train_reward.py#L236-L250
     # [X02] Their order depends on the seed alone.
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
-    with this_run.progress("reward model", sizes.steps, state["step"]) as advance:
-        for step in range(state["step"], sizes.steps):
-            optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
-            batch_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch]
-            mb_inds = batch_inds[rank :: accelerator.num_processes]  # (local_batch,)
-            stats = reward_update(
-                reward_model,
-                optimizer,
-                labels,
-                mb_inds=mb_inds,
-                pad_id=ids.pad,
-                accelerator=accelerator,
-                micro_batch=args.local_micro_batch_size,
-            )
-            means = processes.mean_over_processes(stats, accelerator)
-            processes.check_finite(means, step, "lr")
-            metrics = {
-                "train_reward/minibatch/loss": means["train/loss"],
-                "train_reward/minibatch/error": means["train/loss"],
-                **means,
-                "train/lr": learning_rate_at(args, step),
-            }
-            this_run.log(step, metrics)
-            agreement = "corr" if labels.kind == "score" else "accuracy"
-            advance(f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}")
-            if this_run.is_time_to_save(step + 1, sizes.steps):
-                checkpoint = checkpoints.training_state(reward_model, optimizer)
-                this_run.save_checkpoint(step + 1, checkpoint, {"query_position": stream.position})
+    for step in this_run.updates("reward model", "labels", first=state["step"], total=sizes.steps):
+        optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
+        batch_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch]
+        mb_inds = batch_inds[rank :: accelerator.num_processes]  # (local_batch,)
+        stats = reward_update(
+            reward_model,
+            optimizer,
+            labels,
+            mb_inds=mb_inds,
+            pad_id=ids.pad,
+            accelerator=accelerator,
+            micro_batch=args.local_micro_batch_size,
+        )
+        # [D75] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
+        flat = accelerator.reduce(torch.stack([processes.widened(x.detach()) for x in stats.values()]), "mean")
+        means = dict(zip(stats, flat.tolist(), strict=True))
+        processes.check_finite(means, step, "lr")
+        metrics = {
+            "train_reward/minibatch/loss": means["train/loss"],
+            "train_reward/minibatch/error": means["train/loss"],
+            **means,
+            "train/lr": learning_rate_at(args, step),
+        }
+        agreement = "corr" if labels.kind == "score" else "accuracy"
+        status = f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}"
+        this_run.end_of_update(
+            step,
+            metrics,
+            status,
+            checkpoint=lambda: (
+                checkpoints.training_state(reward_model, optimizer),
+                {"query_position": stream.position},
+            ),
+        )
 
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
@@ -892,12 +895,14 @@ def load_pretrained(
     """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
     with pretrained.model_errors(base_model) as (path, revision):
         config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-        our_values = {name: 0.0 for name, value in vars(config).items() if pretrained.is_dropout(name, value)}
-        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
-        #       language/model.py#L14-L73
-        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        our_values = {}
         for name, value in vars(config).items():
+            # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                our_values[name] = 0.0
+            # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon
+            #       1e-5.   language/model.py#L14-L73
+            #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
             if value == "gelu_new":
                 our_values[name] = "gelu_pytorch_tanh"
         their_values = {name: getattr(config, name) for name in our_values}

@@ -286,7 +286,7 @@ def load(file: Path) -> list[Counter[tuple[Kind, Place]]]:
 # log-probs with the reference's function, so it comes first.
 STEPS = {
     "passes": ("ppo_update", "update"),
-    "trace": ("record", "record_trace"),
+    "trace": ("record_trace",),
     "evaluate": ("evaluate",),
     "reference": ("reference_logprobs", "logprobs", "response_logprobs"),
     "generate": ("respond", "generate"),

@@ -17,9 +17,9 @@ import torch
 from runs import error_line
 from tokenizers.processors import TemplateProcessing
 
-from ppo_rlhf import sample, train_policy, train_reward, worlds
+from ppo_rlhf import sample, train_policy, worlds
 from ppo_rlhf.lib import hub, label_files, pretrained, published_texts, reward_functions, text_sources
-from ppo_rlhf.tldr import policy as tldr_policy, posts, posts as posts_of_chapter_2
+from ppo_rlhf.tldr import posts, posts as posts_of_chapter_2
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
 
 PAD = 95
@@ -220,14 +220,17 @@ def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(conn
 def test_names_of_worlds_become_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tales").mkdir()  # a world, though a folder of that name lies here
-    given = train_reward.Args(base_model="gpt3", label_dataset="texts.txt", task=TaskArgs(query_dataset="books"))
-    assert worlds.find_paths(given) == given
-    monkeypatch.setattr(worlds, "DATA", tmp_path / "data")
-    found = worlds.find_paths(train_reward.Args(base_model="tales", task=TaskArgs(query_dataset="tales")))
-    assert (found.base_model, found.task.query_dataset) == (f"{tmp_path}/data/tales/model", f"{tmp_path}/data/tales")
-    task = posts_of_chapter_2.TaskArgs(posts="m", comparisons="posts")
-    given = tldr_policy.Args(base_model="m", task=task)
-    assert worlds.find_paths(given, unused=["task.comparisons"]) == given
+    for argument, value in (("base_model", "gpt3"), ("label_dataset", "tales"), ("task.posts", "tales")):
+        assert worlds.find_value(argument, value) == value
+    world = worlds.DATA / "tales"
+    with pretrained.model_errors("tales") as place:
+        assert place == (f"{world}/model", None)
+    labels = label_files.find_label_file("sentiment/offline_5k.json", "tales")
+    assert labels == world / "labels/sentiment/offline_5k.json"
+    assert list(text_sources.load_texts("tales")) == list(text_sources.load_texts(str(world)))
+    where, _ = next(iter(posts_of_chapter_2.load_rows("posts", "comparisons", "train")))
+    assert where.startswith(f"{worlds.DATA}/posts/comparisons_train.jsonl")
+    assert posts_of_chapter_2.known_ceiling("posts") > 0.5
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import with_value
 
-from ppo_rlhf import train_both, train_policy, train_reward, worlds
+from ppo_rlhf import train_both, train_policy, train_reward
 from ppo_rlhf.lib import pretrained, several_stages
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed, typed_as
 from ppo_rlhf.lib.files import flatten
@@ -46,7 +46,6 @@ def until_training(monkeypatch, tiny_tokenizer, tmp_path):
 
     monkeypatch.setattr(several_stages.Stages, "train", stop)
     monkeypatch.setattr(pretrained, "load_tokenizer", lambda *_: tiny_tokenizer)
-    monkeypatch.setattr(worlds, "find_paths", lambda args, *_, **__: args)  # no world is built
     monkeypatch.setattr(train_policy, "QueryStream", stop)
     for module, name in ((posts, "read_posts"), (pretrained, "empty_model")):
         monkeypatch.setattr(module, name, stop)

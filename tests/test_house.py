@@ -62,21 +62,18 @@ def circle(sources: Sources) -> list[str]:
     return []
 
 
-FLOORS = ("lib", "worlds")  # from below
-
-
-def floor_of(name: str) -> int:
-    """A script stands above all floors."""
-    return next((i for i, floor in enumerate(FLOORS) if f"{name}.".startswith(f"{floor}.")), len(FLOORS))
+def is_below(name: str) -> bool:
+    """Whether a module belongs to lib or to worlds, which are below all scripts."""
+    return name.split(".")[0] in ("lib", "worlds")
 
 
 def trespasses(sources: Sources) -> set[tuple[str, str]]:
-    """Imports that go up: from lib to a world or a script, or from a world to a script."""
+    """Imports that go up: from lib or a world to a script."""
     return {
         (name, other)
         for name, others in graph(sources).items()
         for other in others
-        if floor_of(other) > floor_of(name)
+        if is_below(name) and not is_below(other)
     }
 
 
@@ -146,7 +143,6 @@ def test_a_circle_is_found(module, source):
     [
         ("lib.a", "from ppo_rlhf import script", "script"),
         ("lib.a", "if TYPE_CHECKING:\n    from ppo_rlhf.script import name", "script"),
-        ("lib.a", "from ppo_rlhf import worlds", "worlds"),
         ("lib.a", "from ppo_rlhf.script import name", "script"),
         ("worlds", "from ppo_rlhf import script", "script"),
     ],
@@ -181,7 +177,7 @@ def test_the_project_does_not_grow(folder):
 
 OUTSIDE = {  # what a small run executes outside its script: functions, lines, files; they may only fall
     "train_policy.py --preset tales --rewards.function words:score --rewards.normalize_samples 64 "
-    "--ppo.total_episodes 64": (111, 1_340, 13),
+    "--ppo.total_episodes 64": (102, 1_270, 13),
     "train_reward.py --preset tales --num_train 64 --batch_size 32 --normalize_samples 64": (89, 1_100, 12),
 }
 

@@ -829,14 +829,8 @@ def test_a_model_learns_to_end(tiny_sums):
 
 
 def test_sums_is_the_name_of_model_and_problems():
-    @dataclasses.dataclass(frozen=True)
-    class Args:
-        resume: str = ""
-        base_model: str = "sums"
-        task: problems.TaskArgs = problems.TASKS["sums"]
-
-    found, world = worlds.find_paths(Args()), worlds.DATA / "sums"
-    assert found.base_model == f"{world}/model" and found.task.problems == str(world)
-    assert found.task.test_problems == ""
-    hub = worlds.find_paths(Args(task=problems.TASKS["gsm8k"]))
-    assert hub.task.problems == "gsm8k"
+    world = worlds.DATA / "sums"
+    assert worlds.find_value("base_model", "sums") == f"{world}/model"
+    where, _ = next(iter(problems.load_rows("sums", "problems", "train")))
+    assert where.startswith(f"{world}/problems_train.jsonl")
+    assert worlds.find_value("task.problems", "gsm8k") == "gsm8k"

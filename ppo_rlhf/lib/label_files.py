@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ppo_rlhf import worlds
 from ppo_rlhf.lib import chat_templates, errors, files, hub, pretrained
 from ppo_rlhf.lib.errors import InputError, flag
 
@@ -180,7 +181,7 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
 def find_label_file(label_dataset: str, query_dataset: str) -> Path:
     """The file that this names: a local one, one next to the texts of a world, or one of OpenAI's on the hub."""
     what = f"{flag('label_dataset')} {label_dataset}"
-    labels = Path(query_dataset, "labels")
+    labels = Path(worlds.find_value("task.query_dataset", query_dataset), "labels")
     for path in (Path(label_dataset), labels / label_dataset):
         if files.stored(path).is_file():
             return path

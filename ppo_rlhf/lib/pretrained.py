@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from ppo_rlhf import worlds
 from ppo_rlhf.lib import files, hub
 from ppo_rlhf.lib.errors import InputError, flag, input_errors, say_once
 
@@ -159,11 +160,6 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
     return config
 
 
-def is_dropout(name: str, value: Any) -> bool:
-    """Whether a setting of a configuration is a probability of dropout."""
-    return ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float)
-
-
 # The library would load an adapter that is next to the weights, so it looks for one where none can be.
 NO_ADAPTER = {"subfolder": "config.json"}
 
@@ -221,9 +217,10 @@ def without_pickles() -> Iterator[None]:
 def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
     """Yields a base model's folder and None, or its name on the hub and the revision, None where none is typed.
 
-    Turns what goes wrong in loading it into one line.
+    base_model: a folder, a world's model, or a name on the hub. Turns what goes wrong in loading it into one line.
     """
     what = f"{flag('base_model')} {base_model}"
+    base_model = worlds.find_value("base_model", base_model)
     remedy = "give the folder of a downloaded model, or use --preset tales"
     folder = Path(base_model)
     is_folder = bool(base_model) and folder.is_dir()

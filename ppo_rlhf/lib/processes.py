@@ -68,13 +68,6 @@ def make_accelerator() -> Accelerator:
     return accelerator
 
 
-def mean_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
-    """Reduce 0-d tensors over all processes, in one flat vector."""
-    # [D75] The mean of each metric, in float64.   utils/core.py#L491-L524
-    flat = torch.stack([widened(value.detach()) for value in values.values()])
-    return dict(zip(values, accelerator.reduce(flat, "mean").tolist(), strict=True))
-
-
 def sum_over_processes(values: dict[str, torch.Tensor], accelerator: Accelerator) -> dict[str, float]:
     """Add up 0-d tensors over all processes, in one flat vector: what each adds is a share of the whole."""
     flat = torch.stack([widened(value.detach()) for value in values.values()])

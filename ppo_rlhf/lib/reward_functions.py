@@ -30,7 +30,6 @@ def text_scorer(
     pad_id: int,
     *,
     with_references: bool = False,
-    on_all_processes: bool = False,
 ) -> Scorer:
     """A scorer that calls the function `package.module:name`: (queries, truncated responses) -> list of floats.
 
@@ -39,8 +38,7 @@ def text_scorer(
     A function that asks for them (see arguments_of) also gets the reference answers, or a list of None if the data
     has none. with_references: whether the data has reference answers.
 
-    on_all_processes: all processes call the scorer together, each with its own texts. If it fails on one, it fails on
-    all.
+    All processes call the scorer together, each with its own texts. If it fails on one, it fails on all.
     """
     what = f"{flag(field)} {name}"
     function = import_function(name, field)
@@ -52,9 +50,7 @@ def text_scorer(
         ends = responses.new_tensor(pretrained.end_ids(tokenizer))
         written = responses.masked_fill(torch.isin(responses, ends).cumsum(1) > 0, pad_id)
         answers = [None] * len(queries) if references is None else decode(references)
-        scores = scores_of(
-            function, what, decode(queries), decode(written), answers, on_all_processes=on_all_processes
-        )
+        scores = scores_of(function, what, decode(queries), decode(written), answers, on_all_processes=True)
         return torch.tensor(scores).to(queries.device)
 
     # A function that cannot be called is refused before the run begins.

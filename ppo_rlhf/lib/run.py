@@ -95,7 +95,7 @@ class Run:
             self.folder = Path(runs).absolute() / run_name(args, timestamp)
         self.model_folder = self.folder.parents[1] / "models" / self.folder.name
         self.rows: list[dict[str, float]] = []
-        self._told_to_stop = self._stopping = False
+        self._told_to_stop = False
         previous = read_meta(self.folder) if args.resume else {}
         self._was_finished = previous.get("finished", False)
         self._started = time.monotonic() - previous.get("wall_time", 0.0)
@@ -103,7 +103,7 @@ class Run:
         # The arguments are next to the results of the run.   train_policy.py#L422-L436
         self.meta: dict[str, Any] = {
             "name": self.folder.name,
-            "script": script_of(args),
+            "script": type(args).exp_name,  # by default, experiments have the names of scripts
             "args": dataclasses.asdict(args),
             "joint": {name: joint[name] for name in ("args", "timestamp")} if joint else previous.get("joint"),
             "sizes": sizes,
@@ -239,10 +239,32 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def updates(self, title: str, first: int, total: int) -> Iterator[int]:
-        """The updates of a training loop, from `first` on, with a progress bar. Each ends with `end_of_update`."""
+    def updates(self, title: str, unit: str, *, first: int, total: int) -> Iterator[int]:
+        """The updates of a training loop, from `first` on. Each ends with `end_of_update`.
+
+        A bar shows progress and speed, in units such as episodes. Until the loop ends, SIGTERM waits for the
+        checkpoint after the update.
+        """
+
+        def stop_after_the_update(signal_number: int, frame: Any) -> None:
+            self._told_to_stop = True
+
         self._saved = self._made = first
-        with self.progress(title, total, first) as self._advance:
+        # Progress and speed, on the first process.   train_policy.py#L311-L316
+        # A log file gets a line from time to time.
+        seconds = 0.1 if sys.stdout.isatty() else 30.0
+        self._unit = unit
+        self._bar = tqdm(
+            total=total,
+            initial=first,
+            desc=title,
+            file=sys.stdout,
+            mininterval=seconds,
+            maxinterval=2 * seconds,
+            main_process_only=False,
+            disable=not self.is_main,
+        )
+        with self._bar, errors.on_sigterm(stop_after_the_update):
             for update in range(first, total):
                 self._update_started = time.monotonic()
                 yield update
@@ -273,59 +295,35 @@ class Run:
         metrics: dict[str, float],
         status: str,
         *,
-        samples: Callable[[], list[dict[str, Any]]],
-        trace: Callable[[], None],
         checkpoint: Callable[[], tuple[dict[str, torch.Tensor], dict[str, Any]]],
+        samples: Callable[[], list[dict[str, Any]]] | None = None,
+        trace: Callable[[], None] | None = None,
     ) -> None:
         """All that is kept of an update (0-based). Every process must call this.
 
-        status: for the progress bar. The functions are called only if it is time for them: samples gives rows
-        to print, trace keeps a few episodes with all their numbers, checkpoint gives tensors and state. Ends the run
-        by raising Stopped after the checkpoint, if it was told to stop. checkpoint may also be called later, within
-        saved_if_it_fails."""
+        status: for the progress bar. The functions are called only if it is time for them: checkpoint gives tensors
+        and state, samples gives rows to print, trace keeps a few episodes with all their numbers. Ends the run by
+        raising Stopped after the checkpoint, if it was told to stop. checkpoint may also be called later, within
+        saved_if_it_fails.
+        """
         self._made, self._checkpoint = update + 1, checkpoint
-        updates = self.meta["sizes"]["updates"]
+        updates = self._bar.total
         self.log(update, metrics)
-        if self.args.log_interval and update % self.args.log_interval == 0:
+        if samples and self.args.log_interval and update % self.args.log_interval == 0:
             self.log_samples(update, samples())
-        if self.args.trace_interval and (update % self.args.trace_interval == 0 or update + 1 == updates):
+        if trace and self.args.trace_interval and (update % self.args.trace_interval == 0 or update + 1 == updates):
             trace()
         speed = self.meta["sizes"]["batch"] / self.seconds_of_update()
-        self._advance(f"{speed:.0f} episodes/s, {status}")
+        self._bar.set_postfix_str(f"{speed:.0f} {self._unit}/s, {status}", refresh=False)
+        self._bar.update()
+        # SIGTERM, which clusters send before they take a machine away, may reach one process only.
+        told_to_stop = torch.tensor([float(self._told_to_stop)], device=self.accelerator.device)
+        stopping = self.accelerator.reduce(told_to_stop, "sum").item() > 0
         # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
-        if self.is_time_to_save(update + 1, updates):
-            self.save_checkpoint(update + 1, *checkpoint())
-
-    @contextlib.contextmanager
-    def progress(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[str], None]]:
-        """For the time of a loop: a bar with the time left; and SIGTERM waits for the checkpoint after the step.
-
-        Yields advance(text), to be called once per step.
-        """
-
-        def stop_after_the_step(signal_number: int, frame: Any) -> None:
-            self._told_to_stop = True
-
-        # Progress and speed, on the first process.   train_policy.py#L311-L316
-        # A log file gets a line from time to time.
-        seconds = 0.1 if sys.stdout.isatty() else 30.0
-        bar = tqdm(
-            total=total,
-            initial=done,
-            desc=title,
-            file=sys.stdout,
-            mininterval=seconds,
-            maxinterval=2 * seconds,
-            main_process_only=False,
-            disable=not self.is_main,
-        )
-
-        def advance(text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
-
-        with bar, errors.on_sigterm(stop_after_the_step):
-            yield advance
+        if stopping or self._made == updates or self._made % (self.args.save_interval or updates) == 0:
+            self.save_checkpoint(self._made, *checkpoint())
+        if stopping:
+            raise Stopped(errors.with_how_to_go_on(f"stopped by SIGTERM after step {self._made}, with a checkpoint"))
 
     def finish(self, *parts: str, **results: Any) -> None:
         """Draw the learning curves, record the results, and say where everything is.
@@ -349,17 +347,8 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def is_time_to_save(self, step: int, last_step: int) -> bool:
-        """Say whether a checkpoint is due after this step: at intervals, at the end, and on SIGTERM.
-
-        SIGTERM, which clusters send before they take a machine away, may reach one process only.
-        """
-        told_to_stop = torch.tensor([float(self._told_to_stop)], device=self.accelerator.device)
-        self._stopping = self.accelerator.reduce(told_to_stop, "sum").item() > 0
-        return self._stopping or step == last_step or step % (self.args.save_interval or last_step) == 0
-
     def save_checkpoint(self, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Write checkpoints/<step>. Ends the run by raising Stopped if it was told to stop."""
+        """Write checkpoints/<step>."""
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise NumericalError(f"{name} is not finite at step {step}; the run stops and saves nothing more")
@@ -367,8 +356,6 @@ class Run:
             checkpoints.write(self.folder, step, tensors, state)
             self.save_meta()
         self._saved = step
-        if self._stopping:
-            raise Stopped(errors.with_how_to_go_on(f"stopped by SIGTERM after step {step}, with a checkpoint"))
 
     def resume(self, restore: Callable[[dict[str, torch.Tensor]], None]) -> dict[str, Any]:
         """Continue from the newest checkpoint: its state; {"step": 0} if there is none.
@@ -393,15 +380,6 @@ class Run:
 
 
 # ---- Names and tables ------------------------------------------------------------------------------------------
-
-
-def script_of(args: Any) -> str:
-    """The training script whose Args these are, such as train_policy: their `script`, or the file that has them."""
-    if script := vars(type(args)).get("script"):
-        return script
-    file = Path(sys.modules[type(args).__module__].__file__ or "")
-    chapter = f"{file.parent.name}_" if file.parent.name in ("tldr", "rlvr") else ""
-    return chapter + file.stem
 
 
 def run_name(args: Any, timestamp: int) -> str:

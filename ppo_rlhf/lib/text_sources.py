@@ -24,6 +24,7 @@ from pathlib import Path
 
 from torch.utils.data import Subset
 
+from ppo_rlhf import worlds
 from ppo_rlhf.lib.errors import InputError, flag, input_errors
 from ppo_rlhf.lib.files import read_text
 
@@ -38,7 +39,7 @@ def load_texts(query_dataset: str, split: str = "train") -> Sequence[str]:
     is held out, and `all` gives both splits.
     """
     # The name says where the texts come from.   datasets/books.py#L7-L17
-    path = Path(query_dataset)
+    path = Path(worlds.find_value("task.query_dataset", query_dataset))
     if query_dataset in HUB_TEXTS:
         from ppo_rlhf.lib import published_texts
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -141,7 +141,44 @@ def moments(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor] = t
     return mean, (variance + 1e-8).sqrt()
 
 
-# ---- The recorder ---------------------------------------------------------------------------------------------
+def of_passes(
+    seen: list[Seen], numbers: Mapping[str, Any], episodes: int, accelerator: Accelerator
+) -> dict[str, Tensor]:
+    """What the passes of an update computed for the first episodes, and what these share with others of a minibatch.
+
+    numbers: of the whole local batch, as `keep` takes them. Every process must call this.
+    """
+    found = {}
+    for name, tensor in of_epochs([*seen, *statistics(seen, numbers, accelerator)], episodes).items():
+        found[f"{'epochs' if tensor.dim() > 2 else 'statistics'}.{name}"] = tensor
+    return found
+
+
+def statistics(seen: list[Seen], batch: Mapping[str, Any], accelerator: Accelerator) -> list[Seen]:
+    """Mean and deviation with which each minibatch was whitened, and how many tokens and values count in it.
+
+    The rows of a minibatch are (local_minibatch,) where all of it is whitened together, and (groups, rows) where
+    each group is by itself; of groups, the first is kept.
+    """
+    everything, found = torch.ones_like(batch["logprobs"], dtype=torch.bool), []
+    mask, value_mask = batch.get("mask", everything), batch.get("value_mask", everything)
+    total = partial(accelerator.reduce, reduction="sum")
+    for rows, numbers in seen:
+        if "returns" not in numbers:
+            continue
+        counts = {"tokens": total(mask[rows].sum()), "values": total(value_mask[rows].sum())}
+        returns, reduce = numbers["returns"], total
+        if rows.dim() > 1:
+            rows, returns, reduce = rows[0], returns[0], torch.clone
+        of_rewards = moments(batch["rewards"][rows], value_mask[rows], reduce)
+        of_advantages = moments(returns - batch["values"][rows], mask[rows], reduce)
+        of_all = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True)) | counts
+        of_all |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
+        found.append((rows, {name: x.expand(rows.shape) for name, x in of_all.items()}))
+    return found
+
+
+# ---- What a script keeps ---------------------------------------------------------------------------------------
 
 # Numbers of tokens that a trace keeps. `scored` says what was scored, `mask` and `value_mask` what the losses count;
 # without them, everything.
@@ -150,124 +187,55 @@ KEPT |= {"kl", "exact_kl", "rewards", "values", "new_values", "advantages", "ret
 KEPT |= {"entropies", "ratio", "clipped"}
 
 
-Rollout = TypeVar("Rollout")  # of a script
+def keep(
+    run: Any,
+    update: int,
+    numbers: Mapping[str, Any],
+    *,
+    episodes: int,
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: int,
+    texts: dict[str, list[str]] | None = None,
+    again: bool = False,
+) -> None:
+    """Write the first episodes of an update, on the main process. run: a Run of run.py.
 
-
-class Recorder(Generic[Rollout]):
-    """Keeps a few episodes of an update, and responses to queries that are the same each time.
-
-    A script's rollout may be of any type; `numbers` gives its tensors by name:
+    again: whether their queries are the same each time. texts: more texts of these episodes, such as reference
+    answers. numbers, of at least so many rows, by name:
 
         query_responses              token ids (rows, context_length + response_length)
         the names of KEPT            numbers of tokens (rows, response_length)
         any name, (rows,)            numbers of episodes, such as scores and stopped
         any name, a dictionary       of more numbers of episodes
         a name with a dot            a tensor under its name in the file, such as statistics.kept
-        seen                         what each pass of the update computed
 
-    Nothing else that it gives is kept.
+    Nothing else is kept.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        accelerator: Accelerator,
-        tokenizer: PreTrainedTokenizerBase,
-        pad_id: int,
-        *,
-        episodes: int,
-        after_update: Callable[[Rollout, slice], dict[str, Tensor]],
-        answer_fixed_queries: Callable[[float], Rollout],
-        cliprange: float | None = None,
-        numbers: Callable[[Rollout], Mapping[str, Any]] = vars,
-        texts: Callable[[Mapping[str, Any]], dict[str, list[str]]] = lambda numbers: {},
-    ):
-        """folder: of the run. episodes: how many to keep, at most those of one process.
-
-        after_update: (a rollout, its first rows) -> numbers of these rows by name: `new_logprobs` under the policy
-        after the update and what else the losses have. answer_fixed_queries: KL coefficient -> a rollout of the
-        queries that are the same each time. cliprange: of the policy's ratio, unless after_update says what is
-        clipped. texts: more texts of the episodes whose numbers it gets, by name.
-        """
-        self.folder, self.accelerator, self.tokenizer, self.pad_id = folder, accelerator, tokenizer, pad_id
-        self.episodes, self.after_update = episodes, after_update
-        self.answer_fixed_queries = answer_fixed_queries
-        self.cliprange, self.numbers, self.texts = cliprange, numbers, texts
-
-    @torch.no_grad()
-    def record(self, update: int, rollout: Rollout, kl_coef: float) -> None:
-        """Write both traces of an update. kl_coef: for the second one. Every process must call this."""
-        batch = self.numbers(rollout)
-        rows = slice(min(self.episodes, len(batch["logprobs"])))
-        found = {name: value for name, value in batch.items() if isinstance(value, Tensor | dict)}
-        found = {name: rows_of(value, rows) for name, value in found.items()} | self.after_update(rollout, rows)
-        found.setdefault("ratio", torch.exp(found["new_logprobs"] - found["logprobs"]))
-        if self.cliprange is not None:
-            clipped_ratio = found["ratio"].clamp(1 - self.cliprange, 1 + self.cliprange)
-            found["clipped"] = found["advantages"] * (clipped_ratio - found["ratio"]) < 0
-        seen = [*batch["seen"], *self._statistics(batch)]
-        for name, tensor in of_epochs(seen, rows.stop).items():
-            found[f"{'epochs' if tensor.dim() > 2 else 'statistics'}.{name}"] = tensor
-        self._write(update, False, found)
-
-        found = dict(self.numbers(self.answer_fixed_queries(kl_coef)))
-        found["statistics.kl_coef"] = torch.full((len(found["logprobs"]),), kl_coef, dtype=torch.float64)
-        self._write(update, True, found)
-
-    def _statistics(self, batch: Mapping[str, Any]) -> list[Seen]:
-        """Mean and deviation with which each minibatch was whitened, and how many tokens and values count in it.
-
-        The rows of a minibatch are (local_minibatch,) where all of it is whitened together, and (groups, rows) where
-        each group is by itself; of groups, the first is kept.
-        """
-        everything, found = torch.ones_like(batch["logprobs"], dtype=torch.bool), []
-        mask, value_mask = batch.get("mask", everything), batch.get("value_mask", everything)
-        total = partial(self.accelerator.reduce, reduction="sum")
-        for rows, numbers in batch["seen"]:
-            if "returns" not in numbers:
-                continue
-            counts = {"tokens": total(mask[rows].sum()), "values": total(value_mask[rows].sum())}
-            returns, reduce = numbers["returns"], total
-            if rows.dim() > 1:
-                rows, returns, reduce = rows[0], returns[0], torch.clone
-            of_rewards = moments(batch["rewards"][rows], value_mask[rows], reduce)
-            of_advantages = moments(returns - batch["values"][rows], mask[rows], reduce)
-            of_all = dict(zip(("reward_mean", "reward_deviation"), of_rewards, strict=True)) | counts
-            of_all |= dict(zip(("advantage_mean", "advantage_deviation"), of_advantages, strict=True))
-            found.append((rows, {name: x.expand(rows.shape) for name, x in of_all.items()}))
-        return found
-
-    def _write(self, update: int, again: bool, numbers: Mapping[str, Any]) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
-        for name, value in numbers.items():
-            if isinstance(value, dict):
-                parts["episodes"] |= value
-            elif "." in name:
-                kind, column = name.split(".", 1)
-                parts[kind][column] = value
-            elif isinstance(value, Tensor) and value.dim() == 1:
-                parts["episodes"][name] = value
-            elif name in KEPT:
-                parts["tokens"][name] = value
-        queries, responses = numbers["query_responses"].tensor_split([-numbers["logprobs"].shape[1]], dim=1)
-        n = len(next(iter(parts["tokens"].values())))  # the other parts may have more rows
-        decode = self.tokenizer.decode
-        trace = Trace(
-            update=update,
-            again=again,
-            queries=[decode([token for token in row if token != self.pad_id]) for row in queries[:n].tolist()],
-            responses=[pieces(self.tokenizer, row, self.pad_id) for row in responses[:n].tolist()],
-            tokens={"ids": responses[:n], **parts.pop("tokens")},
-            texts={name: values[:n] for name, values in self.texts(numbers).items()},
-            **{part: {name: values[:n] for name, values in of_part.items()} for part, of_part in parts.items()},
-        )
-        write(self.folder, trace)
-
-
-def rows_of(numbers: Tensor | dict[str, Tensor], rows: slice) -> Tensor | dict[str, Tensor]:
-    return {name: x[rows] for name, x in numbers.items()} if isinstance(numbers, dict) else numbers[rows]
+    if not run.is_main:
+        return
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
+    for name, value in numbers.items():
+        if isinstance(value, dict):
+            parts["episodes"] |= value
+        elif "." in name:
+            kind, column = name.split(".", 1)
+            parts[kind][column] = value
+        elif isinstance(value, Tensor) and value.dim() == 1:
+            parts["episodes"][name] = value
+        elif name in KEPT:
+            parts["tokens"][name] = value
+    response_length = numbers["logprobs"].shape[1]
+    queries, responses = numbers["query_responses"][:episodes].tensor_split([-response_length], dim=1)
+    parts["tokens"]["ids"] = responses
+    trace = Trace(
+        update=update,
+        again=again,
+        queries=[tokenizer.decode([token for token in row if token != pad_id]) for row in queries.tolist()],
+        responses=[pieces(tokenizer, row, pad_id) for row in responses.tolist()],
+        texts=texts or {},
+        **{part: {name: values[:episodes] for name, values in of_part.items()} for part, of_part in parts.items()},
+    )
+    write(run.folder, trace)
 
 
 # ---- What the scripts share -----------------------------------------------------------------------------------

@@ -176,8 +176,7 @@ class Args(command_line.PolicyRunArgs):
     """the optimisation"""
     lora: models.LoraArgs = field(default_factory=models.LoraArgs)
     """low-rank adapters"""
-    # These are no arguments.
-    script = "rlvr_policy"  # the other scripts have an Args of their own
+    # This is no argument.
     tools = None  # in rlvr/tools.py ToolsArgs
 
 
@@ -508,7 +507,6 @@ Source = tuple[Callable[..., Tensor], float]
 class Setup:
     """What the arguments name, apart from the networks that learn: the parts of a run that no update changes."""
 
-    typed_args: Args  # with names such as `sums` that are not yet paths
     args: Args
     sizes: PpoSizes
     tokenizer: PreTrainedTokenizerBase

@@ -60,6 +60,7 @@ from accelerate import Accelerator
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
+from ppo_rlhf import worlds
 from ppo_rlhf.lib import checkpoints, command_line, errors, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.errors import InputError
@@ -76,7 +77,6 @@ from ppo_rlhf.rlvr import (
 
 @dataclass(frozen=True, kw_only=True)
 class Args(rlvr_arguments.Args):
-    script = "rlvr_async"
     exp_name: str = "rlvr_async"
     staleness: NonNegativeInt = 1
     """age in updates of the weights that sample a batch, less at the start; 0: sampling and training take turns"""
@@ -259,7 +259,8 @@ def start_workers(ray: Any, setup: rlvr_arguments.Setup) -> list[Any]:
         scheduling_strategy="SPREAD",
         **REPLACED,
     )(sampler)
-    if (folder := Path(args.base_model)).is_dir():
+    folder = Path(worlds.find_value("base_model", args.base_model))
+    if folder.is_dir():
         args = dataclasses.replace(args, base_model=str(folder.absolute()))  # workers may be in another folder
     return [actor_class.remote(args, setup.ids, torch.get_num_threads()) for _ in range(args.workers)]
 

@@ -47,7 +47,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     chat_templates,
     checkpoints,
@@ -96,7 +95,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
     rows = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's episodes
 
     with sampler.at_work(this_run, progress):
-        for number in this_run.updates("RLVR", progress.first_update, sizes.updates):
+        for number in this_run.updates("RLVR", "episodes", first=progress.first_update, total=sizes.updates):
             sampler.begin_update(number)
             if args.eval_interval and number % args.eval_interval == 0:  # metrics repeat the newest result
                 with this_run.saved_if_it_fails(), actor_critic.sampling():
@@ -862,6 +861,7 @@ class Reference(models.Reference):
 # ---- Traces ----------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def record_trace(
     this_run: run.Run,
     sampler: Sampler,
@@ -874,56 +874,38 @@ def record_trace(
 ) -> None:
     """Keep whole groups of the batch, and of responses to the first problems of all, with the same noise each time.
 
-    Every process must call this.
+    kl_coef: for the rewards of these responses. Every process must call this.
     """
     setup, actor_critic, accelerator = sampler.setup, sampler.actor_critic, sampler.setup.accelerator
-    ppo, shaping, answers = setup.args.ppo, setup.args.rewards, setup.problems.answers
+    ppo, shaping = setup.args.ppo, setup.args.rewards
     n, most = ppo.samples_per_prompt, setup.sizes.local_batch // ppo.samples_per_prompt
     groups, groups_again = (min(math.ceil(k / n), most) for k in (setup.args.trace_episodes, traces.TRACED))
 
-    def after_update(_: dict[str, Any], rows: slice) -> dict[str, Tensor]:
-        old = batch.rows(rows)
-        new = actor_critic(old.query_responses, old.responses, episodes.mask[rows], setup.ids.pad)
-        return {
-            "new_logprobs": new.logprobs,
-            "entropies": new.entropies,
-            "clipped": policy_losses(new.logprobs, old, ppo)[1],
-            "ratio": torch.exp(new.logprobs - old.logprobs),
-        }
-
-    def answer_fixed_queries(_: float) -> dict[str, Any]:
-        """Steps 1 to 6 for the first problems."""
-        # A user's function may count its calls or draw random numbers, so traces do not call it. In its place, all
-        # scores are 0 at first, because NaN would leave all tokens out, and then unknown.
-        may_score = verifiers.keeps_nothing(shaping.verifier, shaping.format)
-        silent = (lambda prompts, *_, **__: torch.zeros(len(prompts)).double(), 0.0)
-        quiet = setup if may_score else dataclasses.replace(setup, sources=dict.fromkeys(setup.sources, silent))
-        with actor_critic.sampling():
-            draw = draw_problems(setup, 0, accelerator.process_index, local_problems=groups_again)
-            samples = Sampler.sample(sampler, draw)
-            again = make_rollout(quiet, samples, actor_critic=actor_critic, reference=reference)
-        if not may_score:
-            names = ("scores", "raw_scores", "parts")
-            unknown = {name: torch.full_like(getattr(again, name), math.nan) for name in names}
-            again = dataclasses.replace(again, **unknown)
-        rewards, non_score_rewards, kl = token_rewards(again, kl_coef, shaping.kl_estimator)
-        # They are whitened among themselves.
-        advantages, returns = compute_advantages(again, rewards, ppo=ppo, reduce=torch.clone, weights=quiet.weights)
-        batch_again = make_batch(
-            Correction(episodes=again),
-            rewards=rewards,
-            non_score_rewards=non_score_rewards,
-            kl=kl,
-            advantages=advantages,
-            returns=returns,
-            number=number,
-            verifier=shaping.verifier,
+    def keep(numbers: dict[str, Any], count: int, problems: Tensor, *, again: bool = False) -> None:
+        """Keep the first so many episodes. problems: (rows,), those that the episodes answer."""
+        traces.keep(
+            this_run,
+            number,
+            numbers,
+            episodes=count,
+            tokenizer=setup.tokenizer,
+            pad_id=setup.ids.pad,
+            texts={"answer": [setup.problems.answers[i] for i in problems[:count].tolist()]},
+            again=again,
         )
-        numbers = trace_numbers(setup, again, batch_again)
-        return numbers if may_score else {name: value for name, value in numbers.items() if name != "advantages"}
 
+    # Groups that the policy has just learned from, with what it says of them now.
+    rows = slice(groups * n)
+    old = batch.rows(rows)
+    new = actor_critic(old.query_responses, old.responses, episodes.mask[rows], setup.ids.pad)
     numbers = trace_numbers(setup, episodes, batch)
-    numbers["seen"], numbers["statistics.kept"] = batch.seen, batch.mask.any(1)
+    numbers |= {
+        "new_logprobs": new.logprobs,
+        "entropies": new.entropies,
+        "clipped": policy_losses(new.logprobs, old, ppo)[1],
+        "ratio": torch.exp(new.logprobs - old.logprobs),
+        "statistics.kept": batch.mask.any(1),
+    }
     if ppo.advantage == "remax":
         numbers["statistics.baselines"] = episodes.baselines
     if ppo.whitens:  # the mean and deviation of the whole batch, before
@@ -931,22 +913,44 @@ def record_trace(
         mean, deviation = traces.moments(raw_advantages, batch.mask, partial(accelerator.reduce, reduction="sum"))
         numbers["statistics.advantage_mean"] = mean.expand(len(batch.mask))
         numbers["statistics.advantage_deviation"] = deviation.expand(len(batch.mask))
-    recorder = traces.Recorder(
-        this_run.folder,
-        accelerator,
-        setup.tokenizer,
-        setup.ids.pad,
-        episodes=groups * n,
-        after_update=after_update,
-        answer_fixed_queries=answer_fixed_queries,
-        numbers=dict,
-        texts=lambda numbers: {"answer": [answers[i] for i in numbers["problem"].flatten().tolist()]},
+    numbers |= traces.of_passes(batch.seen, numbers, groups * n, accelerator)
+    keep(numbers, groups * n, episodes.problems)
+
+    # Steps 1 to 6 for the first problems. A user's function may count its calls or draw random numbers, so traces do
+    # not call it. In its place, all scores are 0 at first, because NaN would leave all tokens out, and then unknown.
+    may_score = verifiers.keeps_nothing(shaping.verifier, shaping.format)
+    silent = (lambda prompts, *_, **__: torch.zeros(len(prompts)).double(), 0.0)
+    quiet = setup if may_score else dataclasses.replace(setup, sources=dict.fromkeys(setup.sources, silent))
+    with actor_critic.sampling():
+        draw = draw_problems(setup, 0, accelerator.process_index, local_problems=groups_again)
+        samples = Sampler.sample(sampler, draw)
+        again = make_rollout(quiet, samples, actor_critic=actor_critic, reference=reference)
+    if not may_score:
+        names = ("scores", "raw_scores", "parts")
+        unknown = {name: torch.full_like(getattr(again, name), math.nan) for name in names}
+        again = dataclasses.replace(again, **unknown)
+    rewards, non_score_rewards, kl = token_rewards(again, kl_coef, shaping.kl_estimator)
+    # They are whitened among themselves.
+    advantages, returns = compute_advantages(again, rewards, ppo=ppo, reduce=torch.clone, weights=quiet.weights)
+    batch_again = make_batch(
+        Correction(episodes=again),
+        rewards=rewards,
+        non_score_rewards=non_score_rewards,
+        kl=kl,
+        advantages=advantages,
+        returns=returns,
+        number=number,
+        verifier=shaping.verifier,
     )
-    recorder.record(number, numbers, kl_coef)
+    numbers = trace_numbers(setup, again, batch_again)
+    if not may_score:
+        del numbers["advantages"]
+    numbers["statistics.kl_coef"] = torch.full((len(again.mask),), kl_coef, dtype=torch.float64)
+    keep(numbers, len(again.mask), again.problems, again=True)
 
 
 def trace_numbers(setup: Setup, episodes: Rollout, batch: Batch) -> dict[str, Any]:
-    """What a trace keeps of episodes, as the recorder of lib/traces.py takes it."""
+    """What a trace keeps of episodes, as lib/traces.py takes it."""
     numbers = {
         "query_responses": episodes.query_responses,
         "scored": episodes.mask,
@@ -961,7 +965,6 @@ def trace_numbers(setup: Setup, episodes: Rollout, batch: Batch) -> dict[str, An
         "sources": {name: episodes.parts[:, i] for i, name in enumerate(setup.sources)},
         "stopped": episodes.stopped,
         "groups": episodes.groups,
-        "problem": episodes.problems.unsqueeze(1),  # which is not kept, but names the answer
     }
     if setup.args.rewards.has_penalty:  # otherwise there is no reference, and nothing to say about it
         numbers |= {"ref_logprobs": episodes.ref_logprobs, "kl": batch.kl}
@@ -984,7 +987,6 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     for doubt in rlvr_arguments.doubts(args):
         errors.say(doubt)
     sizes = rlvr_arguments.ppo_sizes(args.ppo, accelerator.num_processes)
-    typed_args, args = args, worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
@@ -999,7 +1001,6 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
         sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages)
     setup = Setup(
-        typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
@@ -1123,7 +1124,7 @@ def start_run(
         for name, network in trained_networks(actor_critic).items():
             checkpoints.restore_training_state(network, optimizers[name], parts.pop(name, {}))
 
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(setup.sizes))
+    this_run = run.Run(args, accelerator, dataclasses.asdict(setup.sizes))
     this_run.rehearse(partial(save_models, setup=setup, actor_critic=actor_critic))
     state = this_run.resume(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
@@ -1170,14 +1171,14 @@ def training_state(
 
 def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: bool = True) -> None:
     """Save the policy, and the critic if there is one. weights: as of models.save_policy_and_critic."""
-    typed_args, args = setup.typed_args, setup.args
+    args = setup.args
     info = {
-        "task": dataclasses.asdict(typed_args.task),
+        "task": dataclasses.asdict(args.task),
         "monitor": "",
-        "function": typed_args.rewards.verifier,
-        "base_model": typed_args.base_model,
-        "reward_model": typed_args.rewards.trained_model,
-        "label": typed_args.rewards.label,
+        "function": args.rewards.verifier,
+        "base_model": args.base_model,
+        "reward_model": args.rewards.trained_model,
+        "label": args.rewards.label,
     }
     if args.tools:
         info["tool"] = args.tools.tool

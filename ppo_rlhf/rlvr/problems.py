@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ppo_rlhf import worlds
 from ppo_rlhf.lib import chat_templates, data_files, hub, pretrained, processes, rewards, text_sources
 from ppo_rlhf.lib.bounds import PositiveInt
 from ppo_rlhf.lib.errors import InputError, flag
@@ -206,7 +207,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
         return data_files.from_hub(source, field, split or "test", remedy, GSM8K_FILES)
-    path = Path(source)
+    path = Path(worlds.find_value(f"task.{field}", source))
     if path.is_dir():
         return data_files.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
     if problem_rows.is_elsewhere(source):

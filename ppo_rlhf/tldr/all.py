@@ -78,7 +78,7 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     with several_stages.flags_of("reward", reward_args):
         tldr_reward.check_arguments(reward_args, processes)
     with several_stages.flags_of("policy", policy_args):
-        tldr_policy.check(policy_args, processes, unmade=["rewards.trained_model"])
+        tldr_policy.check(policy_args, processes, scores_are_named=False)
     with several_stages.flags_of("reward", reward_args):
         tldr_reward.check(reward_args, processes)
 

@@ -38,14 +38,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import (
     checkpoints,
     classifiers,
@@ -256,7 +255,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     )
     adaptive_kl = args.rewards.adaptive_kl
     controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-    this_run = run.Run(setup.typed_args, accelerator, dataclasses.asdict(sizes), joint)
+    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
     save = partial(save_models, setup=setup, actor_critic=actor_critic, adapters=reference.adapters)
     this_run.rehearse(save)
     # From the newest checkpoint; {"step": 0} if there is none.
@@ -267,11 +266,10 @@ def train(args: Args, joint: dict | None = None) -> Path:
     if has_own_scale(args.rewards) and args.rewards.normalize_samples and resumed["step"] == 0:
         # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
         scale.fit(scores_of_base_model(setup, actor_critic))
-    recorder = make_recorder(setup, this_run, actor_critic, reference)
     this_run.start_logging(resumed["step"])
     rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
 
-    for update in this_run.updates("PPO", resumed["step"], sizes.updates):
+    for update in this_run.updates("PPO", "episodes", first=resumed["step"], total=sizes.updates):
         optimizer.param_groups[0]["lr"] = lr = ppo.lr * (1 - update / sizes.updates)
         if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
             with this_run.saved_if_it_fails():
@@ -320,7 +318,16 @@ def train(args: Args, joint: dict | None = None) -> Path:
             f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}, "
             f"{100 * metrics['objective/eos_rate']:.0f} % end",
             samples=partial(sample_rows, setup, rollout),
-            trace=partial(recorder.record, update, rollout, controller.value),
+            trace=partial(
+                record_trace,
+                setup,
+                this_run,
+                update,
+                actor_critic=actor_critic,
+                reference=reference,
+                rollout=rollout,
+                kl_coef=controller.value,
+            ),
             # The counterpart of `resume` above.
             checkpoint=lambda state=state: (checkpoints.training_state(actor_critic, optimizer), state),
         )
@@ -344,7 +351,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
 class Setup:
     """The parts of a run that no update changes. `train` adds the last two, once everything else is checked."""
 
-    typed_args: Args  # with names such as `posts` that are not yet paths
     args: Args
     sizes: PpoSizes
     tokenizer: PreTrainedTokenizerBase
@@ -970,61 +976,85 @@ def sample_rows(setup: Setup, rollout: Rollout) -> list[dict]:
     return posts.sample_table(rows)
 
 
-def make_recorder(
-    setup: Setup, this_run: run.Run, actor_critic: ActorCritic, reference: models.Reference
-) -> traces.Recorder:
-    """Keeps episodes of the batch, and summaries of the first held-out posts with the same noise each time."""
+@torch.no_grad()
+def record_trace(
+    setup: Setup,
+    this_run: run.Run,
+    update: int,
+    *,
+    actor_critic: ActorCritic,
+    reference: models.Reference,
+    rollout: Rollout,
+    kl_coef: float,
+) -> None:
+    """Keep episodes of the batch, and summaries of the first held-out posts with the same noise each time.
+
+    kl_coef: for the rewards of these summaries. Every process must call this.
+    """
     args, ids, task = setup.args, setup.ids, setup.args.task
-    held_out = setup.held_out["validation"].first(traces.TRACED)
-    uniforms = episode_noise(args.seed, 0, len(held_out), task.response_length)
+
+    def keep(numbers: dict[str, Any], episodes: int, *, again: bool = False) -> None:
+        references = posts.without_ends(numbers["references"][:episodes], setup.tokenizer, ids)
+        texts = {"reference": posts.to_texts(setup.tokenizer, references, ids.pad)}
+        traces.keep(
+            this_run,
+            update,
+            numbers,
+            episodes=episodes,
+            tokenizer=setup.tokenizer,
+            pad_id=ids.pad,
+            texts=texts,
+            again=again,
+        )
+
+    # Episodes that the policy has just learned from, with what it says of them now.
+    episodes = min(args.trace_episodes, len(rollout.logprobs))
+    new_logprobs, entropies, new_values = actor_critic(
+        rollout.query_responses[:episodes], rollout.responses[:episodes], ids.pad, task.temperature
+    )
+    # Whitened over the whole batch, not over one minibatch.
+    advantages, returns = compute_advantages(
+        rollout.rewards,
+        values=rollout.values,
+        mask=rollout.mask,
+        value_mask=rollout.value_mask,
+        ppo=args.ppo,
+        reduce=partial(setup.accelerator.reduce, reduction="sum"),
+    )
+    advantages = advantages[:episodes]
+    ratio = torch.exp(new_logprobs - rollout.logprobs[:episodes])
+    clipped_ratio = ratio.clamp(1 - args.ppo.cliprange, 1 + args.ppo.cliprange)
+    numbers = dict(vars(rollout))
+    numbers |= traces.of_passes(rollout.seen, numbers, episodes, setup.accelerator)
+    numbers |= {
+        "new_logprobs": new_logprobs,
+        "entropies": entropies,
+        "new_values": new_values,
+        "advantages": advantages,
+        "returns": returns[:episodes],
+        "ratio": ratio,
+        "clipped": advantages * (clipped_ratio - ratio) < 0,
+    }
+    keep(numbers, episodes)
+
     # A trace must not call functions of the user's.
     without_user_code = dataclasses.replace(
         setup,
         score=traces.scorer_of_traces(setup.score, args.rewards.function),
         monitor={name: traces.scorer_of_traces(score, args.rewards.monitor) for name, score in setup.monitor.items()},
     )
-
-    def after_update(rollout: Rollout, rows: slice) -> dict[str, Tensor]:
-        new_logprobs, entropies, new_values = actor_critic(
-            rollout.query_responses[rows], rollout.responses[rows], ids.pad, task.temperature
-        )
-        # Whitened over the whole batch, not over one minibatch.
-        advantages, returns = compute_advantages(
-            rollout.rewards,
-            values=rollout.values,
-            mask=rollout.mask,
-            value_mask=rollout.value_mask,
-            ppo=args.ppo,
-            reduce=partial(setup.accelerator.reduce, reduction="sum"),
-        )
-        return {
-            "new_logprobs": new_logprobs,
-            "entropies": entropies,
-            "new_values": new_values,
-            "advantages": advantages[rows],
-            "returns": returns[rows],
-        }
-
-    def answer_fixed_queries(kl_coef: float) -> Rollout:
-        return make_rollout(
-            without_user_code, actor_critic, reference, batch=held_out, uniforms=uniforms, kl_coef=kl_coef
-        )
-
-    def texts(numbers: dict[str, Tensor]) -> dict[str, list[str]]:
-        references = posts.without_ends(numbers["references"], setup.tokenizer, ids)
-        return {"reference": posts.to_texts(setup.tokenizer, references, ids.pad)}
-
-    return traces.Recorder(
-        this_run.folder,
-        this_run.accelerator,
-        setup.tokenizer,
-        ids.pad,
-        episodes=args.trace_episodes,
-        after_update=after_update,
-        answer_fixed_queries=answer_fixed_queries,
-        cliprange=args.ppo.cliprange,
-        texts=texts,
+    held_out = setup.held_out["validation"].first(traces.TRACED)
+    again = make_rollout(
+        without_user_code,
+        actor_critic,
+        reference,
+        batch=held_out,
+        uniforms=episode_noise(args.seed, 0, len(held_out), task.response_length),
+        kl_coef=kl_coef,
     )
+    numbers = dict(vars(again))
+    numbers["statistics.kl_coef"] = torch.full((len(held_out),), kl_coef, dtype=torch.float64)
+    keep(numbers, len(held_out), again=True)
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------
@@ -1071,10 +1101,10 @@ def evaluate_policy(
 # ---- Plumbing: networks and scorers to load, checkpoints, the saved models -------------------------------------
 
 
-def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup:
+def check(args: Args, num_processes: int, *, scores_are_named: bool = True) -> Setup:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name.
 
-    unmade: arguments that name what an earlier stage will make.
+    scores_are_named: whether they must name what scores; False if an earlier stage will make it.
     """
     command_line.check_run(args)
     command_line.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
@@ -1086,15 +1116,13 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
         )
     sizes = ppo_sizes(args.ppo, num_processes)
     has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
-    if not has_one_source and "rewards.trained_model" not in unmade:
+    if scores_are_named and not has_one_source:
         raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
     if args.rewards.label and not classifiers.is_foreign(args.rewards.trained_model):
         raise InputError(
             f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from "
             f"elsewhere; leave it empty"
         )
-    typed_args = args
-    args = worlds.find_paths(args, unused=["task.comparisons", *unmade])
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     if args.lora.rank:
@@ -1106,7 +1134,6 @@ def check(args: Args, num_processes: int, unmade: Collection[str] = ()) -> Setup
         pretrained.check_reward_model(critic, args, ids.vocab_size, "value_model")
     of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
     return Setup(
-        typed_args=typed_args,
         args=args,
         sizes=sizes,
         tokenizer=tokenizer,
@@ -1185,7 +1212,7 @@ def save_models(
 ) -> None:
     """Save policy and critic, both as ordinary models. weights: as of save_policy_and_critic."""
     # They open with the library.   ppo.py#L842-L861
-    args = setup.typed_args
+    args = setup.args
     info = {
         "base_model": args.base_model,
         "task": dataclasses.asdict(args.task),

@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from annotated_types import Ge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_rlhf import worlds
 from ppo_rlhf.lib import chat_templates, data_files, errors, files, hub, pretrained, processes, reward_functions
 from ppo_rlhf.lib.bounds import PositiveInt
 from ppo_rlhf.lib.errors import InputError, flag
@@ -261,7 +262,7 @@ def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
         data = POSTS_REPOSITORY if field == "posts" else COMPARISON_FILES
         return data_files.from_hub(source, field, split, remedy, data)
-    folder = Path(source)
+    folder = Path(worlds.find_value(f"task.{field}", source))
     if not folder.is_dir():
         raise InputError(
             f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, and folders with "
@@ -401,7 +402,7 @@ def read_comparisons(
 
 def known_ceiling(source: str) -> float | None:
     """The accuracy of a perfect judge on the validation comparisons, which world.json of a world of posts gives."""
-    folder = Path(source)
+    folder = Path(worlds.find_value("task.comparisons", source))
     if not (folder / "world.json").is_file():
         return None
     with errors.input_errors(f"{folder / 'world.json'} is damaged", OSError, ValueError, AttributeError):
@@ -501,9 +502,7 @@ def summarise(
 
 def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> reward_functions.Scorer:
     """Score with a function of texts; the texts do not show the end-of-text token."""
-    scorer = reward_functions.text_scorer(
-        name, field, tokenizer, ids.pad, with_references=True, on_all_processes=True
-    )
+    scorer = reward_functions.text_scorer(name, field, tokenizer, ids.pad, with_references=True)
 
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
         if references is not None:  # a prompt that somebody types has none

@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import train_reward, worlds
+from ppo_rlhf import train_reward
 from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.lib.errors import InputError
@@ -86,9 +86,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     disk fails.
     """
     accelerator = processes.make_accelerator()
-    typed_args = args
     data = check(args, accelerator.num_processes)
-    args, tokenizer, ids, comparisons = data.args, data.tokenizer, data.ids, data.comparisons
+    tokenizer, ids, comparisons = data.tokenizer, data.ids, data.comparisons
     steps = math.ceil(len(comparisons) / args.batch_size)
     sizes = {
         "comparisons": len(comparisons),
@@ -100,13 +99,13 @@ def train(args: Args, joint: dict | None = None) -> Path:
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(typed_args, accelerator, sizes, joint)
+    this_run = run.Run(args, accelerator, sizes, joint)
     info = {
         "kind": "reward model",
-        "base_model": typed_args.base_model,
+        "base_model": args.base_model,
         "vocab_size": ids.vocab_size,
-        "label_dataset": typed_args.task.comparisons,
-        "task": dataclasses.asdict(typed_args.task),
+        "label_dataset": args.task.comparisons,
+        "task": dataclasses.asdict(args.task),
     }
     save = partial(
         save_reward_model,
@@ -123,31 +122,32 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
     #       reward.py#L82, reward.py#L278-L293
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
-    with this_run.progress("reward model", steps, first_step) as advance:
-        for step in range(first_step, steps):
-            # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
-            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
-            mb_inds, counts = processes.deal(
-                order[step * args.batch_size : (step + 1) * args.batch_size],
-                args.batch_size,
-                accelerator.process_index,
-                accelerator.num_processes,
-            )
-            metrics = pairs_update(
-                reward_model,
-                optimizer,
-                comparisons,
-                mb_inds=mb_inds,
-                counts=counts,
-                pad_id=ids.pad,
-                accelerator=accelerator,
-                rows=args.local_micro_batch_size,
-            )
-            processes.check_finite(metrics, step, "lr")
-            this_run.log(step, metrics | {"train/rm/lr": lr})
-            advance(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
-            if this_run.is_time_to_save(step + 1, steps):
-                this_run.save_checkpoint(step + 1, checkpoints.training_state(reward_model, optimizer), {})
+    for step in this_run.updates("reward model", "comparisons", first=first_step, total=steps):
+        # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
+        optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
+        mb_inds, counts = processes.deal(
+            order[step * args.batch_size : (step + 1) * args.batch_size],
+            args.batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        metrics = pairs_update(
+            reward_model,
+            optimizer,
+            comparisons,
+            mb_inds=mb_inds,
+            counts=counts,
+            pad_id=ids.pad,
+            accelerator=accelerator,
+            rows=args.local_micro_batch_size,
+        )
+        processes.check_finite(metrics, step, "lr")
+        this_run.end_of_update(
+            step,
+            metrics | {"train/rm/lr": lr},
+            f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}",
+            checkpoint=lambda: (checkpoints.training_state(reward_model, optimizer), {}),
+        )
 
     # 2. Agreement with people.
     results: dict = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}
@@ -343,7 +343,6 @@ def shift_to_references(
 class Data:
     """What the arguments name."""
 
-    args: Args  # with paths in place of names such as `posts`
     tokenizer: PreTrainedTokenizerBase
     ids: posts.TaskIds
     comparisons: posts.Comparisons
@@ -355,7 +354,6 @@ class Data:
 def check(args: Args, num_processes: int) -> Data:
     """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
     check_arguments(args, num_processes)
-    args = worlds.find_paths(args)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(args.task, tokenizer)
     comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
@@ -381,7 +379,6 @@ def check(args: Args, num_processes: int) -> Data:
             classifier, f"{errors.flag('base_model')} {args.base_model}", lengths[longest], ids.vocab_size
         )
     return Data(
-        args=args,
         tokenizer=tokenizer,
         ids=ids,
         comparisons=comparisons,

@@ -31,7 +31,6 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
 from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.tldr import models, packing, posts
@@ -101,8 +100,6 @@ def train(args: Args, joint: dict | None = None) -> Path:
     """
     accelerator = processes.make_accelerator()
     check_arguments(args, accelerator.num_processes)
-    typed_args = args
-    args = worlds.find_paths(args, unused=["task.comparisons"])  # names such as `posts` become paths
     task, device = args.task, accelerator.device
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
@@ -128,12 +125,12 @@ def train(args: Args, joint: dict | None = None) -> Path:
     models.check_model(lm_backbone, args.base_model, length, ids.vocab_size, read_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(typed_args, accelerator, sizes, joint)
+    this_run = run.Run(args, accelerator, sizes, joint)
     info = {
         "kind": "sft model",
-        "base_model": typed_args.base_model,
+        "base_model": args.base_model,
         "vocab_size": ids.vocab_size,
-        "task": dataclasses.asdict(typed_args.task),
+        "task": dataclasses.asdict(args.task),
     }
     save = partial(models.save_language_model, lm_backbone=lm_backbone, tokenizer=tokenizer, info=info)
     this_run.rehearse(save)
@@ -141,35 +138,36 @@ def train(args: Args, joint: dict | None = None) -> Path:
     this_run.start_logging(first_step)
 
     # 1. Passes over the posts. Their order depends on the seed alone.
-    with this_run.progress("SFT", steps, first_step) as advance:
-        for step in range(first_step, steps):
-            epoch, batch = divmod(step, steps_per_epoch)
-            # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
-            optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
-            order = torch.randperm(len(train_posts), generator=keyed_generator(args.seed, "posts", epoch))
-            mb_inds, counts = processes.deal(
-                order[batch * args.batch_size : (batch + 1) * args.batch_size],
-                args.batch_size,
-                accelerator.process_index,
-                accelerator.num_processes,
-            )
-            # The query and its reference are one text. It makes no difference where the padding is.
-            #       tldr_dataset.py#L202-L212
-            tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
-            tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
-            metrics = sft_update(
-                model,
-                optimizer,
-                tokens,
-                pad_id=ids.pad,
-                accelerator=accelerator,
-                rows=args.local_micro_batch_size,
-            )
-            processes.check_finite(metrics, step, "lr")
-            this_run.log(step, metrics | {"train/sft/lr": lr})
-            advance(f"loss {metrics['train/sft/loss']:.3f}")
-            if this_run.is_time_to_save(step + 1, steps):
-                this_run.save_checkpoint(step + 1, checkpoints.training_state(model, optimizer), {})
+    for step in this_run.updates("SFT", "posts", first=first_step, total=steps):
+        epoch, batch = divmod(step, steps_per_epoch)
+        # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
+        optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
+        order = torch.randperm(len(train_posts), generator=keyed_generator(args.seed, "posts", epoch))
+        mb_inds, counts = processes.deal(
+            order[batch * args.batch_size : (batch + 1) * args.batch_size],
+            args.batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        # The query and its reference are one text. It makes no difference where the padding is.
+        #       tldr_dataset.py#L202-L212
+        tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
+        tokens = tokens.masked_fill(~counts.unsqueeze(1), ids.pad).to(device)  # (local_batch, length)
+        metrics = sft_update(
+            model,
+            optimizer,
+            tokens,
+            pad_id=ids.pad,
+            accelerator=accelerator,
+            rows=args.local_micro_batch_size,
+        )
+        processes.check_finite(metrics, step, "lr")
+        this_run.end_of_update(
+            step,
+            metrics | {"train/sft/lr": lr},
+            f"loss {metrics['train/sft/loss']:.3f}",
+            checkpoint=lambda: (checkpoints.training_state(model, optimizer), {}),
+        )
 
     # 2. Summarise held-out posts.
     results = {"too_long": train_posts.too_long}

@@ -1,8 +1,9 @@
-"""Small worlds with a known truth, a real language model with real people's ratings, and what a run's paths mean.
+"""Small worlds with a known truth, and a real language model with real people's ratings.
 
 A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
 the language model in data/tales, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts in
-data/posts. Scripts replace the names by the paths (`find_paths`), so that nothing else needs to know of worlds.
+data/posts. What loads a model or reads data asks `find_value` for the path. So a run's arguments stay as they were
+typed, and its folder can be moved.
 
     tales         stories and choices among their continuations, for chapter 1; tales.py says what is chosen
     posts         posts, summaries and comparisons, for chapter 2; posts.py says which are preferred
@@ -13,10 +14,7 @@ data/posts. Scripts replace the names by the paths (`find_paths`), so that nothi
     arithmetic    sums and differences of two numbers of at most 19, for smollm.py
 """
 
-from collections.abc import Collection
-from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
 
 DATA = Path(__file__).with_name("data")  # benchmark/worlds.py has written it
 # The arguments in which the name of a world may take the place of a path.
@@ -46,23 +44,3 @@ def find_value(argument: str, value: str) -> str:
 
         return str(reviews.find_world())
     return str(DATA / value / "model" if argument == "base_model" else DATA / value)
-
-
-def find_paths(args: Any, unused: Collection[str] = ()) -> Any:
-    """A script's arguments, with the paths that they mean.
-
-    unused: arguments that the script does not read; nothing is fetched for them. A run keeps its arguments as they
-    were given, so that its folder and the files next to it can be moved together.
-    """
-
-    def with_paths(group: Any, prefix: str) -> Any:
-        changed = {}
-        for field in fields(group):
-            name, value = prefix + field.name, getattr(group, field.name)
-            if is_dataclass(value):
-                changed[field.name] = with_paths(value, f"{name}.")
-            elif name in WORLDS and name not in unused:
-                changed[field.name] = find_value(name, value)
-        return replace(group, **changed)
-
-    return with_paths(args, "")
