@@ -21,6 +21,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,6 @@ from ppo_rlhf.tldr.policy import (
     ppo_update,
     reference_logprobs,
     respond,
-    response_masks,
 )
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.train_policy import (
@@ -80,6 +80,7 @@ class PPO:
         critic: str | Path | None = None,
         reference: str | Path | None = None,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        max_grad_norm: float | None = None,
         lora: models.LoraArgs | None = None,
         response_length: int = 48,
         temperature: float = 0.7,
@@ -96,7 +97,8 @@ class PPO:
         critic: what the critic starts as: a reward model or critic that was trained here, a sequence classifier with
         one label, or a base model; None: the language model, with a new head. reference: None: the model as it is
         now. optimizer: makes one from the parameters that learn; None: AdamW with ppo's lr, adam_eps and
-        weight_decay. It is `self.optimizer`, whose learning rate nobody changes but you.
+        weight_decay. It is `self.optimizer`, whose learning rate nobody changes but you. max_grad_norm: gradients of
+        policy and critic together are scaled to it.
 
         kl_coef: reward per nat, meant for scores whose deviation is about 1; with kl_target, nats per response, it is
         adapted. ppo: lr, noptepochs, nminibatches, cliprange, vf_coef, lam and whatever else chapter 2's PpoArgs
@@ -124,9 +126,10 @@ class PPO:
         adapted = lora is not None and lora.rank > 0
         if adapted and reference is not None:
             raise InputError("with lora, the reference is the policy without its adapters; leave it out")
-        if critic is None:
+        if critic is None and isinstance(model, PreTrainedModel):
             value_model = models.with_new_head(copy.deepcopy(lm_backbone.base_model), seed)
         else:
+            critic = critic or model
             pretrained.check_vocabulary(str(critic), f"critic {critic}", self.base_model, trust_remote_code)
             value_model = models.load_any_critic(str(critic), weights, seed, trust_remote_code)
         frozen = lm_backbone
@@ -152,101 +155,85 @@ class PPO:
             )
         else:
             self.optimizer = optimizer(parameters)
+        if max_grad_norm is not None:
+            self.optimizer.register_step_pre_hook(partial(clip, parameters=parameters, most=max_grad_norm))
         self.controller = AdaptiveKLController(kl_coef, kl_target, kl_horizon)
         self.steps = 0
         self.draws = 0  # calls of generate, each with noise of its own
 
     # ---- Generate: steps 1 to 3 --------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def generate(self, queries: Sequence[Text], response_length: int | None = None) -> Batch:
         """Sample a response to each query, up to a token that ends a text, or of response_length tokens."""
         contexts = self._padded(self._encode(queries, "queries"))  # (batch, context_length)
         batch, length = len(contexts), response_length or self.response_length
-        rank, num_processes = self.accelerator.process_index, self.accelerator.num_processes
-        uniforms = episode_noise(self.seed, self.draws, batch * num_processes, length)
+        noise = episode_noise(self.seed, self.draws, batch * self.accelerator.num_processes, length)
         self.draws += 1
-        with self.actor_critic.sampling():
-            responses, logprobs, values, _ = packing.by_length(
-                respond,
-                self.actor_critic,
-                contexts,
-                uniforms[rank * batch : (rank + 1) * batch].to(processes.device_of_noise(contexts.device)),
-                pad_id=self.pad_id,
-                rows=self.args.local_rollout_batch_size,
-                new_tokens=length,
-                stop_ids=self.stop_ids,
-                temperature=self.temperature,
-            )
-        return self._make_batch(contexts, responses, logprobs, values, responses != self.pad_id)
+        uniforms = noise[self._rows(batch)].to(processes.device_of_noise(contexts.device))
+        responses, logprobs, values, _ = self._in_passes(
+            respond, contexts, uniforms, new_tokens=length, stop_ids=self.stop_ids
+        )
+        return self._make_batch(contexts, responses, logprobs, values, own=responses != self.pad_id)
 
-    @torch.no_grad()
     def batch(
         self, queries: Sequence[Text], responses: Sequence[Text], mask: Sequence[Sequence[bool]] | None = None
     ) -> Batch:
-        """A batch of responses that were written elsewhere, or that have tokens of somebody else among the policy's.
+        """A batch of responses that were written elsewhere, or have tokens of somebody else between the policy's.
 
-        mask: for each token of a response, whether it is the policy's and learns; None: all of them. A response that
-        ends needs the token that ends a text, which a text gets by writing it: `text + tokenizer.eos_token`.
+        mask: for each token of a response, whether it is the policy's and learns; None: all of them. Nothing is
+        appended: a text that ends needs `tokenizer.eos_token` at its end.
         """
         contexts, rows = self._padded(self._encode(queries, "queries")), self._encode(responses, "responses")
-        if len(contexts) != len(rows):
-            raise InputError(f"there are {len(contexts)} queries and {len(rows)} responses")
-        own = [[True] * len(row) for row in rows] if mask is None else [list(map(bool, row)) for row in mask]
-        if [len(row) for row in own] != [len(row) for row in rows]:
-            raise InputError("mask must have one entry for each token of each response")
+        own = [[True] * len(row) for row in rows] if mask is None else [[bool(x) for x in row] for row in mask]
+        if len(contexts) != len(rows) or [len(row) for row in own] != [len(row) for row in rows]:
+            raise InputError("there must be one response for each query, and one entry of mask for each token")
         if not all(any(row) for row in own):
-            raise InputError("mask must have a token of the policy in each response")
+            raise InputError("in each response, mask must have a token of the policy")
         tokens = self._padded(rows)  # (batch, response_length)
-        own_tokens = pad_sequence([torch.tensor(row) for row in own], batch_first=True).to(tokens.device)
+        query_responses = torch.cat([contexts, tokens], dim=1)
+        logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
+        of_policy = pad_sequence([torch.tensor(row) for row in own], batch_first=True).to(tokens.device)
+        return self._make_batch(contexts, tokens, logprobs, values, own=of_policy)
+
+    def _in_passes(self, function: Callable, tokens: Tensor, *others: Tensor, **more: Any) -> Any:
+        """What a function of the actor-critic returns for rows of tokens, of which it gets a few at a time."""
+        rows, sampled_at = self.args.local_rollout_batch_size, self.temperature
         with self.actor_critic.sampling():
-            logprobs, _, values = packing.by_length(
-                nn.Module.__call__,
+            return packing.by_length(
+                function,
                 self.actor_critic,
-                torch.cat([contexts, tokens], dim=1),
                 tokens,
+                *others,
                 pad_id=self.pad_id,
-                rows=self.args.local_rollout_batch_size,
-                temperature=self.temperature,
+                rows=rows,
+                temperature=sampled_at,
+                **more,
             )
-        return self._make_batch(contexts, tokens, logprobs, values, own_tokens)
 
     def _make_batch(
-        self, contexts: Tensor, responses: Tensor, logprobs: Tensor, values: Tensor, own: Tensor
+        self, contexts: Tensor, responses: Tensor, logprobs: Tensor, values: Tensor, *, own: Tensor
     ) -> Batch:
-        """own: which tokens are the policy's; all tensors but contexts are (batch, response_length)."""
+        """own: whether a token is the policy's. All tensors but contexts are (batch, response_length)."""
         query_responses = torch.cat([contexts, responses], dim=1)
-        with self.actor_critic.sampling():
-            ref_logprobs = packing.by_length(
-                reference_logprobs,
-                self.actor_critic,
-                query_responses,
-                responses,
-                pad_id=self.pad_id,
-                rows=self.args.local_rollout_batch_size,
-                reference=self.reference,
-                temperature=self.temperature,
-            )
-        mask, value_mask = response_masks(responses, self.pad_id)
-        stopped = has_stop(responses, self.stop_ids, 0)
+        # As response_masks has them, but tokens of somebody else don't count, wherever they are.
+        columns = torch.arange(responses.shape[1], device=responses.device)
+        last = (columns * own).max(1, keepdim=True).values  # (batch, 1)
         rollout = Rollout(
             query_responses=query_responses,
             logprobs=logprobs,
             values=values,
             rewards=torch.zeros_like(logprobs),
-            mask=mask & own,
-            # The value after the last token counts, too, whoever wrote that token.
-            value_mask=value_mask & (own | ~mask),
-            stopped=stopped,
-            ref_logprobs=ref_logprobs,
+            mask=own,
+            value_mask=own | (columns == last + 1),
+            stopped=has_stop(responses, self.stop_ids, 0),
+            ref_logprobs=self._in_passes(reference_logprobs, query_responses, responses, reference=self.reference),
         )
-        ends = responses.new_tensor(self.stop_ids)
-        texts = responses.masked_fill(torch.isin(responses, ends), self.pad_id)
+        ends = torch.isin(responses, responses.new_tensor(self.stop_ids))
         return Batch(
             queries=self._decode(contexts),
-            responses=self._decode(texts),
-            response_ids=[[token for token in row if token != self.pad_id] for row in responses.tolist()],
-            stopped=stopped.tolist(),
+            responses=self._decode(responses.masked_fill(ends, self.pad_id)),
+            response_ids=self._without_padding(responses),
+            stopped=rollout.stopped.tolist(),
             step=self.steps,
             rollout=rollout,
         )
@@ -256,70 +243,60 @@ class PPO:
     def step(self, batch: Batch, scores: Sequence[float]) -> dict[str, float]:
         """One update of PPO. scores: one for each response. Returns metrics under the names of chapter 2's script.
 
-        Every process must call this, each with its own batch. Raises an InputError, on all of them, if the scores
-        don't fit or the batch is older than the last step.
+        Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
+        don't fit the batch, or if the batch is older than the last step.
         """
-        rollout = self._with_rewards(batch, scores)
-        rank, num_processes = self.accelerator.process_index, self.accelerator.num_processes
-        local_batch = len(rollout.logprobs)
-        episodes = local_batch * num_processes
-        minibatches = draw_minibatches(
-            self.seed,
-            self.steps,
-            self.args.noptepochs,
-            slice(rank * local_batch, (rank + 1) * local_batch),
-            self.args.nminibatches,
+        self._check(batch, scores)
+        args, rollout = self.args, batch.rollout
+        of_episodes = torch.tensor(scores).to(rollout.logprobs)  # (batch,)
+        kl_coef = self.controller.value
+        rewards, non_score_rewards, kl = compute_rewards(
+            of_episodes,
+            logprobs=rollout.logprobs,
+            ref_logprobs=rollout.ref_logprobs,
+            mask=rollout.mask,
+            kl_coef=kl_coef,
+            kl_estimator="k1",
         )
+        rollout = dataclasses.replace(
+            rollout, rewards=rewards, scores=of_episodes, kl=kl, non_score_rewards=non_score_rewards
+        )
+        rows = self._rows(len(scores))
         steps = ppo_update(
             self.actor_critic,
             self.optimizer,
             rollout=rollout,
-            minibatches=minibatches,
-            ppo=self.args,
+            minibatches=draw_minibatches(self.seed, self.steps, args.noptepochs, rows, args.nminibatches),
+            ppo=args,
             pad_id=self.pad_id,
             temperature=self.temperature,
             accelerator=self.accelerator,
         )
-        kl_coef = self.controller.value
         metrics = algorithm_metrics(rollout, steps, self.accelerator, kl_coef=kl_coef, more={})
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         processes.check_update(metrics, self.steps, self.dtype, gap="val/first_ratio_gap")
-        self.controller.update(metrics["objective/kl"], episodes)
+        self.controller.update(metrics["objective/kl"], len(scores) * self.accelerator.num_processes)
         self.steps += 1
         return metrics
 
-    def _with_rewards(self, batch: Batch, scores: Sequence[float]) -> Rollout:
-        """The rollout of a batch with its scores, and step 5: the KL penalty on every token, the score at the end."""
-        rollout, problem = batch.rollout, ""
-        numbers = [float(score) for score in scores]
-        if len(numbers) != len(batch.responses):
-            problem = f"{len(numbers)} scores for {len(batch.responses)} responses"
-        elif wrong := [x for x in numbers if not abs(x) <= reward_functions.LARGEST_SCORE]:
-            problem = f"score {numbers.index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
+    def _check(self, batch: Batch, scores: Sequence[float]) -> None:
+        count, problem = len(batch.responses), ""
+        wrong = [score for score in scores if not abs(score) <= reward_functions.LARGEST_SCORE]
+        if len(scores) != count:
+            problem = f"there are {len(scores)} scores for {count} responses"
+        elif wrong:
+            problem = f"score {list(scores).index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
         elif batch.step != self.steps:
-            problem = (
-                f"the batch was read before step {batch.step}, and the policy has made {self.steps}; make it again"
-            )
-        elif len(numbers) % self.args.nminibatches:
-            problem = f"{len(numbers)} responses do not divide by nminibatches {self.args.nminibatches}"
+            problem = f"the batch is of step {batch.step}, but the policy has made {self.steps}; make it again"
+        elif count % self.args.nminibatches:
+            problem = f"{count} responses do not divide by nminibatches {self.args.nminibatches}"
         processes.fail_together(problem)
-        processes.check_equal("the number of responses", len(numbers), self.accelerator)
-        scores_ = rollout.logprobs.new_tensor(numbers)  # (batch,)
-        _, non_score_rewards, kl = compute_rewards(
-            torch.zeros_like(scores_),
-            logprobs=rollout.logprobs,
-            ref_logprobs=rollout.ref_logprobs,
-            mask=rollout.mask,
-            kl_coef=self.controller.value,
-            kl_estimator="k1",
-        )
-        # The score comes with the last value that counts, as compute_rewards has it where the policy wrote everything.
-        columns = torch.arange(kl.shape[1], device=kl.device)
-        last = (columns * rollout.value_mask).max(1, keepdim=True).values  # (batch, 1)
-        rewards = non_score_rewards.scatter_add(1, last, scores_.unsqueeze(1))
-        return dataclasses.replace(
-            rollout, rewards=rewards, scores=scores_, kl=kl, non_score_rewards=non_score_rewards
-        )
+        processes.check_equal("the number of responses", count, self.accelerator)
+
+    def _rows(self, local_batch: int) -> slice:
+        """This process's rows of what all have together."""
+        rank = self.accelerator.process_index
+        return slice(rank * local_batch, (rank + 1) * local_batch)
 
     # ---- Keep --------------------------------------------------------------------------------------------------
 
@@ -335,14 +312,14 @@ class PPO:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.actor_critic.load_state_dict(state["actor_critic"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # else it would share its moments
         self.controller.value = state["kl_coef"]
         self.steps, self.draws = state["steps"], state["draws"]
 
     def save(self, folder: str | Path) -> None:
-        """Save the policy as an ordinary causal language model, and in its folder `critic` the critic. Training may go on.
+        """Save the policy as an ordinary causal language model, adapters merged in, and the critic in `critic` there.
 
-        Adapters are saved merged.
+        Training may go on.
         """
         if not errors.is_first_process():
             return
@@ -388,6 +365,13 @@ class PPO:
         tensors = [torch.tensor(row) for row in rows]
         return pad_sequence(tensors, batch_first=True, padding_value=self.pad_id).to(self.accelerator.device)
 
+    def _without_padding(self, tokens: Tensor) -> list[list[int]]:
+        return [[token for token in row if token != self.pad_id] for row in tokens.tolist()]
+
     def _decode(self, tokens: Tensor) -> list[str]:
-        rows = tokens.tolist()
-        return [self.tokenizer.decode([token for token in row if token != self.pad_id]) for row in rows]
+        return [self.tokenizer.decode(row) for row in self._without_padding(tokens)]
+
+
+def clip(*_: Any, parameters: list[nn.Parameter], most: float) -> None:
+    """Scale the gradients of parameters to a norm of at most this; a hook of an optimiser."""
+    nn.utils.clip_grad_norm_(parameters, most)

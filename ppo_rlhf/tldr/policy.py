@@ -632,7 +632,8 @@ def compute_rewards(
     kl = -x if kl_estimator == "k1" else torch.expm1(x) - x
     non_score_rewards = -kl_coef * kl
     # [T43] The score is the reward of the step after the last token, where there is one.   ppo.py#L679-L685
-    position = mask.sum(1, keepdim=True).clamp(max=mask.shape[1] - 1)  # (batch, 1)
+    step_after = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)  # each token, (batch, response_length)
+    position = step_after.max(1, keepdim=True).values.clamp(max=mask.shape[1] - 1)  # (batch, 1)
     rewards = non_score_rewards.scatter_add(1, position, scores.unsqueeze(1).to(x.dtype))
     return rewards, non_score_rewards, kl
 
