@@ -61,10 +61,15 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: install
 	$(BIN)/python -m pytest $(WORKERS)
 
-# For whoever edits: golden numbers and mistakes that they reject, agreement of the chapters, who imports whom.
+# For whoever edits: golden numbers, replays, the small files and who imports whom; and of the mistakes that these
+# tests must reject, those in scripts that have changed since the last commit.
 quick: lint
-	$(BIN)/python -m pytest $(WORKERS) --quiet tests/test_golden.py tests/test_golden_tldr.py \
-		tests/test_golden_verl.py tests/test_copies.py tests/test_house.py
+	$(BIN)/python -m pytest $(WORKERS) --quiet --changed tests/test_golden.py tests/test_golden_tldr.py \
+		tests/test_golden_verl.py tests/test_copies.py tests/test_house.py tests/test_small.py \
+		tests/test_train_policy.py::test_a_policy_run_is_its_replay \
+		tests/test_train_policy.py::test_mistake_is_detected \
+		tests/test_train_reward.py::test_a_reward_run_is_its_replay \
+		tests/test_train_reward.py::test_mistake_is_detected
 
 lint: install
 	$(BIN)/ruff check .

@@ -105,7 +105,8 @@ REVIEWS_TASK = TaskArgs(
     start_text=None,
     end_text=None,
     response_length=20,
-    # Not cut at a stop: the score is on the last token, so tokens after a stop would get most of the text's credit.
+    # Not cut at a stop: the score is on the last of all tokens, so those after a stop, which it doesn't judge, would
+    # get most of its credit.
     truncate_text=None,
     truncate_after=0,
 )

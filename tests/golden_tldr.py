@@ -5,20 +5,17 @@ what differs on purpose by the original's way, where the case shows such a diffe
 """
 
 import contextlib
-import json
-import math
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from golden_models import load_arrays, load_json, recorded, under
-from runs import metrics_of, only
+from runs import meta_of, metrics_of, only, rows_of
 from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import learning_curves, processes, reward_model_files
@@ -123,42 +120,74 @@ def scalar_model(case: dict, weights: Arrays, constant: float = 0.0, kind: type 
     return model
 
 
-def save_language_model(folder: Path, model: PreTrainedModel) -> None:
-    model.save_pretrained(folder)
-    golden_tokenizer().save_pretrained(folder)
+def save_model(folder: Path, model: PreTrainedModel | train_reward.RewardModel) -> None:
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder)
+        golden_tokenizer().save_pretrained(folder)
+    else:
+        info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
+        reward_model_files.save_reward_model(folder, model, golden_tokenizer(), info)
 
 
-def save_scalar_model(folder: Path, model: train_reward.RewardModel) -> None:
-    info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
-    reward_model_files.save_reward_model(folder, model, golden_tokenizer(), info)
+def saved_model(folder: Path) -> PreTrainedModel | train_reward.RewardModel:
+    if folder.name in ("reward", "value"):
+        return models.load_reward_model(folder, torch.float64)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------
 
+RECORDED = (
+    *("respond", "punish_missing_eos", "compute_rewards", "compute_advantages", "policy_loss"),
+    *("value_loss", "token_statistics", "evaluate_policy", "score_pairs"),
+)
 
-@contextlib.contextmanager
-def in_new_folder(*replaced: Replaced) -> Iterator[Path]:
-    """A new current folder for a run, without pictures; things are replaced within the block."""
+
+def run_of(
+    script: ModuleType,
+    args: Any,
+    initial: dict[str, PreTrainedModel | train_reward.RewardModel],
+    splits: dict[str, Posts],
+    *replaced: Replaced,
+) -> SimpleNamespace:
+    """What train(args) of a script leaves in a folder that has some models; things are replaced while it runs.
+
+    splits: the posts that it finds in place of those that it would read. In the result, `calls` has the arguments and
+    results of each call of the functions above, and `first_gradient` that of the first optimiser step.
+    """
+    first_gradient: Arrays = {}
+    right_norm = processes.gradient_norm
+
+    def gradient_norm(model):
+        if not first_gradient:
+            named = model.named_parameters()
+            first_gradient.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+        return right_norm(model)
+
+    replaced = (
+        (learning_curves, "draw_learning_curves", lambda *_: None),
+        (posts, "read_posts", lambda task, tokenizer, split, limit=0: splits[split]),
+        (processes, "gradient_norm", gradient_norm),
+        *replaced,
+    )
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(contextlib.chdir(folder))
-        for where, name, value in ((learning_curves, "draw_learning_curves", lambda *_: None), *replaced):
+        for where, name, value in replaced:
             stack.enter_context(patch.object(where, name, value))
-        yield Path(folder)
-
-
-def metrics_and_results(folder: Path) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """Of the only run in a folder: the rows of metrics.csv, and the results in meta.json."""
-    found = only(folder, "runs/*")
-    return metrics_of(found), json.loads((found / "meta.json").read_text())["results"]
-
-
-def saved_language_model(folder: Path, kind: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(only(folder, f"models/*/{kind}"), dtype=torch.float64)
-
-
-def saved_scalar_model(folder: Path, kind: str) -> train_reward.RewardModel:
-    return models.load_reward_model(only(folder, f"models/*/{kind}"), torch.float64)
+        calls = {name: stack.enter_context(recorded(script, name)) for name in RECORDED if hasattr(script, name)}
+        for name, model in initial.items():
+            save_model(folder / name, model)
+        script.train(args)
+        run = only(folder, "runs/*")
+        return SimpleNamespace(
+            calls=calls,
+            first_gradient=first_gradient,
+            metrics=metrics_of(run),
+            results=meta_of(run)["results"],
+            summaries=[row["response"] for table in run.glob("evaluation_test.jsonl") for row in rows_of(table)],
+            **{path.name: saved_model(path) for path in folder.glob("models/*/*")},
+        )
 
 
 def in_drawn_order(stored: torch.Tensor, *key: int | str) -> torch.Tensor:
@@ -172,172 +201,88 @@ def posts_of(queries: torch.Tensor, references: torch.Tensor) -> Posts:
     return Posts(queries=queries.long(), references=references.long(), too_long=0)
 
 
-def instead_of_reading(splits: dict[str, Posts]) -> Replaced:
-    return posts, "read_posts", lambda task, tokenizer, split, limit=0: splits[split]
+def sft_run(case: dict, arrays: Arrays) -> SimpleNamespace:
+    """A run of tldr/sft.py with the stored learning rates [X32], over all rows of the output layer [T14].
 
-
-def first_gradient_into(found: Arrays) -> Replaced:
-    """At the first optimiser step the gradients are put into a dictionary, by the parameters' names."""
-    right = processes.gradient_norm
-
-    def gradient_norm(model):
-        if not found:
-            found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        return right(model)
-
-    return processes, "gradient_norm", gradient_norm
-
-
-# ---- Runs of tldr/sft.py ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SftRun:
-    metrics: list[dict[str, float]]
-    results: dict[str, Any]
-    responses: list[str]  # to the posts of the test split
-    first_gradient: Arrays
-    weights: Arrays
-
-
-def means_of_micro_batches(counts: torch.Tensor) -> Replaced:
-    """A step's loss is the mean of its micro-batches' means [X21]. counts: of tokens, (steps, micro-batches)."""
-    right, factors = tldr_sft.LanguageModel.forward, iter((counts.mean(1, keepdim=True) / counts).flatten().tolist())
+    A step's loss is the mean of its micro-batches' means, as in the original [X21].
+    """
+    rates = arrays["step_lr"].tolist()
+    texts = in_drawn_order(arrays["micro_tokens"].flatten(0, 1), SEED, "posts", 0)
+    splits = {
+        split: posts_of(arrays[f"{split}/query_token"], arrays[f"{split}/reference_response_token"])
+        for split in ("validation", "test")
+    }
+    counts = (arrays["micro_tokens"] != PAD).sum(2).double() - 1  # tokens that are predicted, (micro-batches, rows)
+    counts = counts.sum(1).view(len(rates), -1)  # (steps, micro-batches)
+    factors = iter((counts.mean(1, keepdim=True) / counts).flatten().tolist())
+    right = tldr_sft.LanguageModel.forward
 
     def forward(self, tokens, pad_id):
         return right(self, tokens, pad_id) * (next(factors) if torch.is_grad_enabled() else 1)
 
-    return tldr_sft.LanguageModel, "forward", forward
-
-
-def sft_run(case: dict, arrays: Arrays) -> SftRun:
-    """With the stored learning rates [X32], over all rows of the output layer [T14]."""
-    rates, batch = arrays["step_lr"].tolist(), case["micro"] * case["accumulation"]
-    texts = in_drawn_order(arrays["micro_tokens"].flatten(0, 1), SEED, "posts", 0)
-    splits = {
-        split: (arrays[f"{split}/query_token"], arrays[f"{split}/reference_response_token"])
-        for split in ("validation", "test")
-    }
-    splits["train"] = (texts[:, :QUERY], texts[:, QUERY:])
-    counts = (arrays["micro_tokens"] != PAD).sum(2).double() - 1  # tokens that are predicted, (micro-batches, rows)
-    gradient: Arrays = {}
-    replaced = (
-        instead_of_reading({split: posts_of(*tokens) for split, tokens in splits.items()}),
-        first_gradient_into(gradient),
-        means_of_micro_batches(counts.sum(1).view(len(rates), -1)),
+    limits = {"query_length": QUERY, "response_length": REFERENCE, "eval_temperature": case["eval_temperature"]}
+    return run_of(
+        tldr_sft,
+        tldr_sft.Args(
+            base_model="base",
+            dtype="float64",
+            batch_size=case["micro"] * case["accumulation"],
+            lr=case["lr"],
+            local_micro_batch_size=case["micro"],
+            task=TaskArgs(**limits),
+        ),
+        {"base": language_model(case, under(arrays, "initial/"))},
+        splits | {"train": posts_of(texts[:, :QUERY], texts[:, QUERY:])},
+        (tldr_sft.LanguageModel, "forward", forward),
         (models, "cosine_lr", lambda lr, step, steps: rates[step]),
         (TaskIds, "vocab_size", case["output_rows"]),
     )
-    with in_new_folder(*replaced) as folder:
-        save_language_model(folder / "base", language_model(case, under(arrays, "initial/")))
-        tldr_sft.train(
-            tldr_sft.Args(
-                base_model="base",
-                dtype="float64",
-                batch_size=batch,
-                lr=case["lr"],
-                local_micro_batch_size=case["micro"],
-                task=TaskArgs(
-                    query_length=QUERY, response_length=REFERENCE, eval_temperature=case["eval_temperature"]
-                ),
-            )
-        )
-        (table,) = folder.glob("runs/*/evaluation_test.jsonl")
-        responses = [json.loads(line)["response"] for line in table.read_text().splitlines()]
-        weights = saved_language_model(folder, "sft").state_dict()
-        return SftRun(*metrics_and_results(folder), responses, gradient, weights)
 
 
-# ---- Runs of tldr/reward.py ------------------------------------------------------------------------------------
+def reward_run(case: dict, arrays: Arrays) -> SimpleNamespace:
+    """A run of tldr/reward.py, which begins with the stored head in place of a random one."""
 
+    def comparisons_of(split: str, groups: dict[str, list]) -> Comparisons:
+        tokens = {name: arrays[f"{split}/{name}_token"].long() for name in ("query", "chosen", "rejected")}
+        if split == "micro":
+            tokens = {name: in_drawn_order(x.flatten(0, 1), SEED, "comparisons") for name, x in tokens.items()}
+        groups = [dict(zip(groups, map(str, row), strict=True)) for row in zip(*groups.values(), strict=True)]
+        queries = tokens.pop("query")
+        return Comparisons(queries=queries, **tokens, groups=groups, cut=0, identical=0, ceiling=None)
 
-@dataclass(frozen=True)
-class RewardRun:
-    metrics: list[dict[str, float]]
-    results: dict[str, Any]
-    chosen: torch.Tensor  # scores of the training pairs, as they were trained on
-    rejected: torch.Tensor
-    references: torch.Tensor  # scores that the saved model gives the posts' references
-    first_gradient: Arrays
-    weights: Arrays
-
-
-def comparisons_of(tokens: list[torch.Tensor], groups: dict[str, list]) -> Comparisons:
-    rows = [dict(zip(groups, map(str, row), strict=True)) for row in zip(*groups.values(), strict=True)]
-    sides = dict(zip(("queries", "chosen", "rejected"), (t.long() for t in tokens), strict=True))
-    return Comparisons(**sides, groups=rows, cut=0, identical=0, ceiling=None)
-
-
-def reward_run(case: dict, arrays: Arrays) -> RewardRun:
-    def tokens(split: str) -> list[torch.Tensor]:
-        return [arrays[f"{split}/{name}_token"] for name in ("query", "chosen", "rejected")]
-
-    trained = [in_drawn_order(t.flatten(0, 1), SEED, "comparisons") for t in tokens("micro")]
     nowhere = dict.fromkeys(("split", "batch", "confidence"), [""] * case["rows"])
     comparisons = {
-        ("train", False): comparisons_of(trained, nowhere),
-        ("validation", False): comparisons_of(tokens("validation"), case["groups"]["validation"]),
-        ("validation", True): comparisons_of(tokens("validation_cnndm"), case["groups"]["validation_cnndm"]),
+        ("train", False): comparisons_of("micro", nowhere),
+        ("validation", False): comparisons_of("validation", case["groups"]["validation"]),
+        ("validation", True): comparisons_of("validation_cnndm", case["groups"]["validation_cnndm"]),
     }
-    train_posts = posts_of(arrays["posts/query_token"], arrays["posts/reference_response_token"])
     initial = our_names(under(arrays, "initial/"), scalar_model=True)
+    base, right = new_language_model(case), tldr_reward.RewardModel
+    base.base_model.load_state_dict(under(initial, "lm_backbone."), strict=True)
 
-    class StoredHead(tldr_reward.RewardModel):
-        """Begins with the stored head in place of a random one."""
+    def with_stored_head(lm_backbone: PreTrainedModel, **options: bool) -> tldr_reward.RewardModel:
+        model = right(lm_backbone, **options)
+        model.reward_head.load_state_dict(under(initial, "reward_head."))
+        return model
 
-        def __init__(self, lm_backbone: PreTrainedModel, **options: bool):
-            super().__init__(lm_backbone, **options)
-            self.reward_head.load_state_dict(under(initial, "reward_head."))
-
-    gradient: Arrays = {}
-    replaced = (
-        instead_of_reading({"train": train_posts}),
+    return run_of(
+        tldr_reward,
+        tldr_reward.Args(
+            base_model="base",
+            dtype="float64",
+            batch_size=case["micro"] * case["accumulation"],
+            lr=case["lr"],
+            local_micro_batch_size=case["micro"],
+            task=TaskArgs(query_length=QUERY, response_length=REFERENCE),
+        ),
+        {"base": base},
+        {"train": posts_of(arrays["posts/query_token"], arrays["posts/reference_response_token"])},
         (posts, "read_comparisons", lambda _, __, split, limit=0, articles=False: comparisons[split, articles]),
-        (tldr_reward, "RewardModel", StoredHead),
-        first_gradient_into(gradient),
+        (tldr_reward, "RewardModel", with_stored_head),
     )
-    with in_new_folder(*replaced) as folder, recorded(tldr_reward, "score_pairs") as calls:
-        base = new_language_model(case)
-        base.base_model.load_state_dict(under(initial, "lm_backbone."), strict=True)
-        save_language_model(folder / "base", base)
-        tldr_reward.train(
-            tldr_reward.Args(
-                base_model="base",
-                dtype="float64",
-                batch_size=case["micro"] * case["accumulation"],
-                lr=case["lr"],
-                local_micro_batch_size=case["micro"],
-                task=TaskArgs(query_length=QUERY, response_length=REFERENCE),
-            )
-        )
-        model = saved_scalar_model(folder, "reward")
-        scores = [torch.stack(scores).detach() for _, scores in calls[: len(arrays["micro/loss"])]]
-        references = model(torch.cat([train_posts.queries, train_posts.references], dim=1), PAD).detach()
-        return RewardRun(
-            *metrics_and_results(folder),
-            *torch.stack(scores, dim=1),  # chosen and rejected: (micro-batches, rows)
-            references,
-            gradient,
-            model.state_dict(),
-        )
 
 
 # ---- Runs of tldr/policy.py ------------------------------------------------------------------------------------
-
-RECORDED = (
-    *("respond", "punish_missing_eos", "compute_rewards", "compute_advantages", "policy_loss"),
-    *("value_loss", "token_statistics", "evaluate_policy"),
-)
-
-
-@dataclass(frozen=True)
-class PolicyRun:
-    calls: dict[str, list[tuple[tuple, Any]]]  # of the functions above: arguments and results, in order
-    metrics: list[dict[str, float]]
-    results: dict[str, Any]
-    first_gradient: Arrays
-    policy: PreTrainedModel
-    critic: train_reward.RewardModel
 
 
 def everywhere(name: str, function: Any) -> list[Replaced]:
@@ -372,7 +317,7 @@ def read_as_stored(lm_backbone, tokens, responses, pad_id):
     return train_policy.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
 
 
-# Stored are rows in their order, with the padding of the longest. test_passes.py shows that this makes no difference.
+# Stored are rows in their order, with the padding of the longest. test_packing.py shows that it makes no difference.
 AS_STORED: list[Replaced] = [
     (packing, "plan_passes", in_order),
     (packing, "pack", lambda tokens, pad_id, longest: tokens),
@@ -390,22 +335,20 @@ def all_output_rows(case: dict) -> list[Replaced]:
     return everywhere("scaled_logits", scaled_logits)
 
 
-def means_of_micro_batches_in_ppo(accumulation: int) -> list[Replaced]:
+def means_of_micro_batches(accumulation: int) -> list[Replaced]:
     """A minibatch's losses are the means of its micro-batches' means [X21]."""
-    right = {name: getattr(tldr_policy, name) for name in ("policy_loss", "value_loss", "token_statistics")}
 
-    def policy_loss(new_logprobs, *, mask, count, **options):
-        return right["policy_loss"](new_logprobs, mask=mask, count=accumulation * mask.sum(), **options)
+    def with_own_counts(right):
+        def wrapper(tensor, *, mask, **options):
+            options["count"] = accumulation * mask.sum()
+            if "value_mask" in options:
+                options["value_count"] = accumulation * options["value_mask"].sum()
+            return right(tensor, mask=mask, **options)
 
-    def value_loss(new_values, *, mask, count, **options):
-        return right["value_loss"](new_values, mask=mask, count=accumulation * mask.sum(), **options)
+        return wrapper
 
-    def token_statistics(new_logprobs, *, mask, value_mask, **options):
-        counts = {"count": accumulation * mask.sum(), "value_count": accumulation * value_mask.sum()}
-        return right["token_statistics"](new_logprobs, mask=mask, value_mask=value_mask, **options | counts)
-
-    functions = (policy_loss, value_loss, token_statistics)
-    return [(tldr_policy, function.__name__, function) for function in functions]
+    names = ("policy_loss", "value_loss", "token_statistics")
+    return [(tldr_policy, name, with_own_counts(getattr(tldr_policy, name))) for name in names]
 
 
 def whitened_once() -> list[Replaced]:
@@ -425,141 +368,81 @@ def whitened_once() -> list[Replaced]:
     return [(tldr_policy, "make_rollout", make_rollout), (tldr_policy, "compute_advantages", compute_advantages)]
 
 
-def without_positions(logprobs: list[torch.Tensor]) -> list[Replaced]:
-    """The sampler has positions that count real tokens, every other pass has those of the columns [T16].
-
-    So the sampler's log-probs, which the original keeps, are not those of the training pass: they are given.
-    """
-    read, forward, respond, stored = (
-        *(train_policy.read_tokens, GPT2Model.forward, tldr_policy.respond),
-        iter(logprobs),
-    )
-
-    def by_columns(self, *args, **inputs):
-        return forward(self, *args, **(inputs | {"position_ids": None}))
-
-    def read_tokens(*arguments):
-        with patch.object(GPT2Model, "forward", by_columns):
-            return read(*arguments)
-
-    def with_stored_logprobs(*arguments, **settings):
-        responses, _, values, sampler_gap = respond(*arguments, **settings)
-        return responses, next(stored), values, sampler_gap
-
-    return [
-        *everywhere("read_tokens", read_tokens),
-        (posts, "trim_padding", lambda *tokens, pad_id: torch.cat(tokens, dim=1)),
-        (tldr_policy, "respond", with_stored_logprobs),
-        (processes, "FIRST_RATIO_TOLERANCE", {"float64": math.inf}),
-        (models, "check_model", lambda *arguments: None),  # it refuses a model that padding matters to
-    ]
-
-
 def policy_run(
-    args: tldr_policy.Args,
-    queries: list[torch.Tensor],
+    case: dict,
+    updates: list[Arrays],
     held_out: Posts,
     minibatches: torch.Tensor,
-    language_models: dict[str, PreTrainedModel],
-    scalar_models: dict[str, train_reward.RewardModel],
+    initial: dict[str, PreTrainedModel | train_reward.RewardModel],
     *replaced: Replaced,
-) -> PolicyRun:
-    """queries: of each update; minibatches: rows in each, (passes, minibatches, rows); models: by their folders."""
-    stored, references = torch.cat(queries), torch.full((sum(map(len, queries)), 1), EOS)
-    splits = {"train": posts_of(in_drawn_order(stored, SEED, "posts", 0), references)}
-    splits |= dict.fromkeys(("validation", "test"), held_out)
-    updates, gradient = iter(minibatches.split(args.ppo.noptepochs)), {}
-    replaced = (
-        instead_of_reading(splits),
-        (tldr_policy, "draw_minibatches", lambda *_: next(updates)),
-        first_gradient_into(gradient),
+    eval_interval: int,
+    temperature: float,
+    rewards: dict[str, Any],
+    ppo: dict[str, Any],
+) -> SimpleNamespace:
+    """minibatches: rows in each, (passes, minibatches, rows)."""
+    queries = in_drawn_order(torch.cat([update["queries"] for update in updates]), SEED, "posts", 0)
+    splits = {
+        "train": posts_of(queries, torch.full((len(queries), 1), EOS)),
+        "validation": held_out,
+        "test": held_out,
+    }
+    args = tldr_policy.Args(
+        base_model="base",
+        dtype="float64",
+        eval_interval=eval_interval,
+        task=TaskArgs(query_length=QUERY, response_length=RESPONSE, temperature=temperature),
+        rewards=tldr_policy.RewardsArgs(trained_model="reward", **rewards),
+        ppo=tldr_policy.PpoArgs(total_episodes=len(queries), batch_size=16, **ppo),
+    )
+    of_updates = iter(minibatches.split(args.ppo.noptepochs))
+    return run_of(
+        tldr_policy,
+        args,
+        initial,
+        splits,
+        (tldr_policy, "draw_minibatches", lambda *_: next(of_updates)),
+        *steered(case, temperature, [update["responses"] for update in updates]),
+        *all_output_rows(case),
         *replaced,
     )
-    with in_new_folder(*replaced) as folder, contextlib.ExitStack() as stack:
-        calls = {name: stack.enter_context(recorded(tldr_policy, name)) for name in RECORDED}
-        for name, model in language_models.items():
-            save_language_model(folder / name, model)
-        for name, model in scalar_models.items():
-            save_scalar_model(folder / name, model)
-        tldr_policy.train(args)
-        policy, critic = saved_language_model(folder, "policy"), saved_scalar_model(folder, "value")
-        return PolicyRun(calls, *metrics_and_results(folder), gradient, policy, critic)
 
 
-def original_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
+def original_policy_run(case: dict, arrays: Arrays) -> SimpleNamespace:
     """A run of the paper's ppo.py; the reference's log-probs are given, its weights are not stored."""
     updates = [under(arrays, f"update{i}/") for i in range(case["updates"])]
     ref_logprobs = iter([update["ref_logprobs"] for update in updates])
-    ppo = {name: value for name, value in case["ppo"].items() if name != "kl_coef"}
-    args = tldr_policy.Args(
-        base_model="base",
-        dtype="float64",
-        eval_interval=1,
-        task=TaskArgs(query_length=QUERY, response_length=RESPONSE, temperature=case["temperature"]),
-        rewards=tldr_policy.RewardsArgs(
-            trained_model="reward",
-            kl_coef=case["ppo"]["kl_coef"],
-            missing_eos="replace" if case["non_eos_penalty"] else "none",
-            missing_eos_penalty=-case["penalty"],
-        ),
-        ppo=tldr_policy.PpoArgs(
-            **ppo | {"nminibatches": case["nminibatches"]},
-            total_episodes=16 * len(updates),
-            batch_size=16,
-            lr=case["lr"],
-            local_micro_batch_size=case["micro"],
-        ),
-    )
-    replaced = [
-        *steered(case, case["temperature"], [update["responses"] for update in updates]),
-        *all_output_rows(case),
-        (tldr_policy, "reference_logprobs", lambda *_, **__: next(ref_logprobs)),
-    ]
+    replaced = [(tldr_policy, "reference_logprobs", lambda *_, **__: next(ref_logprobs))]
     if "X21" in case["differs"]:
-        replaced += means_of_micro_batches_in_ppo(case["accumulation"])
+        replaced += means_of_micro_batches(case["accumulation"])
     if "X25" in case["differs"]:
         replaced += whitened_once()
-    if "T16" in case["differs"]:
-        replaced += without_positions([update["logprobs"] for update in updates])
-    held_out = under(arrays, "evaluation0/")
+    held_out, ppo = under(arrays, "evaluation0/"), dict(case["ppo"])
+    rewards = {
+        "kl_coef": ppo.pop("kl_coef"),
+        "missing_eos": "replace" if case["non_eos_penalty"] else "none",
+        "missing_eos_penalty": -case["penalty"],
+    }
     return policy_run(
-        args,
-        [update["queries"] for update in updates],
+        case,
+        updates,
         posts_of(held_out["query_token"], held_out["reference_response_token"]),
         arrays["micro/micro_batch_inds"].long().view(4 * len(updates), case["nminibatches"], -1),
-        {"base": language_model(case, under(arrays, "initial/policy/"))},
-        {"reward": scalar_model(case, under(arrays, "initial/critic/"), -case["config_bias"])},
+        {
+            "base": language_model(case, under(arrays, "initial/policy/")),
+            "reward": scalar_model(case, under(arrays, "initial/critic/"), -case["config_bias"]),
+        },
         *replaced,
+        eval_interval=1,
+        temperature=case["temperature"],
+        rewards=rewards,
+        ppo=ppo | {"nminibatches": case["nminibatches"], "lr": case["lr"], "local_micro_batch_size": case["micro"]},
     )
 
 
-def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
+def trl_policy_run(case: dict, arrays: Arrays) -> SimpleNamespace:
     """A run of TRL's PPOTrainer, with its variance of whitening [T52] and its head without a bias."""
     settings, updates = case["settings"], [under(arrays, f"update{i}/") for i in range(case["updates"])]
-    names = ("cliprange", "cliprange_value", "gamma", "lam", "vf_coef", "whiten_rewards")
-    args = tldr_policy.Args(
-        base_model="base",
-        dtype="float64",
-        eval_interval=0,
-        task=TaskArgs(query_length=QUERY, response_length=RESPONSE, temperature=settings["temperature"]),
-        rewards=tldr_policy.RewardsArgs(
-            trained_model="reward",
-            value_model="value",
-            kl_coef=settings["kl_coef"],
-            kl_estimator=settings["kl_estimator"],
-            missing_eos="subtract",
-            missing_eos_penalty=settings["missing_eos_penalty"],
-        ),
-        ppo=tldr_policy.PpoArgs(
-            **{name: settings[name] for name in names},
-            total_episodes=16 * len(updates),
-            batch_size=16,
-            lr=settings["learning_rate"],
-            adam_eps=case["optimizer"]["eps"],
-            weight_decay=case["optimizer"]["weight_decay"],
-            local_micro_batch_size=16,  # each minibatch in one pass
-        ),
-    )
     whiten, load_critic = tldr_policy.whiten, models.load_critic
     reference, make_reference = language_model(case, under(arrays, "reference/")), models.Reference.__init__
 
@@ -572,20 +455,31 @@ def trl_policy_run(case: dict, arrays: Arrays) -> PolicyRun:
         critic.reward_head.bias.requires_grad_(False)
         return critic
 
-    queries = [update["queries"] for update in updates]
+    def same(*names: str) -> dict[str, Any]:
+        return {name: settings[name] for name in names}
+
     return policy_run(
-        args,
-        queries,
-        posts_of(queries[0][:2], torch.full((2, 1), EOS)),
+        case,
+        updates,
+        posts_of(updates[0]["queries"][:2], torch.full((2, 1), EOS)),
         arrays["permutations"].long().unsqueeze(1),
-        {"base": language_model(case, under(arrays, "initial/policy/"))},
         {
+            "base": language_model(case, under(arrays, "initial/policy/")),
             "reward": scalar_model(case, under(arrays, "reward/")),
             "value": scalar_model(case, under(arrays, "initial/value/")),
         },
-        *steered(case, settings["temperature"], [update["responses"] for update in updates]),
-        *all_output_rows(case),
         (tldr_policy, "whiten", unbiased_whiten),
         (models, "load_critic", load_critic_without_bias),
         (models.Reference, "__init__", lambda self, _, adapters: make_reference(self, reference, adapters)),
+        eval_interval=0,
+        temperature=settings["temperature"],
+        rewards=same("kl_coef", "kl_estimator", "missing_eos_penalty")
+        | {"value_model": "value", "missing_eos": "subtract"},
+        ppo=same("cliprange", "cliprange_value", "gamma", "lam", "vf_coef", "whiten_rewards")
+        | {
+            "lr": settings["learning_rate"],
+            "adam_eps": case["optimizer"]["eps"],
+            "weight_decay": case["optimizer"]["weight_decay"],
+            "local_micro_batch_size": 16,  # each minibatch in one pass
+        },
     )

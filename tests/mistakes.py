@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import csv
 import functools
 import importlib
 import sys
@@ -18,6 +19,7 @@ import pytest
 from ppo_rlhf.check import faults
 
 PACKAGE = Path(__file__).parent.parent / "ppo_rlhf"
+MATRIX = Path(__file__).parent / "matrix.csv"  # written by benchmark/matrix.py
 Node = ast.FunctionDef | ast.ClassDef
 
 
@@ -42,20 +44,35 @@ def titles(file: str, *functions: str, without: tuple[str, ...] = ()) -> list[st
     return found
 
 
-def tests_of(checks: Mapping[str, list[Callable[[], None]]], files: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Two tests: each mistake of these files makes its checks fail; functions that are rebuilt without one don't."""
+def rows_of_matrix() -> list[list[str]]:
+    """Of each row a mistake, its place, a test file, the test of the file that rejects it, and how many do."""
+    with MATRIX.open(newline="") as file:
+        return list(csv.reader(file))[1:]
 
-    @pytest.mark.parametrize("mistake", checks)
-    def mistake_is_detected(mistake, monkeypatch):
-        put(mistake, files, monkeypatch)
-        for check in checks[mistake]:
-            with pytest.raises(AssertionError):
-                check()
+
+def tests_of(test_file: Mapping[str, Any]) -> tuple[Callable, Callable]:
+    """Two tests of a test file whose other tests take a name or nothing.
+
+    A mistake makes the test fail that rejects it by matrix.csv, and functions that are rebuilt without one don't.
+    """
+    own = Path(test_file["__file__"]).name
+    rows = [(title, place, test) for title, place, file, test, _ in rows_of_matrix() if file == own and test]
+
+    def run(test: str) -> None:
+        name, _, case = test.removesuffix("]").partition("[")
+        test_file[name](*filter(None, [case]))
+
+    @pytest.mark.parametrize(("mistake", "place", "test"), rows)
+    def mistake_is_detected(mistake, place, test, monkeypatch):
+        replace(place, named(mistake).edits[place], monkeypatch)
+        with pytest.raises(AssertionError):
+            run(test)
 
     def rebuilt_functions_pass(monkeypatch):
-        put_unchanged(checks, files, monkeypatch)
-        for check in {check for some in checks.values() for check in some}:
-            check()
+        for _, place, _ in rows:
+            replace(place, (), monkeypatch)
+        for test in {test for _, _, test in rows}:
+            run(test)
 
     return mistake_is_detected, rebuilt_functions_pass
 

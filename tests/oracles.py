@@ -88,11 +88,6 @@ def entries(x, lengths: list[int]) -> list[float]:
     return [float(x[i, t]) for i, length in enumerate(lengths) for t in range(length)]
 
 
-def slow_mean(x, lengths: list[int]) -> float:
-    found = entries(x, lengths)
-    return math.fsum(found) / len(found)
-
-
 def slow_whiten(x, lengths: list[int], keep_mean: bool = False) -> np.ndarray:
     found, whitened = entries(x, lengths), np.zeros(x.shape)
     mean = math.fsum(found) / len(found)
@@ -101,19 +96,6 @@ def slow_whiten(x, lengths: list[int], keep_mean: bool = False) -> np.ndarray:
         for t in range(length):
             whitened[i, t] = (float(x[i, t]) - mean) / deviation + (mean if keep_mean else 0)
     return whitened
-
-
-def slow_rewards(scores, logprobs, ref_logprobs, lengths, kl_coef, estimator) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards and divergences; the step after the last token gets the score, or the last column does."""
-    width = logprobs.shape[1]
-    rewards, kl = np.zeros(logprobs.shape), np.zeros(logprobs.shape)
-    for i, length in enumerate(lengths):
-        for t in range(length):
-            log_of_inverse = float(ref_logprobs[i, t]) - float(logprobs[i, t])
-            kl[i, t] = -log_of_inverse if estimator == "k1" else math.exp(log_of_inverse) - 1 - log_of_inverse
-            rewards[i, t] -= kl_coef * kl[i, t]
-        rewards[i, length if length < width else width - 1] += float(scores[i])
-    return rewards, kl
 
 
 def slow_gae(rewards, values, lengths: list[int], gamma: float, lam: float) -> np.ndarray:

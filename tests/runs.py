@@ -86,6 +86,15 @@ def posts_arguments(world: Path) -> list[str]:
     return f"--preset posts --task.posts {world} --task.comparisons {world}".split()
 
 
+def sums_arguments(world: Path) -> list[str]:
+    """Chapter 3: updates of 16 episodes in 2 minibatches, and in every second update 8 held-out problems."""
+    sizes = (
+        "--dtype float64 --ppo.batch_size 16 --ppo.nminibatches 2 --ppo.local_micro_batch_size 256 "
+        "--eval_interval 2 --eval_samples 2 --eval_problems 8 --task.response_length 20 --log_interval 1"
+    )
+    return ["--preset", "sums", "--base_model", f"{world}/model", "--task.problems", str(world), *sizes.split()]
+
+
 def reward_arguments(world: Path, prefix: str = "--") -> list[str]:
     """Five steps of 8 labels, a checkpoint after every second."""
     sizes = {

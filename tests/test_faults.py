@@ -1,29 +1,24 @@
-"""What a run survives: signals, a full disk, a read-only folder, damaged files; and going on then.
+"""What a run survives: kill -9, SIGTERM, a full disk; and continuing with something else.
 
-Each fault leaves the last good checkpoint and one clear line. soak.py has kill -9.
+Each fault leaves the last good checkpoint, and at most one line.
 """
 
-import shutil
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from processes import SCRIPTS, Launched, Result, launch, launch_together, start_together
-from runs import (
-    both_arguments,
-    interrupt,
-    meta_of,
-    metrics_of,
-    only,
-    policy_arguments,
-    samples_of,
-    world_arguments,
-)
+from processes import SCRIPTS, Result, launch, launch_together
+from runs import interrupt, meta_of, metrics_of, samples_of
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from whole_runs import Whole
 
-LIMITED = Path(__file__).parent / "limited_run.py"
+FAULTY = Path(__file__).with_name("faulty_run.py")
+
+
+def faulty(fault: str, number: int, script: str, *arguments: str) -> list[str]:
+    """The command line of a script to which something happens."""
+    return [str(FAULTY), fault, str(number), str(SCRIPTS / script), *arguments]
 
 
 def error_line(result: Result) -> str:
@@ -34,197 +29,148 @@ def error_line(result: Result) -> str:
     return line
 
 
-def limited(size: int, script: str, *arguments: str, folder: Path) -> str:
-    """The error line of a script without root's rights, whose files may grow to so many bytes; 0: to any size."""
-    return error_line(launch(LIMITED, str(size), str(SCRIPTS / script), *arguments, folder=folder))
-
-
-def files_below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def wait_for_rows(launched: Launched, pattern: str, rows: int, folder: Path) -> Path:
-    """The run's folder, once metrics.csv holds so many rows."""
-    for _ in range(3000):
-        if launched.process.exitcode is not None:
-            break
-        for file in folder.glob(f"{pattern}/metrics.csv"):
-            if file.read_text().count("\n") > rows:  # one more for the header
-                return file.parent
-        time.sleep(0.02)
-    raise AssertionError(launched.wait())
-
-
 def checkpoints(run: Path) -> list[int]:
     return sorted(int(path.name) for path in (run / "checkpoints").iterdir())  # a *.tmp would raise
 
 
-@pytest.fixture(scope="module")
-def policy_run(tiny_world: Path, tiny_reward: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of four updates that nothing happened to, with the checkpoints of 2 and 4."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
-    result = launch("train_policy.py", *arguments, folder=folder)
-    assert result.status == 0, result.stderr
-    return only(folder, "runs/*")
+def weights_of(run: Whole) -> list[dict]:
+    return [load_file(path) for path in sorted(run.folder.glob("models/*/*/*.safetensors"))]
 
 
-@pytest.fixture
-def cut_off(policy_run: Path, tmp_path: Path) -> Path:
-    """A copy of that run as if it had been cut off in its third update, after the checkpoint of the second."""
-    run = shutil.copytree(policy_run, tmp_path / "runs" / policy_run.name)
-    interrupt(run)
-    return run
+def traces_of(run: Whole) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(run.run("train_policy").glob("traces/*"))]
 
 
-def resume(run: Path, *arguments: str, **environment: str) -> Result:
-    return launch("train_policy.py", "--resume", str(run), *arguments, folder=run.parent.parent, **environment)
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run.parent.parent / "models" / run.name / "policy/model.safetensors")
-
-
-def check_goes_on(run: Path, undisturbed: Path) -> None:
-    """The run goes on to the end and gives the numbers of one that nothing happened to, bit for bit."""
-    result = resume(run)
-    assert result.status == 0, result.stderr
-    assert metrics_of(run) == metrics_of(undisturbed)
-    assert samples_of(run) == samples_of(undisturbed)
+def check_equal(run: Whole, undisturbed: Whole) -> None:
+    """All numbers, times apart, bit for bit."""
+    for script in ("train_reward", "train_policy"):
+        assert metrics_of(run.run(script)) == metrics_of(undisturbed.run(script))
+    assert samples_of(run.run("train_policy")) == samples_of(undisturbed.run("train_policy"))
+    assert traces_of(run) == traces_of(undisturbed)
     assert_close(weights_of(run), weights_of(undisturbed), rtol=0, atol=0)
 
 
-# ---- SIGTERM ---------------------------------------------------------------------------------------------------
+def check_close(run: Whole, undisturbed: Whole) -> None:
+    """The numbers of the policy, but for rounding."""
+    rows, expected = (metrics_of(one.run("train_policy")) for one in (run, undisturbed))
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-6)
+    assert_close(weights_of(run), weights_of(undisturbed), rtol=0, atol=1e-5)
+
+
+# ---- kill -9 and SIGTERM ---------------------------------------------------------------------------------------
+
+# What happens each time that the run is started, and at which call.
+FAULTS = [
+    ("JSON or log file", 0),  # there is nothing to resume yet
+    ("rollout", 0),
+    ("tensors of a checkpoint", 0),
+    ("SIGTERM", 1),
+    ("checksum of a checkpoint", 1),  # the first call is for the checkpoint that is read
+    ("name of a checkpoint", 0),
+    ("optimiser step", 3),  # from here on in the second stage
+    ("tensors of a checkpoint", 0),
+    ("removal of a folder", 0),
+    ("JSON or log file", 2),
+    ("SIGTERM", 0),
+    ("row of metrics", 0),
+    ("sample", 0),
+    ("rollout", 1),
+]
+
+
+def resume(folder: Path) -> list[str]:
+    """The arguments that resume a joint run at its last stage; none if there is nothing to resume."""
+    begun = sorted(folder.glob("runs/*/meta.json"))  # train_policy is before train_reward
+    return ["--resume", str(begun[0].parent)] if begun else []
+
+
+def test_a_joint_run_that_dies_again_and_again_gives_the_numbers_of_one_that_does_not(both, tmp_path):
+    for fault, number in FAULTS:
+        arguments = resume(tmp_path) or both.arguments
+        result = launch(*faulty(fault, number, both.script, *arguments), folder=tmp_path)
+        if fault == "SIGTERM":
+            run = Path(resume(tmp_path)[-1])
+            step = len(metrics_of(run))
+            line = f"stopped by SIGTERM after step {step}, with a checkpoint; resume with --resume {run}"
+            assert result.status == 0 and line in result.stdout and not result.stderr
+            assert (run / f"checkpoints/{step}").is_dir() and not meta_of(run)["finished"]
+        else:
+            assert result.status == -9, (fault, result)
+    result = launch(both.script, *resume(tmp_path), folder=tmp_path)
+    assert result.status == 0, result.stderr
+    check_equal(replace(both, folder=tmp_path), both)
 
 
 @pytest.fixture
-def arguments(tiny_world: Path, tiny_reward: Path) -> list[str]:
-    """The arguments of a run that goes on until it is stopped."""
-    long = ["--ppo.total_episodes", "16000", "--save_interval", "0"]
-    return [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), *long]
+def cut_off(both, tmp_path) -> Whole:
+    """A copy of the run as if it had been cut off in its third update, after the checkpoint of the second."""
+    copy = both.copy(tmp_path / "cut_off")
+    interrupt(copy.run("train_policy"))
+    return copy
 
 
-def test_sigterm_saves_a_checkpoint_and_ends(arguments, tmp_path):
-    launched = Launched("train_policy.py", *arguments, folder=tmp_path)
-    run = wait_for_rows(launched, "runs/*", 2, tmp_path)
-    launched.process.terminate()
-    result = launched.wait(60)
-    assert result.status == 0 and "Traceback" not in result.stderr
-    (step,) = checkpoints(run)
-    stopped = f"stopped by SIGTERM after step {step}, with a checkpoint"
-    assert f"{stopped}; resume with --resume {run}" in result.stdout
-    assert len(metrics_of(run)) == step < 1000
-    assert not meta_of(run)["finished"]
-    assert not (tmp_path / "models").exists()
-
-    shorter = str(16 * (step + 1))  # one update more; it has the learning rate of the shorter run
-    result = resume(run, "--ppo.total_episodes", shorter)
-    assert result.status == 0, result.stderr
-    assert f"resumed with ppo.total_episodes 16000 -> {shorter}" in result.stdout
-    assert [row["step"] for row in metrics_of(run)] == list(range(step + 1))
-    assert metrics_of(run)[-1]["ppo/lr"] == pytest.approx(2e-4 / (step + 1))
-
-
-def test_sigterm_to_one_of_two_processes_stops_both(arguments, tmp_path):
-    first, second = start_together(2, "train_policy.py", *arguments, folder=tmp_path)
-    run = wait_for_rows(first, "runs/*", 1, tmp_path)
-    second.process.terminate()
-    results = first.wait(60), second.wait(60)
+def test_sigterm_to_one_of_two_processes_stops_both_and_one_can_go_on(both, cut_off):
+    run = cut_off.run("train_policy")
+    command = faulty("SIGTERM", 0, "train_policy.py", "--resume", str(run))
+    results = launch_together(2, *command, folder=cut_off.folder)
     assert [result.status for result in results] == [0, 0], results
-    (step,) = checkpoints(run)
-    assert f"stopped by SIGTERM after step {step}" in results[0].stdout
-    assert len(metrics_of(run)) == step
-
-
-def test_sigterm_stops_a_joint_run_in_its_first_stage(tiny_world, tmp_path):
-    """The run can be resumed to its end, and a finished run goes on if it gets more episodes."""
-    many_steps = ("--reward.num_train", "64", "--reward.batch_size", "1")
-    launched = Launched("train_both.py", *both_arguments(tiny_world), *many_steps, folder=tmp_path)
-    run = wait_for_rows(launched, "runs/train_reward__*", 1, tmp_path)
-    launched.process.terminate()
-    result = launched.wait(60)
-    assert result.status == 0 and "stopped by SIGTERM" in result.stdout
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [run.name]
-    assert len(metrics_of(run)) == checkpoints(run)[-1] < 64
-    result = launch("train_both.py", "--resume", str(run), folder=tmp_path)
-    assert result.status == 0, result.stderr
-    assert len(metrics_of(run)) == 64 and only(tmp_path, "models/train_policy__*/policy")
-    run, stage = only(tmp_path, "runs/train_policy__*"), files_below(run)
-    rows = metrics_of(run)
-    result = launch("train_policy.py", "--resume", str(run), "--ppo.total_episodes", "80", folder=tmp_path)
-    assert result.status == 0, result.stderr
-    assert metrics_of(run)[:4] == rows and [row["step"] for row in metrics_of(run)] == list(range(5))
-    assert metrics_of(run)[4]["ppo/lr"] == pytest.approx(2e-4 / 5)
-    assert files_below(only(tmp_path, "runs/train_reward__*")) == stage
+    assert "stopped by SIGTERM after step 3" in results[0].stdout and checkpoints(run) == [2, 3]
+    assert meta_of(run)["num_processes"] == 2 and len(metrics_of(run)) == 3
+    assert launch("train_policy.py", "--resume", str(run), folder=cut_off.folder).status == 0
+    assert meta_of(run)["num_processes"] == 1
+    check_close(cut_off, both)
 
 
 # ---- Disks -----------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_does_not_fit_on_the_disk(cut_off, policy_run):
-    """At first no file may grow beyond 1 kB, then 10 kB. Then the run's or the checkpoints' folder is read-only. Then
-    a file may grow to 150 kB: the tensors of the checkpoint are larger, everything else is smaller.
-    """
-    resumed, folder = ("train_policy.py", "--resume", str(cut_off)), cut_off.parent.parent
-    for size in (1_000, 10_000):
-        assert "File too large" in limited(size, *resumed, folder=folder)
-        assert checkpoints(cut_off) == [2]
-    before = files_below(cut_off)
-    for which in (".", "checkpoints"):
-        (cut_off / which).chmod(0o555)
-        line = limited(0, *resumed, folder=folder)
-        (cut_off / which).chmod(0o755)
-        assert "Permission denied" in line and checkpoints(cut_off) == [2]
-        assert which == "checkpoints" or files_below(cut_off) == before
-    line = limited(150_000, *resumed, folder=folder)
-    assert "the checkpoint of step 4 cannot be written" in line and "those before it are kept" in line
-    assert checkpoints(cut_off) == [2]
-    check_goes_on(cut_off, policy_run)
+def test_a_checkpoint_that_does_not_fit_on_the_disk(both, cut_off):
+    """At first no file can grow beyond 1 kB; then only the tensors of the checkpoint are too large."""
+    run = cut_off.run("train_policy")
+    for size, message in ((1_000, "File too large"), (150_000, "the checkpoint of step 4 cannot be written")):
+        command = faulty("full disk", size, "train_policy.py", "--resume", str(run))
+        assert message in error_line(launch(*command, folder=cut_off.folder))
+        assert checkpoints(run) == [2]
+    assert launch("train_policy.py", "--resume", str(run), folder=cut_off.folder).status == 0
+    check_equal(cut_off, both)
 
 
-def test_a_model_that_does_not_fit_on_the_disk(policy_run, tmp_path):
+def test_a_model_that_does_not_fit_on_the_disk(both, tmp_path):
     """The run is at its end, and all checkpoints are written; the file of the model's weights is too large."""
-    run = shutil.copytree(policy_run, tmp_path / "runs" / policy_run.name)
-    size = (policy_run.parent.parent / "models" / policy_run.name / "policy/model.safetensors").stat().st_size
-    assert "File too large" in limited(size - 1, "train_policy.py", "--resume", str(run), folder=tmp_path)
+    copy = both.copy(tmp_path / "copy")
+    run, weights = copy.run("train_policy"), copy.model("policy") / "model.safetensors"
+    command = faulty("full disk", weights.stat().st_size - 1, "train_policy.py", "--resume", str(run))
+    assert "File too large" in error_line(launch(*command, folder=copy.folder))
     assert checkpoints(run) == [2, 4]
-    check_goes_on(run, policy_run)
 
 
-def test_a_new_run_that_cannot_write(arguments, tmp_path):
-    tmp_path.chmod(0o555)
-    line = limited(0, "train_policy.py", *arguments, folder=tmp_path)
-    tmp_path.chmod(0o755)
-    assert "runs" in line and "Permission denied" in line
-    assert not list(tmp_path.iterdir())
-    assert "File too large" in limited(1_000, "train_policy.py", *arguments, folder=tmp_path)
+def test_a_new_run_that_cannot_write(both, tmp_path):
+    (tmp_path / "runs").touch()  # where a folder has to be
+    line = error_line(launch(both.script, *both.arguments, folder=tmp_path))
+    assert "runs" in line and [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-# ---- Going on with something else ------------------------------------------------------------------------------
+# ---- Continuing with something else ----------------------------------------------------------------------------
 
 
-def test_what_may_change_is_named(cut_off, policy_run):
-    result = resume(cut_off, "--ppo.local_micro_batch_size", "4", "--log_interval", "2", "--save_interval", "3")
+def test_what_may_change_is_named(both, cut_off):
+    run = cut_off.run("train_policy")
+    changes = ["--ppo.local_micro_batch_size", "4", "--log_interval", "2", "--save_interval", "3"]
+    result = launch("train_policy.py", "--resume", str(run), *changes, folder=cut_off.folder)
     assert result.status == 0, result.stderr
     for change in ("log_interval 1 -> 2", "save_interval 2 -> 3", "ppo.local_micro_batch_size 64 -> 4"):
         assert change in result.stdout
-    for row, expected in zip(metrics_of(cut_off), metrics_of(policy_run), strict=True):
-        assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    check_close(cut_off, both)
 
 
-def test_two_processes_go_on_as_one_and_one_as_two(cut_off, policy_run, tiny_world, tiny_reward, tmp_path):
-    arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
-    folder = tmp_path / "two"
-    folder.mkdir()
-    results = launch_together(2, "train_policy.py", *arguments, folder=folder)
-    assert [result.status for result in results] == [0, 0], results
-    run = only(folder, "runs/*")
-    shutil.rmtree(run / "checkpoints" / "4")
-    assert resume(run).status == 0
-    results = launch_together(2, "train_policy.py", "--resume", str(cut_off), folder=tmp_path)
-    assert [result.status for result in results] == [0, 0], results
-    for resumed, processes in ((run, 1), (cut_off, 2)):
-        assert meta_of(resumed)["num_processes"] == processes
-        for row, expected in zip(metrics_of(resumed), metrics_of(policy_run), strict=True):
-            assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        assert_close(weights_of(resumed), weights_of(policy_run), rtol=0, atol=1e-5)
+def test_a_finished_run_goes_on_if_it_gets_more_episodes(both, tmp_path):
+    """One update more; it has the learning rate of the longer run."""
+    copy = both.copy(tmp_path / "copy")
+    run = copy.run("train_policy")
+    more = ["--resume", str(run), "--ppo.total_episodes", "80"]
+    result = launch("train_policy.py", *more, folder=copy.folder)
+    assert result.status == 0 and "resumed with ppo.total_episodes 64 -> 80" in result.stdout, result.stderr
+    *rows, last = metrics_of(run)
+    assert rows == metrics_of(both.run("train_policy")) and last["step"] == 4
+    assert last["ppo/lr"] == pytest.approx(2e-4 / 5)

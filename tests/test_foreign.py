@@ -1,9 +1,7 @@
 """Reward models from elsewhere: the library's classifiers, and what it says of one text alone."""
 
-import dataclasses
 import json
 import re
-import shutil
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from processes import launch
-from runs import metrics_of, only, policy_arguments, posts_arguments, world_arguments
+from runs import metrics_of, only, posts_arguments, sums_arguments
 from test_problems import TEMPLATE, byte_tokenizer
 from test_templates import IN_LETTERS, queries_of_chapter_2
 from transformers import (
@@ -24,6 +22,7 @@ from transformers import (
 
 from ppo_rlhf.lib import classifiers
 from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.lib.reward_functions import import_function
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems
 from ppo_rlhf.tldr import policy as tldr_policy, posts
 
@@ -107,8 +106,11 @@ def said_alone(folder: str, rows: list[list[int]], label: int = 0) -> list[float
         return [model(torch.tensor([row])).logits[0, label].item() for row in rows]
 
 
-@pytest.mark.parametrize("pad_id", [28, None, 3], ids=["padding is the end of text", "no padding", "its own padding"])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("architecture", "pad_id"),
+    [("gpt2", 28), ("llama", None), ("llama", 3)],
+    ids=["padding is the end of text", "no padding", "its own padding"],
+)
 def test_a_score_is_that_of_a_text_alone(tmp_path, letters, architecture, pad_id):
     """Whatever the batch, wherever our padding is."""
     folder = classifier(architecture, tmp_path / "reward", letters, ["LABEL_0"], pad_id)
@@ -131,26 +133,14 @@ def test_another_tokenizer_reads_the_text(tmp_path, letters, wordy):
         assert scores.tolist() == pytest.approx(said_alone(folder, rows, number), abs=1e-5)
 
 
-def test_a_text_that_is_too_long_is_read_at_its_end(tmp_path, letters, wordy):
-    folder = classifier("bert", tmp_path / "reward", wordy, ["good"], 0, rows=13)
-    judge = load(folder)
-    judge.longest = 5
-    score = classifiers.scorer_of(judge, letters, PAD, TASK)
-    scores = score(padded(letters, ["the cat sat"]), padded(letters, [" on the mat."]))
-    assert scores.tolist() == pytest.approx(said_alone(folder, [[2, 4, 11, 12, 3]]), abs=1e-5)
-
-
 XLNET = {"d_model": 16, "n_layer": 1, "n_head": 2, "max_position_embeddings": LEFT_OUT}
 XLNET |= dict.fromkeys(SMALL, LEFT_OUT)
-BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "eos_token_id": 3}
-BART |= {"decoder_attention_heads": 2} | dict.fromkeys(SMALL, LEFT_OUT)
 
 
 @pytest.mark.parametrize(
     ("architecture", "longest", "settings"),
     [
         ("bert", 20, {}),
-        ("bart", 20, BART),  # reads a text at its [SEP], and refuses texts with different numbers of them
         ("xlnet", 99, XLNET),  # reads a text at its last place, also if that is padding, and has no greatest length
     ],
 )
@@ -166,37 +156,21 @@ def test_long_texts_and_names_of_special_tokens(tmp_path, letters, wordy, archit
     assert scores.tolist() == pytest.approx(said_alone(folder, rows), abs=1e-5)
 
 
-def test_what_it_cannot_read_is_found_before_training(tmp_path, letters, wordy):
-    judge = load(classifier("bert", tmp_path / "short", wordy, ["good"], 0, rows=13))
-    judge.longest = 999  # as if there were more positions
-    with pytest.raises(InputError, match=r"short cannot read a text of 500 tokens: \w*Error: .*model_max_length"):
-        classifiers.scorer_of(judge, letters, PAD, dataclasses.replace(TASK, response_length=500))
+def test_messages_that_its_template_refuses_are_found_before_training(tmp_path, letters, wordy):
     wordy.chat_template = NO_SYSTEM
     judge = load(classifier("bert", tmp_path / "chat", wordy, ["good"], 0, rows=13))
-    asked, begun = {"role": "user", "content": "a"}, {"role": "assistant", "content": ""}
-    dialogues = [[asked, begun], [{"role": "system", "content": "a"}, asked, begun]]
+    dialogues = [turns("a", ""), turns("a", "", system="a")]
     classifiers.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues[:1])
     with pytest.raises(InputError, match=r"fails on messages of system, user, assistant: .*no system"):
         classifiers.scorer_of(judge, letters, PAD, TASK, dialogues=dialogues)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_keys_and_values_that_nobody_reads_are_not_kept(tmp_path, tiny_tokenizer, architecture):
-    judge = load(classifier(architecture, tmp_path / "reward", tiny_tokenizer, ["LABEL_0"], 28))
+def test_keys_and_values_that_nobody_reads_are_not_kept(tmp_path, tiny_tokenizer):
+    judge = load(classifier("llama", tmp_path / "reward", tiny_tokenizer, ["LABEL_0"], 28))
     said = []
     judge.model.register_forward_hook(lambda model, inputs, output: said.append(output))
     judge.of_ids([[1, 2]])
     assert said[0].past_key_values is None
-
-
-def test_its_own_chat_template_makes_messages_of_query_and_response(tmp_path, letters, wordy):
-    wordy.chat_template = CHATTY
-    folder = classifier("bert", tmp_path / "reward", wordy, ["good"], 0, rows=13)
-    score = classifiers.scorer_of(load(folder), letters, PAD, TASK)
-    scores = score(padded(letters, QUERIES), padded(letters, RESPONSES))
-    texts = ["<user>the cat sat|<assistant>on the mat.|", "<user>a dog|<assistant>ran.|"]
-    rows = [wordy.encode(text, add_special_tokens=False) for text in texts]
-    assert scores.tolist() == pytest.approx(said_alone(folder, rows), abs=1e-5)
 
 
 # ---- What a reward model reads of a row, a template, and the beginning of a response ---------------------------
@@ -214,21 +188,16 @@ def turns(*contents: str, system: str = "") -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] * bool(system) + messages
 
 
-@pytest.mark.parametrize("theirs", [TEMPLATE, OTHER, None], ids=["the policy's template", "another", "none"])
+@pytest.mark.parametrize("theirs", [OTHER, None], ids=["a template of its own", "none"])
 @pytest.mark.parametrize(
     ("question", "changes", "template", "expected"),
     [
-        ("2+2?", {}, TEMPLATE, turns("2+2?!", "It is<|im_start|>4")),
         ("2+2?", {"system_prompt": "Add."}, TEMPLATE, turns("2+2?!", "It is<|im_start|>4", system="Add.")),
         ([SYSTEM, *TURNS, ASKED], {"system_prompt": "Add."}, TEMPLATE,
          turns("1+1?", "2", "2<|im_end|>+2?!", "It is<|im_start|>4", system="Be brief.")),
-        ("2+2?", {"response_prefix": "So: "}, TEMPLATE, turns("2+2?!", "So:  It is<|im_start|>4")),
         ("2+2?", {}, THINKS, turns("2+2?!", "<think>\n It is<|im_start|>4")),
-        ("2+2?", {"prompt_format": "plain"}, TEMPLATE, turns("2+2?!", "It is<|im_start|>4")),
         ([SYSTEM, ASKED], {"prompt_format": "plain", "response_prefix": "So: "}, TEMPLATE,
          turns("2<|im_end|>+2?!", "So:  It is<|im_start|>4", system="Be brief.")),
-        ("2+2? <think>", {"prompt_format": "plain", "prompt_suffix": ""}, TEMPLATE,
-         turns("2+2? ", "<think> It is<|im_start|>4")),
         ("2+2?", {"prompt_suffix": "\n<think>", "prompt_format": "plain"}, TEMPLATE,
          turns("2+2?\n", "<think> It is<|im_start|>4")),
     ],
@@ -264,9 +233,8 @@ def in_template(messages: list[dict[str, str]], tokenizer) -> list[int]:
     return first + [token for part in others for token in [*tokenizer.encode("<|im_"), *part]]
 
 
-@pytest.mark.parametrize("theirs", [TEMPLATE, OTHER])
-def test_a_reward_model_reads_a_post_and_a_summary_in_its_template(tmp_path, theirs):
-    judge, policy = byte_tokenizer(theirs), byte_tokenizer()
+def test_a_reward_model_reads_a_post_and_a_summary_in_its_template(tmp_path):
+    judge, policy = byte_tokenizer(OTHER), byte_tokenizer()
     folder = classifier("llama", tmp_path / "reward", judge, ["LABEL_0"], None, rows=259, eos_token_id=258)
     chat = {"prompt_format": "chat", "system_prompt": "Sum up."}
     found, ids = queries_of_chapter_2(tmp_path, policy, **chat)
@@ -291,13 +259,6 @@ def break_weights(folder: Path) -> None:
     [
         (["NEGATIVE", "POSITIVE"], "", None, "--rewards.label : .* has the labels NEGATIVE, POSITIVE; name the one"),
         (["LABEL_0"], "GOOD", None, "--rewards.label GOOD: .* has the labels LABEL_0"),
-        (
-            ["LABEL_0"],
-            "",
-            lambda folder: (folder / "config.json").unlink(),
-            "no config.json; give",
-        ),
-        (["LABEL_0"], "", lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded"),
         (["LABEL_0"], "", lambda folder: [file.unlink() for file in folder.glob("token*")], "has no tokenizer"),
         (["LABEL_0"], "", break_weights, "its weights lack score.weight"),
     ],
@@ -321,67 +282,34 @@ def test_scores_that_are_no_numbers_end_the_run(tmp_path, tiny_tokenizer):
 # ---- Whole runs ------------------------------------------------------------------------------------------------
 
 
-def words_of(model: str | Path, architecture: str, folder: Path, labels: list[str]) -> str:
-    """A classifier with the tokenizer of a world's language model."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return classifier(architecture, folder, tokenizer, labels, None, rows=len(tokenizer))
-
-
-def test_the_recipe_of_a_classifier_as_chapter_1_s_reward(tmp_path, tiny_world, wordy):
-    """The recipe of docs/running.md works as printed, and the line that refuses a foreign model names its flag."""
-    classifier("bert", tmp_path / "theirs", wordy, ["NEGATIVE", "POSITIVE"], 0, rows=13)
+def test_the_recipe_of_a_classifier_as_a_function(tmp_path, wordy, monkeypatch):
+    """The recipe of docs/running.md, for chapter 1, works as printed."""
+    folder = classifier("bert", tmp_path / "theirs", wordy, ["NEGATIVE", "POSITIVE"], 0, rows=13)
     page = (Path(__file__).parents[1] / "docs" / "running.md").read_text()
     recipes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (recipe,) = [recipe for recipe in recipes if "AutoModelForSequenceClassification" in recipe]
     recipe = textwrap.dedent(recipe).replace("lvwerra/distilbert-imdb", "theirs")
     (tmp_path / "my_rewards.py").write_text(recipe)
-    words = [*world_arguments(tiny_world), *policy_arguments(), "--ppo.total_episodes", "16"]
-    result = launch("train_policy.py", *words, "--rewards.function", "my_rewards:score", folder=tmp_path)
-    assert result.status == 0, result.stderr
-    (row,) = metrics_of(only(tmp_path, "runs/*"))
-    assert abs(row["objective/raw_score"]) < 2 and row["objective/function_score"] != row["objective/raw_score"]
-    result = launch("train_policy.py", *words, "--rewards.trained_model", "theirs", folder=tmp_path)
-    assert result.status == 2 and "theirs is no reward model that was trained here" in result.stderr
-    assert "--rewards.function" in result.stderr and result.stderr.count("\n") == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    scores = import_function("my_rewards:score", "rewards.function")(["the cat", "a dog"], [" sat.", " ran."])
+    rows = [[2, 4, 6, 8, 12, 3], [2, 5, 7, 9, 12, 3]]
+    assert scores == pytest.approx(said_alone(folder, rows, 1), abs=1e-5)
 
 
-def test_a_run_of_chapter_2(tmp_path, tiny_posts):
-    words_of(tiny_posts / "model", "llama", tmp_path / "theirs", ["LABEL_0"])
-    words = [
-        *posts_arguments(tiny_posts)[:4],
-        "--base_model",
-        str(tiny_posts / "model"),
-        "--ppo.total_episodes",
-        "16",
-    ]
-    words += ["--ppo.batch_size", "16", "--rewards.trained_model", "theirs"]
-    words += ["--ppo.nminibatches", "1", "--ppo.noptepochs", "1", "--eval_posts", "4", "--trace_interval", "0"]
-    result = launch("tldr/policy.py", *words, folder=tmp_path)
-    assert result.status == 0, result.stderr
-    assert "objective/function_score" in metrics_of(only(tmp_path, "runs/*"))[0]
-
-
-def test_a_run_of_chapter_3(tmp_path, tiny_sums):
-    """Its critic starts as the base model, and the score is the verifier's value plus three times the logit."""
-    words_of(tiny_sums / "model", "llama", tmp_path / "theirs", ["LABEL_0"])
-    words = ["--preset", "sums", "--base_model", str(tiny_sums / "model"), "--task.problems", str(tiny_sums)]
-    sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.samples_per_prompt 2 --ppo.nminibatches 1"
-    theirs = "--rewards.trained_model theirs --rewards.trained_weight 3 --eval_samples 0 --trace_interval 0"
-    words += f"{sizes} {theirs}".split()
-    result = launch("rlvr/policy.py", *words, folder=tmp_path)
-    assert result.status == 0, result.stderr
-    (row,) = metrics_of(only(tmp_path, "runs/*"))
+def test_runs_of_chapters_2_and_3(tmp_path, tiny_posts, tiny_sums):
+    """In chapter 3, the score is the verifier's value plus three times the logit."""
+    sizes = "--ppo.total_episodes 16 --ppo.batch_size 16 --ppo.nminibatches 1 --ppo.noptepochs 1 --trace_interval 0"
+    for script, world, words in (
+        ("tldr/policy.py", tiny_posts, [*posts_arguments(tiny_posts), "--eval_posts", "4"]),
+        ("rlvr/policy.py", tiny_sums, [*sums_arguments(tiny_sums), "--rewards.trained_weight", "3"]),
+    ):
+        folder, tokenizer = tmp_path / world.name, AutoTokenizer.from_pretrained(world / "model")
+        theirs = classifier("llama", folder / "theirs", tokenizer, ["LABEL_0"], None, rows=len(tokenizer))
+        words += ["--base_model", f"{world}/model", "--rewards.trained_model", theirs, *sizes.split()]
+        result = launch(script, *words, folder=folder)
+        assert result.status == 0, result.stderr
+        (row,) = metrics_of(only(folder, "runs/*"))
+        assert ("objective/function_score" in row) == (script == "tldr/policy.py")
     parts = row["objective/verifier_reward"] + 3 * row["objective/reward_model_reward"]
     assert row["objective/reward_model_reward"] and row["objective/scores"] == pytest.approx(parts, abs=1e-5)
-    # A template that refuses the messages of one row is found before training.
-    shutil.rmtree(tmp_path / "runs")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "theirs")
-    tokenizer.chat_template = NO_SYSTEM
-    tokenizer.save_pretrained(tmp_path / "theirs")
-    rows = [{"prompt": [message] * 2, "answer": "#### 4"} for message in turns("What is 2+2?") * 15]
-    rows[7]["prompt"] = turns("What is 2+2?", system="Be brief.")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words += ["--task.problems", "rows.jsonl", "--task.test_problems", "rows.jsonl"]
-    result = launch("rlvr/policy.py", *words, folder=tmp_path)
-    assert result.status == 2 and "fails on messages of system, user, assistant" in result.stderr, result.stderr
-    assert not (tmp_path / "runs").exists()

@@ -7,8 +7,6 @@ reads our functions from their module when it runs: a negative control puts a wr
 import json
 import math
 import random
-from collections.abc import Callable
-from functools import partial
 
 import golden_models
 import mistakes
@@ -52,21 +50,14 @@ def steer(policy: train_policy.PolicyWithValueHead, query_responses, context_len
 # ---- Mathematics: cases 1, 6, 7, 8, 9 --------------------------------------------------------------------------
 
 
-def check_whiten(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in load_arrays("case1_whiten")}))
+def test_whiten(name: str):
     arrays = under(load_arrays("case1_whiten"), f"{name}/")
     values = arrays["input"]
     scale = 1 / math.sqrt(values.var(unbiased=False).item() + 1e-8)  # how much rounding of the input is magnified
     atol = ADVANTAGE + FLOAT32_EPS * values.abs().max().item() * scale
     for key, keep_mean in (("shift_mean_true", False), ("shift_mean_false", True)):
         close(train_policy.whiten(values, keep_mean=keep_mean), arrays[key], atol=atol)
-
-
-WHITEN_CASES = sorted({key.split("/")[0] for key in load_arrays("case1_whiten")})
-
-
-@pytest.mark.parametrize("name", WHITEN_CASES)
-def test_whiten(name):
-    check_whiten(name)
 
 
 class IdentityModel(torch.nn.Module):
@@ -79,7 +70,7 @@ class IdentityModel(torch.nn.Module):
         self.get_output_embeddings = lambda: torch.nn.Identity()
 
 
-def check_logprobs_and_entropies() -> None:
+def test_logprobs_and_entropies_of_given_logits():
     arrays = load_arrays("case1b_logits_helpers")
     logits = torch.nn.functional.pad(arrays["logits"], (0, 0, 0, 1))  # the last column predicts nothing
     tokens = torch.nn.functional.pad(arrays["labels"], (1, 0))  # (6, 6): a context of one token
@@ -88,11 +79,8 @@ def check_logprobs_and_entropies() -> None:
     close(entropies, arrays["entropies"], atol=LOGPROB)
 
 
-def test_logprobs_and_entropies_of_given_logits():
-    check_logprobs_and_entropies()
-
-
-def check_kl_controller(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in load_json("case6_kl_controller") if name != "defaults"])
+def test_kl_controller(name: str):
     case = load_json("case6_kl_controller")[name]
     controller = train_policy.AdaptiveKLController(case["init"], case.get("target"), case.get("horizon"))
     steps = case["n_steps"] if isinstance(case["n_steps"], list) else [case["n_steps"]] * len(case["kl"])
@@ -103,40 +91,28 @@ def check_kl_controller(name: str) -> None:
     assert values == pytest.approx(case["values"], rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize("name", [name for name in load_json("case6_kl_controller") if name != "defaults"])
-def test_kl_controller(name):
-    check_kl_controller(name)
-
-
-def check_adam(script, name: str) -> None:
-    arrays = under(load_arrays("case7_adam"), f"{name}/")
-    x = torch.nn.Parameter(arrays["x0"].clone())
-    optimizer = script.AdamTensorFlowStyle([x], lr=1.0)
-    for lr, gradient, expected in zip(arrays["lr"], arrays["grads_tf"], arrays["trajectory_tf"][1:], strict=True):
-        optimizer.param_groups[0]["lr"] = lr.item()
-        optimizer.zero_grad()
-        (0.5 * (arrays["curvature"] * (x - arrays["target"]) ** 2).sum()).backward()
-        optimizer.step()
-        close(x.grad, gradient, atol=5e-7)
-        close(x.detach(), expected, atol=5e-7)
-    close(optimizer.state[x]["exp_avg"], arrays["final_m"], atol=5e-7)
-    # TensorFlow holds beta2 in float32, where 1 - beta2 is 1.3e-5 too small, and v with it.
-    close(optimizer.state[x]["exp_avg_sq"], arrays["final_v"], atol=0, rtol=2e-5)
-
-
 @pytest.mark.parametrize("name", load_json("case7_adam_meta")["cases"])
-@pytest.mark.parametrize("script", [train_policy, train_reward])
-def test_adam(script, name):
-    check_adam(script, name)
+def test_adam(name: str):
+    arrays = under(load_arrays("case7_adam"), f"{name}/")
+    for script in (train_policy, train_reward):
+        x = torch.nn.Parameter(arrays["x0"].clone())
+        optimizer = script.AdamTensorFlowStyle([x], lr=1.0)
+        for lr, gradient, expected in zip(arrays["lr"], arrays["grads_tf"], arrays["trajectory_tf"][1:], strict=True):
+            optimizer.param_groups[0]["lr"] = lr.item()
+            optimizer.zero_grad()
+            (0.5 * (arrays["curvature"] * (x - arrays["target"]) ** 2).sum()).backward()
+            optimizer.step()
+            close(x.grad, gradient, atol=5e-7)
+            close(x.detach(), expected, atol=5e-7)
+        close(optimizer.state[x]["exp_avg"], arrays["final_m"], atol=5e-7)
+        # TensorFlow holds beta2 in float32, where 1 - beta2 is 1.3e-5 too small, and v with it.
+        close(optimizer.state[x]["exp_avg_sq"], arrays["final_v"], atol=0, rtol=2e-5)
 
 
-def check_compute_rewards(name: str) -> None:
+@pytest.mark.parametrize("name", ["coef015", "coef0", "coef02_len1", "adaptive_after_kl9_512"])
+def test_compute_rewards(name: str):
     arrays = under(load_arrays("case8_compute_rewards"), f"{name}/")
     kl_coef = arrays["kl_coef"].item()
-    if name == "adaptive_after_kl9_512":
-        controller = train_policy.AdaptiveKLController(0.15, target=6.0, horizon=10_000)
-        controller.update(9.0, 512)
-        assert controller.value == pytest.approx(kl_coef, rel=1e-7)
     inputs = [arrays[key] for key in ("scores", "logprobs", "ref_logprobs")]
     rewards, non_score_rewards, kl = train_policy.compute_rewards(*inputs, kl_coef)
     close(rewards, arrays["rewards"], atol=ADVANTAGE)
@@ -144,31 +120,21 @@ def check_compute_rewards(name: str) -> None:
     close(-kl_coef * kl, arrays["non_score_reward"], atol=ADVANTAGE)
 
 
-@pytest.mark.parametrize("name", ["coef015", "coef0", "coef02_len1", "adaptive_after_kl9_512"])
-def test_compute_rewards(name):
-    check_compute_rewards(name)
-
-
-def check_policy_learning_rate(name: str) -> None:
-    case = load_json("case9_lr_schedule")[name]
-    sizes = {name: case[name] for name in ("total_episodes", "batch_size")}
-    ppo = train_policy.PpoArgs(**sizes, lr=case["lr"], whiten_groups=1, whiten_rewards=False)
-    assert train_policy.ppo_sizes(ppo, 1).updates == case["nupdates"]
-    rates = [train_policy.learning_rate(ppo, update) for update in case["updates"]]
-    assert rates == pytest.approx(case["lr_at_update"], rel=0, abs=case["lr"] * 1.2e-7)  # float32
-
-
-def check_reward_learning_rate(name: str) -> None:
-    case = load_json("case9_lr_schedule")[name]
-    args = train_reward.Args(lr=case["lr"], num_train=case["num_train"], batch_size=case["batch_size"])
-    assert train_reward.reward_sizes(args, 1).steps == case["n_updates"]
-    rates = [train_reward.learning_rate_at(args, step) for step in range(case["n_updates"])]
-    assert rates == pytest.approx(case["lr_at_update"], rel=1e-12)
-
-
 @pytest.mark.parametrize("name", load_json("case9_lr_schedule"))
-def test_learning_rate(name):
-    (check_policy_learning_rate if name.startswith("policy") else check_reward_learning_rate)(name)
+def test_learning_rate(name: str):
+    case = load_json("case9_lr_schedule")[name]
+    lr, batch_size, expected = case["lr"], case["batch_size"], case["lr_at_update"]
+    if name.startswith("policy"):
+        sizes = {"total_episodes": case["total_episodes"], "batch_size": batch_size}
+        ppo = train_policy.PpoArgs(**sizes, lr=lr, whiten_groups=1, whiten_rewards=False)
+        assert train_policy.ppo_sizes(ppo, 1).updates == case["nupdates"]
+        rates = [train_policy.learning_rate(ppo, update) for update in case["updates"]]
+        assert rates == pytest.approx(expected, rel=0, abs=lr * 1.2e-7)  # float32
+    else:
+        args = train_reward.Args(lr=lr, num_train=case["num_train"], batch_size=batch_size)
+        assert train_reward.reward_sizes(args, 1).steps == case["n_updates"]
+        rates = [train_reward.learning_rate_at(args, step) for step in range(case["n_updates"])]
+        assert rates == pytest.approx(expected, rel=1e-12)
 
 
 # ---- Tokens: cases 5 and 10 ------------------------------------------------------------------------------------
@@ -176,7 +142,8 @@ def test_learning_rate(name):
 TRUNCATIONS = list(load_json("case5_postprocess_meta"))[1:]
 
 
-def check_truncation(name: str) -> None:
+@pytest.mark.parametrize("name", TRUNCATIONS)
+def test_truncation_filter_and_penalty(name: str):
     task = load_json("case5_postprocess_meta")[name]
     arrays = load_arrays("case5_postprocess")
     responses, expected = arrays["responses"], under(arrays, f"{name}/")
@@ -190,11 +157,6 @@ def check_truncation(name: str) -> None:
     raw_scores = truncated.sum(1) / 100 + expected["score_fn_queries"].sum(1) / 1000  # what the original scored with
     scores = torch.where(stopped, raw_scores, task["penalty_reward_value"])
     close(scores, expected["score_fn_scores"], atol=STATISTIC)
-
-
-@pytest.mark.parametrize("name", TRUNCATIONS)
-def test_truncation_filter_and_penalty(name):
-    check_truncation(name)
 
 
 class CharacterTokenizer:
@@ -220,7 +182,8 @@ def stream_of(stories: list[str], tmp_path, **task) -> train_policy.QueryStream:
     return train_policy.QueryStream(train_policy.TaskArgs(query_dataset=str(path), **task), CharacterTokenizer())
 
 
-def check_trim_query(name: str) -> None:
+@pytest.mark.parametrize("name", QUERIES["runs"])
+def test_trim_query(name: str):
     run, encode = QUERIES["runs"][name], CharacterTokenizer().encode
     start_id, end_id = (encode(text)[0] if text else None for text in (run["start_text"], run["end_text"]))
     for text, expected in run["tokens"].items():
@@ -229,11 +192,6 @@ def check_trim_query(name: str) -> None:
         query = train_policy.trim_query(tokens, run["query_length"], start_id, end_id)
         unpadded = None if expected is None else [token for token in expected if token != PAD]
         assert query == unpadded, text
-
-
-@pytest.mark.parametrize("name", QUERIES["runs"])
-def test_trim_query(name):
-    check_trim_query(name)
 
 
 @pytest.mark.parametrize("name", QUERIES["runs"])
@@ -259,14 +217,10 @@ def test_query_stream_repeats_across_batches(tmp_path):
     assert batches == case["batches"]
 
 
-def check_add_affixes() -> None:
+def test_add_affixes():
     case, encode = QUERIES["query_formatter"], CharacterTokenizer().encode
     contexts = train_policy.add_affixes(torch.tensor(case["queries"]), encode(case["prefix"]), encode(case["suffix"]))
     assert contexts.tolist() == case["formatted"]
-
-
-def test_add_affixes():
-    check_add_affixes()
 
 
 # ---- The policy: cases 2, 3 and 11 -----------------------------------------------------------------------------
@@ -278,7 +232,8 @@ def contexts_of(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
     )
 
 
-def check_forward(name: str) -> None:
+@pytest.mark.parametrize("name", cases("case3_forward_"))
+def test_forward(name: str):
     arrays = load_arrays(f"case3_forward_{name}")
     policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
     contexts = contexts_of(arrays)
@@ -296,7 +251,8 @@ def check_forward(name: str) -> None:
     close(full_values, arrays["full_values"], atol=VALUE)
 
 
-def check_sampler(name: str) -> None:
+@pytest.mark.parametrize("name", cases("case3_forward_"))
+def test_sampler(name: str):
     """`generate` and the forward pass, on the responses that the original sampled."""
     arrays = load_arrays(f"case3_forward_{name}")
     policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
@@ -317,17 +273,8 @@ def check_sampler(name: str) -> None:
     close(sampled_values, arrays["sampled_values"], atol=VALUE)
 
 
-@pytest.mark.parametrize("name", cases("case3_forward_"))
-def test_forward(name):
-    check_forward(name)
-
-
-@pytest.mark.parametrize("name", cases("case3_forward_"))
-def test_sampler(name):
-    check_sampler(name)
-
-
-def check_ppo_loss(name: str) -> None:
+@pytest.mark.parametrize("name", cases("case2_loss_"))
+def test_ppo_loss(name: str):
     case, arrays = load_json("case2_loss_meta")[name], load_arrays(f"case2_loss_{name}")
     policy = golden_policy(case["model"])
     hyperparameters = ("vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")
@@ -365,17 +312,13 @@ def check_ppo_loss(name: str) -> None:
         close(policy.get_parameter(key).grad, expected, atol=atol, name=key)
 
 
-@pytest.mark.parametrize("name", cases("case2_loss_"))
-def test_ppo_loss(name):
-    check_ppo_loss(name)
-
-
 def rollout_of(query_responses: torch.Tensor, arrays: dict[str, torch.Tensor]) -> train_policy.Rollout:
     numbers = {name: arrays[name] for name in ("logprobs", "values", "rewards")}
     return train_policy.Rollout(context_responses=query_responses, **numbers)
 
 
-def check_ppo_steps(name: str) -> None:
+@pytest.mark.parametrize("name", cases("case11_ppo_step_"))
+def test_ppo_steps(name: str):
     """Two whole updates: reference, scores, rewards, epochs, metrics and weights, from the stored responses."""
     meta, arrays = load_json("case11_ppo_step_meta")[name], load_arrays(f"case11_ppo_step_{name}")
     task, hparams = meta["hparams"]["task"], meta["hparams"]["ppo"]
@@ -435,17 +378,8 @@ def check_ppo_steps(name: str) -> None:
         }
         metrics = train_policy.finish_metrics(means, update, args, expected["kl_coef_used"], 1.0, 1.0)
         for key, number in expected["recorded_stats"].items():
-            close(
-                torch.tensor(metrics[key], dtype=torch.float64),
-                torch.tensor(number, dtype=torch.float64),
-                atol=STATISTIC,
-                name=key,
-            )
-
-
-@pytest.mark.parametrize("name", cases("case11_ppo_step_"))
-def test_ppo_steps(name):
-    check_ppo_steps(name)
+            tolerance = STATISTIC + FLOAT32_EPS * abs(number)
+            assert metrics[key] == pytest.approx(number, rel=0, abs=tolerance), key
 
 
 # ---- The reward model: case 4 ----------------------------------------------------------------------------------
@@ -463,7 +397,8 @@ def labels_of(arrays: dict[str, torch.Tensor]) -> label_files.Labels:
     )
 
 
-def check_reward_loss(name: str) -> None:
+@pytest.mark.parametrize("name", cases("case4_reward_loss_"))
+def test_reward_loss(name: str):
     case, arrays = load_json("case4_reward_loss_meta")[name], load_arrays(f"case4_reward_loss_{name}")
     weights = load_arrays(f"weights_{case['model']}_reward")
     weights |= {"reward_norm/gain": arrays["gain"], "reward_norm/bias": arrays["bias"]}
@@ -487,11 +422,6 @@ def check_reward_loss(name: str) -> None:
         close(reward_model.get_parameter(key).grad, expected, atol=REWARD_GRADIENT, name=key)
 
 
-@pytest.mark.parametrize("name", cases("case4_reward_loss_"))
-def test_reward_loss(name):
-    check_reward_loss(name)
-
-
 def check_normalization(reward_model, samples: dict[str, torch.Tensor], event: dict) -> None:
     tokens = torch.cat([samples["queries"], samples["responses"]], dim=1)
     train_reward.normalize(reward_model, tokens, PAD, 32, Accelerator(cpu=True), event["new_mean"], event["new_std"])
@@ -499,7 +429,8 @@ def check_normalization(reward_model, samples: dict[str, torch.Tensor], event: d
     assert reward_model.bias.item() == pytest.approx(event["bias"], rel=0, abs=REWARD_WEIGHT)
 
 
-def check_reward_training(name: str = "best_of_4_norm_both") -> None:
+@pytest.mark.parametrize("name", cases("case4_reward_train_"))
+def test_reward_training(name: str):
     """Normalise, six steps, normalise: gain, bias, losses, weights, and the scores of the final model."""
     meta, arrays = load_json("case4_reward_train_meta")[name], load_arrays(f"case4_reward_train_{name}")
     args = train_reward.Args(lr=meta["lr"], batch_size=meta["batch_size"], num_train=meta["num_train"])
@@ -534,12 +465,7 @@ def check_reward_training(name: str = "best_of_4_norm_both") -> None:
         close(reward_model(tokens, PAD), arrays["probe/rewards_after_all"], atol=REWARD_WEIGHT)
 
 
-@pytest.mark.parametrize("name", cases("case4_reward_train_"))
-def test_reward_training(name):
-    check_reward_training(name)
-
-
-def check_initial_heads() -> None:
+def test_initial_heads():
     """As many draws of the heads as the original was measured on: 5,120 numbers, standard error 1 %."""
     stats = load_json("case4_init_stats")
     sizes = {"vocab_size": 27, "n_positions": 8, "n_embd": 256, "n_layer": 1, "n_head": 4}
@@ -555,81 +481,17 @@ def check_initial_heads() -> None:
     assert value_head.bias.item() == stats["value_head"]["bias"]
 
 
-def test_initial_heads():
-    check_initial_heads()
+# ---- Negative controls: each deliberate mistake makes a test fail ----------------------------------------------
+
+test_mistake_is_detected, test_rebuilt_functions_pass = mistakes.tests_of(globals())
 
 
-# ---- Negative controls: each deliberate mistake makes a check fail ---------------------------------------------
-
-
-PPO_LOSS_CHECK, PPO_STEPS_CHECK = (
-    partial(check_ppo_loss, "default"),
-    partial(check_ppo_steps, "tiny2_same_ref_nowhiten"),
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [(test_forward, "test_nopad_t07"), (test_ppo_loss, "default"), (test_reward_training, "best_of_4_norm_both")],
 )
-PADDED_CHECKS = [partial(check_forward, "test_rightpad_t07"), partial(check_forward, "tiny2_rightpad_t07")]
-TRUNCATION_CHECK = partial(check_truncation, "tok13_after3")
-POLICY_ADAM = [partial(check_adam, train_policy, name) for name in load_json("case7_adam_meta")["cases"]]
-REWARD_ADAM = [partial(check_adam, train_reward, name) for name in load_json("case7_adam_meta")["cases"]]
-
-CLIPPED_KL = [
-    name
-    for name, case in load_json("case6_kl_controller").items()
-    if name != "defaults" and case.get("target") and any(abs(kl / case["target"] - 1) > 0.2 for kl in case["kl"])
-]
-TRIMMED = next(name for name, run in QUERIES["runs"].items() if run["start_text"] and run["end_text"])
-
-FORWARD, WHITEN = partial(check_forward, "test_nopad_t07"), partial(check_whiten, "normal_8x4")
-TRIM = partial(check_trim_query, TRIMMED)
-FILES = ("train_policy.py", "train_reward.py")
-# mistake of the book: the checks that must fail if it is in the functions of these files
-MISTAKES: dict[str, list[Callable]] = {
-    "whiten: with n minus 1": [WHITEN, PPO_LOSS_CHECK],
-    "whiten: always without the mean": [WHITEN, PPO_LOSS_CHECK],
-    "whiten: epsilon at the deviation": [partial(check_whiten, "tiny_scale_8x8")],
-    "whiten: epsilon 1e-5": [WHITEN, PPO_LOSS_CHECK],
-    "token_logprobs: without temperature": [
-        FORWARD,
-        partial(check_sampler, "test_nopad_t07"),
-        PPO_LOSS_CHECK,
-        PPO_STEPS_CHECK,
-    ],
-    "response_logprobs: values of the response tokens": [FORWARD, PPO_LOSS_CHECK, PPO_STEPS_CHECK],
-    "response_logprobs: without positions": PADDED_CHECKS,
-    "response_logprobs: that see padding": PADDED_CHECKS,
-    "response_logprobs: not carried over padding": [
-        *PADDED_CHECKS,
-        partial(check_reward_loss, "best_of_4_test_padded"),
-    ],
-    "value_loss: without a clip": [PPO_LOSS_CHECK],
-    "value_loss: without its half": [PPO_LOSS_CHECK, PPO_STEPS_CHECK],
-    "adam_step: always as in pytorch": [*POLICY_ADAM, PPO_STEPS_CHECK, *REWARD_ADAM, check_reward_training],
-    "adam_step: epsilon 1e-8": [*POLICY_ADAM, PPO_STEPS_CHECK, *REWARD_ADAM, check_reward_training],
-    "reward_head: frozen gain and bias": [check_reward_training],
-    "truncate: after ignored": [TRUNCATION_CHECK],
-    "truncate: stop id removed": [TRUNCATION_CHECK, partial(check_truncation, "tok13_after0")],
-    "kl_controller: without a clip": [partial(check_kl_controller, name) for name in CLIPPED_KL],
-    "token_rewards: score on every token": [partial(check_compute_rewards, "coef015"), PPO_STEPS_CHECK],
-    "entropy: of the sampled token": [check_logprobs_and_entropies, FORWARD, PPO_LOSS_CHECK],
-    "trim_query: after the last start token": [TRIM],
-    "trim_query: up to the first end token": [TRIM],
-    "trim_query: cut after it was trimmed": [TRIM],
-    "add_affixes: suffix before the padding": [check_add_affixes],
-    "reward_head: as PyTorch draws it": [check_initial_heads],
-    "learning_rate: zero too early": [
-        partial(check_policy_learning_rate, "policy_total100_bs8_ceil13"),
-        PPO_STEPS_CHECK,
-        partial(check_reward_learning_rate, "reward_small_48_bs8"),
-        check_reward_training,
-    ],
-}
-
-
-test_mistake_is_detected, test_rebuilt_functions_pass = mistakes.tests_of(MISTAKES, FILES)
-
-
-@pytest.mark.parametrize("check", [FORWARD, PPO_LOSS_CHECK, check_reward_training])
-def test_another_gelu_is_detected(check, monkeypatch):
+def test_another_gelu_is_detected(test, name, monkeypatch):
     """The exact one, which the library would compute."""
     monkeypatch.setattr(golden_models, "ACTIVATION", "gelu")
     with pytest.raises(AssertionError):
-        check()
+        test(name)

@@ -1,35 +1,35 @@
-"""Whatever the presets take from the hub, loaded by the real clients from a small hub of the published layout.
+"""Whatever the presets take from the hub, read by the real clients from a cache of the published layout."""
 
-Two processes load everything, one with the hub (hub.py) and one after it, with nothing but the cache. Each test looks
-at one of the things that they loaded.
-"""
-
+import hashlib
 import io
 import json
 import shutil
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from hub import folder_of, serve
-from processes import Result, launch
+from runs import error_line
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.interoperability import hub_check
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf import train_both, train_policy
+from ppo_rlhf.lib import label_files, pretrained, text_sources
+from ppo_rlhf.rlvr import problems
+from ppo_rlhf.tldr import all as tldr_all, posts
 
-CLIENT = Path(__file__).parent / "hub_client.py"
-DEAD = "http://127.0.0.1:9"  # nobody listens there
 LABELS = {
-    "sentiment/offline_5k": 64,
-    "descriptiveness/offline_5k": 64,
-    "cnndm/online_45k": 500,
-    "tldr/online_45k": 500,
+    "sentiment": ("sentiment/offline_5k", 64, 24),
+    "descriptiveness": ("descriptiveness/offline_5k", 64, 24),
+    "cnndm": ("cnndm/online_45k", 500, 75),
+    "tldr": ("tldr/online_45k", 500, 75),
 }
 
 # A story's file: hash, split, lines. Between the lines lie empty ones.
@@ -42,131 +42,77 @@ STORIES = {
     "dailymail": [
         ("d4", "train", ["By", "Ann Lee", "PUBLISHED:", "14:11 EST, 25 October 2013", "|", "UPDATED:",
                          "15:36 EST, 25 October 2013", "The cat\u2019s in.", "So is the dog.", "@highlight", "Cat"]),
-        ("e5", "test", ["By", "Bo Ek", "The sea is calm.", "@highlight", "Sea"]),
     ],
 }  # fmt: skip
 POST = {"id": "t3_1", "subreddit": "cats", "title": "A cat", "post": "It slept.\nIt ate.", "summary": "Cat sleeps."}
 INFO = {"id": "t3_1", "post": "It slept.", "title": "A cat", "subreddit": "cats", "article": None, "site": None}
-ARTICLE = {"id": "x", "post": None, "title": "Rain", "subreddit": None, "article": "Rain fell.", "site": "cnn"}
+ARTICLE = INFO | {"post": None, "article": "Rain fell.", "site": "cnn"}
 
 
 def comparison(info: dict, texts: list[str], choice: int) -> dict:
-    summaries = [{"text": text, "policy": "sup4", "note": None} for text in texts]
-    extra = {"confidence": 7 if info is INFO else None}
     return {
         "info": info,
-        "summaries": summaries,
+        "summaries": [{"text": text} for text in texts],
         "choice": choice,
-        "worker": "w",
         "batch": "batch3",
         "split": "train",
-        "extra": extra,
+        "extra": {"confidence": 7 if info is INFO else None},
     }
 
 
-class Publisher:
-    """Puts files into the folder of a hub."""
+# ---- The cache -------------------------------------------------------------------------------------------------
 
-    def __init__(self, root: Path):
-        self.root = root
 
-    def file(self, kind: str, name: str, path: str, revision: str = "main") -> Path:
-        file = folder_of(self.root, kind, name, revision) / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return file
+def folder_of(cache: Path, name: str, revision: str = "main", kind: str = "datasets") -> Path:
+    """Where the cache keeps the files of a revision. kind: datasets or models."""
+    repository = cache / f"{kind}--{name.replace('/', '--')}"
+    commit = hashlib.sha1(revision.encode()).hexdigest()
+    ref, folder = repository / "refs" / revision, repository / "snapshots" / commit
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    ref.write_text(commit)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
-    def texts_of_2019(self) -> None:
-        for number, lines in enumerate((range(200), range(200, 16 * 51)), 1):
-            file = self.file("datasets", "rojagtap/bookcorpus", f"books_large_p{number}.txt")
-            file.write_text("".join(f"row {i} , he said .\n" for i in lines))
-        for site, stories in STORIES.items():
-            archive = self.file("datasets", "ccdv/cnn_dailymail", f"{site}_stories.tgz")
-            with tarfile.open(archive, "w:gz") as members:
-                for name, _, lines in stories:
-                    story = "\n\n".join(lines).encode()
-                    member = tarfile.TarInfo(f"{site}/stories/{name}.story")
-                    member.size = len(story)
-                    members.addfile(member, io.BytesIO(story))
-        everything = [story for stories in STORIES.values() for story in stories]
-        for split in ("train", "validation", "test"):
-            rows = [(name, " ".join(lines)) for name, story_split, lines in everything if story_split == split]
-            for i, (name, article) in enumerate(rows):
-                file = f"3.0.0/{split}-{i:05}-of-{len(rows):05}.parquet"
-                table = {"article": [article], "highlights": ["x"], "id": [name]}
-                target = self.file("datasets", "abisee/cnn_dailymail", file)
-                pyarrow.parquet.write_table(pyarrow.table(table), target)
-        for part, rows in {
-            "train": ["One.\n\n\n\nTwo ", "caf\u00e9", "half \ud83d!"],
-            "valid": ["Held out."],
-        }.items():
-            file = self.file("datasets", "vwxyzjn/lm-human-preferences", f"tldr/{part}-subset.json")
-            file.write_text(json.dumps([{"id": str(i), "content": row, "summary": ""} for i, row in enumerate(rows)]))
 
-    def labels(self) -> None:
-        for name, query_length in LABELS.items():
-            response_length = 24 if query_length == 64 else 75
-            query = [1, 2, *[50259] * (query_length - 2)]
-            row = {"query": query, **{f"sample{i}": [i] * response_length for i in range(4)}}
-            file = self.file("datasets", "vwxyzjn/lm-human-preferences", f"{name}.json")
-            file.write_text(json.dumps([row | {"best": 3}, row | {"best": 0}]))
+def write_parquet(file: Path, *rows: dict) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
 
-    def chapter_2(self) -> None:
-        for number, split in enumerate(("train", "valid", "test")):
-            file = self.file("datasets", "vwxyzjn/summarize_from_feedback_tldr_3_filtered", f"{split}.jsonl")
-            file.write_text(json.dumps(POST | {"title": f"A cat {number}"}) + "\n")
-        for split, rows in {
-            "train": [comparison(INFO, [" It slept.", " It ate."], 1)],
-            "validation": [comparison(INFO, [" Sleep.", " Ate."], 0), comparison(ARTICLE, [" Rain.", " Sun."], 0)],
-        }.items():
-            path, revision = f"comparisons/{split}/0000.parquet", "refs/convert/parquet"
-            file = self.file("datasets", "openai/summarize_from_feedback", path, revision)
-            table = pyarrow.Table.from_pylist(rows)
-            choice = table.schema.get_field_index("choice")
-            table = table.set_column(choice, "choice", table["choice"].cast(pyarrow.int32()))
-            pyarrow.parquet.write_table(table, file)
-        # main is a script, which nobody may run
-        script = self.file("datasets", "openai/summarize_from_feedback", "summarize_from_feedback.py")
-        script.write_text("raise SystemExit\n")
 
-    def chapter_3(self) -> None:
-        for split in ("train", "test"):
-            row = {"question": f"1+1 in {split}?", "answer": "1+1=<<1+1=2>>2\n#### 2"}
-            file = self.file("datasets", "openai/gsm8k", f"main/{split}-00000-of-00001.parquet")
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+def write_json(file: Path, content: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content) + "\n")
 
-    def tokenizer(self, name: str, files: tuple[str, ...], revision: str = "main") -> None:
-        """Byte by byte, and an end of text."""
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocab = {token: i for i, token in enumerate([*letters, "<|endoftext|>"])}
-        if "tokenizer.json" in files:
-            tokenizer = Tokenizer(models.BPE(vocab, []))
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            tokenizer.decoder = decoders.ByteLevel()
-            tokenizer.add_special_tokens(["<|endoftext|>"])
-            tokenizer.save(str(self.file("models", name, "tokenizer.json", revision)))
-        if "vocab.json" in files:
-            self.file("models", name, "vocab.json", revision).write_text(json.dumps(vocab))
-            self.file("models", name, "merges.txt", revision).write_text("#version: 0.2\n")
-        if "tokenizer_config.json" in files:
-            config = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizer", "model_max_length": 2048}
-            self.file("models", name, "tokenizer_config.json", revision).write_text(json.dumps(config))
 
-    def model(self, name: str, model, config: dict, revision: str = "main", pickle: bool = False) -> None:
-        """Weights under the names, and a configuration with the fields, of the published models."""
-        self.file("models", name, "config.json", revision).write_text(json.dumps(config))
-        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        if config["model_type"] == "gpt2":
-            state = {
-                key.removeprefix("transformer."): tensor for key, tensor in state.items() if key != "lm_head.weight"
-            }
-            state |= {f"h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(config["n_layer"])}
-        else:
-            state = {key: tensor.half() for key, tensor in state.items()}
-            state["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9).half()
-        if pickle:
-            torch.save(state, self.file("models", name, "pytorch_model.bin", revision))
-        else:
-            save_file(state, self.file("models", name, "model.safetensors", revision), {"format": "pt"})
+def write_data_sets(cache: Path) -> None:
+    books = folder_of(cache, "rojagtap/bookcorpus")
+    for number, lines in enumerate((range(200), range(200, 16 * 51)), 1):
+        (books / f"books_large_p{number}.txt").write_text("".join(f"row {i} , he said .\n" for i in lines))
+    for site, stories in STORIES.items():
+        with tarfile.open(folder_of(cache, "ccdv/cnn_dailymail") / f"{site}_stories.tgz", "w:gz") as members:
+            for name, split, lines in stories:
+                story, member = "\n\n".join(lines).encode(), tarfile.TarInfo(f"{site}/stories/{name}.story")
+                member.size = len(story)
+                members.addfile(member, io.BytesIO(story))
+                table = folder_of(cache, "abisee/cnn_dailymail") / f"3.0.0/{split}-{name}.parquet"
+                write_parquet(table, {"article": " ".join(lines), "highlights": "x", "id": name})
+    openai = folder_of(cache, "vwxyzjn/lm-human-preferences")
+    for part, texts in {"train": ["One.\n\n\n\nTwo ", "caf\u00e9", "half \ud83d!"], "valid": ["Held out."]}.items():
+        write_json(openai / f"tldr/{part}-subset.json", [{"content": text, "summary": ""} for text in texts])
+    for name, query_length, response_length in LABELS.values():
+        row = {"query": [1, 2, *[50259] * (query_length - 2)]}
+        row |= {f"sample{i}": [i] * response_length for i in range(4)}
+        write_json(openai / f"{name}.json", [row | {"best": 3}, row | {"best": 0}])
+    for split in ("train", "valid", "test"):
+        file = folder_of(cache, posts.POSTS_REPOSITORY) / f"{split}.jsonl"
+        write_json(file, POST | {"title": f"A {split} cat"})
+    comparisons = folder_of(cache, "openai/summarize_from_feedback", "refs/convert/parquet") / "comparisons"
+    pair = comparison(INFO, [" Sleep.", " Ate."], 0)
+    write_parquet(comparisons / "train/0000.parquet", comparison(INFO, [" It slept.", " It ate."], 1))
+    write_parquet(comparisons / "validation/0000.parquet", pair, comparison(ARTICLE, [" Rain.", " Sun."], 0))
+    for split in ("train", "test"):
+        row = {"question": f"1+1 in {split}?", "answer": "1+1=<<1+1=2>>2\n#### 2"}
+        write_parquet(folder_of(cache, "openai/gsm8k") / f"main/{split}-00000-of-00001.parquet", row)
 
 
 GPT2 = {
@@ -180,198 +126,206 @@ NEOX = {
     "rotary_pct": 0.25, "rotary_emb_base": 10000, "torch_dtype": "float16", "tie_word_embeddings": False,
     "bos_token_id": 256, "eos_token_id": 256, "use_parallel_residual": True,
 }  # fmt: skip
+MODELS = {
+    "gpt2": GPT2,
+    "EleutherAI/pythia-1b-deduped": NEOX,
+    "somebody/pickle": GPT2,
+    "somebody/pickle@refs/pr/2": GPT2,
+}
 
 
-def random_model(config: dict):
-    """A model with random numbers that half precision keeps."""
+def write_model(cache: Path, typed: str) -> list[float]:
+    """Weights and a configuration with the names of the published models, and a tokenizer of bytes.
+
+    Returns a few logits.
+    """
+    name, _, revision = typed.partition("@")
+    folder, config = folder_of(cache, name, revision or "main", "models"), MODELS[typed]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
+    for parameter in model.parameters():  # numbers that half precision keeps
         parameter.data = torch.randn(parameter.shape, generator=generator).half().float() / 4
-    return model
+    state = {key.removeprefix("transformer."): tensor.contiguous() for key, tensor in model.state_dict().items()}
+    if config is GPT2:
+        del state["lm_head.weight"]
+        state["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    else:
+        state = {key: tensor.half() for key, tensor in state.items()}
+        state["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9).half()
+    if typed == "somebody/pickle":
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    write_json(folder / "config.json", config)
 
-
-def publish(root: Path) -> dict[str, list[float]]:
-    """Everything that the presets use. Returns a few logits of each model."""
-    publisher, logits = Publisher(root), {}
-    publisher.texts_of_2019()
-    publisher.labels()
-    publisher.chapter_2()
-    publisher.chapter_3()
-    gpt2, neox = random_model(GPT2), random_model(NEOX)
-    publisher.model("openai-community/gpt2", gpt2, GPT2)
-    publisher.tokenizer("openai-community/gpt2", ("tokenizer.json", "vocab.json"))
-    publisher.model("EleutherAI/pythia-1b-deduped", neox, NEOX)
-    publisher.tokenizer("EleutherAI/pythia-1b-deduped", ("tokenizer.json", "tokenizer_config.json"))
-    publisher.model("somebody/pickle", gpt2, GPT2, pickle=True)
-    publisher.tokenizer("somebody/pickle", ("vocab.json",))
-    publisher.model("somebody/pickle", gpt2, GPT2, revision="refs/pr/2")
-    publisher.tokenizer("somebody/pickle", ("vocab.json",), revision="refs/pr/2")
-    for name, model in {"gpt2": gpt2, "neox": neox}.items():
-        with torch.no_grad():
-            logits[name] = model(torch.arange(5).unsqueeze(0)).logits[0, -1, :4].tolist()
-    return logits
-
-
-def run_client(folder: Path, address: str, script: str | Path, *arguments: str | Path) -> Result:
-    """Run a script that asks the hub at an address and keeps in the folder what it gets."""
-    hub = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(folder / "home"), "HF_TOKEN": "hf_token"}
-    return launch(script, *map(str, arguments), folder=folder, **hub)
-
-
-def loaded(result: Result) -> dict:
-    assert result.status == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*letters, "<|endoftext|>"])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is NEOX:
+        settings = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizer", "model_max_length": 2048}
+        write_json(folder / "tokenizer_config.json", settings)
+    with torch.no_grad():
+        return model(torch.arange(5).unsqueeze(0)).logits[0, -1, :4].tolist()
 
 
 @pytest.fixture(scope="module")
-def hub_root(tmp_path_factory):
-    """The folder of a hub with everything that the presets use, and a few logits of its models."""
-    root = tmp_path_factory.mktemp("hub")
-    return root, publish(root)
+def filled(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
+    """A cache with everything that the presets use, and a few logits of its models."""
+    cache = tmp_path_factory.mktemp("cache")
+    write_data_sets(cache)
+    return cache, {name: write_model(cache, name) for name in MODELS}
 
 
-@pytest.fixture(scope="module")
-def answers(hub_root, tmp_path_factory):
-    """What the client read with the hub, and what it read without."""
-    folder, (root, logits) = tmp_path_factory.mktemp("client"), hub_root
-    trained = folder / "policy"
-    trained.mkdir()
-    for file in folder_of(root, "models", "openai-community/gpt2").iterdir():
-        (trained / file.name).write_bytes(file.read_bytes())
-    with serve(root) as hub:
-        online = loaded(run_client(folder, hub.address, CLIENT, trained))
-    return {"online": online, "offline": loaded(run_client(folder, DEAD, CLIENT, "")), "logits": logits}
+@pytest.fixture(autouse=True)
+def cache(filled, tmp_path, monkeypatch) -> Path:
+    """The cache, from which alone the clients read."""
+    load_dataset, (cache, _) = datasets.load_dataset, filled
+
+    def load(name: str, *words, **options):
+        """Posts are loaded by the name of their data set, for which its cache is no folder of plain files."""
+        return load_dataset(
+            str(folder_of(cache, name)) if name == posts.POSTS_REPOSITORY else name, *words, **options
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "tables")
+    return cache
 
 
-both = pytest.mark.parametrize("when", ["online", "offline"])
+# ---- What is read ----------------------------------------------------------------------------------------------
+
 BOOKS = [" ".join(f"row {i}, he said." for i in range(16 * passage, 16 * passage + 16)) for passage in range(51)]
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "test"),
+    [
+        ("books", BOOKS[:49] + BOOKS[50:], BOOKS[49:50]),
+        (
+            "cnndm",
+            ["Rain fell.\n\nIt stopped.", "The cat's in.\n\nSo is the dog."],
+            ["The wind rose.\n\nNobody slept"],
+        ),
+        ("tldr", ["One.\n\nTwo", "caf\u00e9", "half \ufffd!"], ["Held out."]),
+    ],
+)
+def test_texts(name, train, test):
+    assert [list(text_sources.load_texts(name, split)) for split in ("train", "test")] == [train, test]
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_and_queries_of_chapter_1(name):
+    preset, (_, query_length, response_length) = train_both.PRESETS[name], LABELS[name]
+    tokenizer = pretrained.load_tokenizer(preset.base_model)
+    labels = label_files.read_labels(preset.reward.label_dataset, preset.task, tokenizer)
+    assert labels.queries.shape == (2, query_length) and labels.samples.shape == (2, 4, response_length)
+    assert labels.targets.tolist() == [3, 0] and labels.queries[0, :3].tolist() == [1, 2, 257]
+    queries = train_policy.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
+    for query in posts.to_texts(tokenizer, queries, len(tokenizer)):
+        assert query.endswith((", he said.", "\n\n", "Two", "caf\u00e9", "!"))
+
+
+@pytest.fixture
+def of_chapter_2():
+    preset = tldr_all.PRESETS["tldr"]
+    return preset.task, pretrained.load_tokenizer(preset.base_model)
+
+
+def test_posts(of_chapter_2):
+    task, tokenizer = of_chapter_2
+    for split, title in (("train", "train"), ("validation", "valid"), ("test", "test")):
+        found = posts.read_posts(task, tokenizer, split)
+        query = f"SUBREDDIT: r/cats\n\nTITLE: A {title} cat\n\nPOST: It slept.\nIt ate.\n\nTL;DR:"
+        texts = [posts.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (found.queries, found.references)]
+        assert texts == [[query], [" Cat sleeps.<|endoftext|>"]]
+
+
 CAT = "SUBREDDIT: r/cats\n\nTITLE: A cat\n\nPOST: It slept.\n\nTL;DR:"
 
 
-@both
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    {
-        "books, train": BOOKS[:49] + BOOKS[50:],
-        "books, test": BOOKS[49:50],
-        "cnndm, train": ["Rain fell.\n\nIt stopped.", "The cat's in.\n\nSo is the dog."],
-        "cnndm, test": ["The wind rose.\n\nNobody slept", "Bo Ek\n\nThe sea is calm."],
-        "tldr, train": ["One.\n\nTwo", "caf\u00e9", "half \ufffd!"],
-        "tldr, test": ["Held out."],
-        "queries of cnndm": ["Rain fell.\n\n"] * 2 + ["The cat's in.\n\n"],
-        "queries of tldr": ["One.\n\nTwo", "caf\u00e9", "half \ufffd!"],
-    }.items(),
-)
-def test_texts(answers, when, name, expected):
-    assert answers[when][name] == expected
-
-
-@both
-@pytest.mark.parametrize("name", ["sentiment", "descriptiveness"])
-def test_queries_of_books(answers, when, name):
-    """Between full stops, at most 64 tokens, and a token here is a letter."""
-    queries = answers[when][f"queries of {name}"]
-    assert len(queries) == 3
-    for query in queries:
-        assert query.startswith(" row ") and query.endswith(", he said.") and 30 < len(query) <= 64
-
-
-@both
-@pytest.mark.parametrize("name", LABELS)
-def test_labels(answers, when, name):
-    query, response = (64, 24) if "offline" in name else (500, 75)
-    shapes = [[2, query], [2, 4, response]]
-    assert answers[when][f"labels of {name.split('/')[0]}"] == [*shapes, [3, 0], [1, 2, 257]]
-
-
-@both
-def test_posts(answers, when):
-    for number, split in enumerate(("train", "validation", "test")):
-        query = f"SUBREDDIT: r/cats\n\nTITLE: A cat {number}\n\nPOST: It slept.\nIt ate.\n\nTL;DR:"
-        assert answers[when][f"posts, {split}"] == [[query], [" Cat sleeps.<|endoftext|>"]]
-
-
-@both
-def test_comparisons(answers, when):
-    end, group = "<|endoftext|>", {"split": "train", "batch": "batch3"}
-    confident, unsure = group | {"confidence": "7"}, group | {"confidence": "None"}
-    expected = {
-        "train": [[CAT], [f" It ate.{end}"], [f" It slept.{end}"], [confident]],
-        "validation": [[CAT], [f" Sleep.{end}"], [f" Ate.{end}"], [confident]],
-        "articles": [["Article:\nRain fell.\n\nTL;DR:"], [f" Rain.{end}"], [f" Sun.{end}"], [unsure]],
-    }
-    for name, comparisons in expected.items():
-        assert answers[when][f"comparisons, {name}"] == comparisons, name
-
-
-@both
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_problems(answers, when, split):
-    suffix = ' Let\'s think step by step and output the final answer after "####".'
-    assert answers[when][f"problems, {split}"] == [[f"1+1 in {split}?{suffix}"], ["2"]]
-
-
-@both
-@pytest.mark.parametrize(
-    ("name", "model"),
+    ("split", "articles", "texts", "confidence"),
     [
-        ("gpt2", "gpt2"),
-        ("EleutherAI/pythia-1b-deduped", "neox"),
-        ("uploaded", "gpt2"),
-        ("uploaded to company", "gpt2"),
+        ("train", False, [CAT, " It ate.", " It slept."], "7"),
+        ("validation", False, [CAT, " Sleep.", " Ate."], "7"),
+        ("validation", True, ["Article:\nRain fell.\n\nTL;DR:", " Rain.", " Sun."], "None"),
     ],
 )
-def test_models(answers, when, name, model):
-    """As the hub has them, and as they were uploaded."""
-    assert answers[when][name] == pytest.approx(answers["logits"][model], abs=1e-5)
+def test_comparisons(split, articles, texts, confidence, of_chapter_2):
+    task, tokenizer = of_chapter_2
+    found = posts.read_comparisons(task, tokenizer, split, articles=articles)
+    columns = (
+        posts.to_texts(tokenizer, rows, len(tokenizer)) for rows in (found.queries, found.chosen, found.rejected)
+    )
+    assert [text.removesuffix("<|endoftext|>") for (text,) in columns] == texts
+    assert found.groups == [{"split": "train", "batch": "batch3", "confidence": confidence}]
 
 
-@both
-def test_a_model_without_safetensors(answers, when):
-    line = answers[when]["pickle"]
-    assert line.startswith("error: --base_model somebody/pickle cannot be loaded from safetensors")
-    tokens, *logits = answers[when]["pickle's safe revision"]
-    assert tokens == 257 and logits == pytest.approx(answers["logits"]["gpt2"], abs=1e-5)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_problems(split):
+    task = problems.TaskArgs(prompt_format="plain")
+    found = problems.read_problems(task, pretrained.load_tokenizer("gpt2"), split)
+    suffix = ' Let\'s think step by step and output the final answer after "####".'
+    assert (found.texts, found.answers) == ([f"1+1 in {split}?{suffix}"], ["2"])
 
 
-@both
-def test_no_such_revision(answers, when):
-    assert answers[when]["no such revision"].startswith("error: --base_model gpt2@v7 cannot be loaded")
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "somebody/pickle"])
+def test_models(name, filled):
+    assert pretrained.load_tokenizer(name).eos_token_id == 256
+    model = train_policy.load_pretrained(name, torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.arange(5).unsqueeze(0)).logits[0, -1, :4]
+    assert logits.tolist() == pytest.approx(filled[1][name], abs=1e-5)
 
 
-def test_the_upload_says_nothing(answers):
-    """The card has what the hub asks for."""
-    assert answers["online"]["upload"] is None
-    assert not [warning for warning in answers["online"]["warnings"] if "metadata" in warning]
+@pytest.mark.parametrize("name", ["somebody/pickle", "gpt2@v7"])
+def test_a_model_without_safetensors_or_of_no_such_revision(name):
+    line = error_line(train_policy.load_pretrained, name, torch.float32)
+    assert line.startswith(f"--base_model {name} cannot be loaded from safetensors")
 
 
-def test_hub_check_finds_everything(answers):
-    assert answers["online"]["hub check"][-2:] == ["all 19 are there", "0"]
+# ---- hub_check.py ----------------------------------------------------------------------------------------------
 
 
-def test_hub_check_finds_what_is_missing(hub_root, tmp_path):
-    shutil.copytree(hub_root[0], tmp_path / "hub")
-    for kind, name, file in (
-        ("datasets", "ccdv/cnn_dailymail", "dailymail_stories.tgz"),
-        ("datasets", "vwxyzjn/lm-human-preferences", "cnndm/online_45k.json"),
-        ("models", "EleutherAI/pythia-1b-deduped", "model.safetensors"),
-    ):
-        (folder_of(tmp_path / "hub", kind, name) / file).unlink()
-    rows = folder_of(tmp_path / "hub", "datasets", "vwxyzjn/lm-human-preferences") / "tldr/valid-subset.json"
-    rows.write_text('[{"text": "under another name"}]')
-    with serve(tmp_path / "hub") as hub:
-        incomplete = run_client(tmp_path, hub.address, hub_check.__file__)
-    assert incomplete.status == 1
-    *lines, last = incomplete.stdout.splitlines()
-    assert last == "4 of 19 are missing"
-    missing = [line for line in lines if line.startswith("MISSING")]
-    for line, what, reason in zip(
-        missing,
-        ("cnndm stories", "tldr valid", "labels cnndm", "model"),
-        ("no dailymail_stories.tgz", "KeyError: 'content'", "no cnndm/online_45k.json", "safetensors"),
-        strict=True,
-    ):
-        assert what in line and reason in line
-    with pytest.raises(InputError, match="this needs a network"):
+class Hub:
+    """As much of the hub's interface as hub_check.py uses, from the files of a cache. A commit is a folder's path."""
+
+    cache: Path
+
+    def dataset_info(self, name: str, revision: str | None, files_metadata: bool) -> SimpleNamespace:
+        folder = folder_of(self.cache, name, revision or "main")
+        files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        return SimpleNamespace(sha=str(folder), siblings=[SimpleNamespace(rfilename=file, size=1) for file in files])
+
+    def open(self, path: str) -> io.BufferedReader:
+        return Path(path.partition("@")[2]).open("rb")
+
+    def get_safetensors_metadata(self, name: str, revision: str | None) -> SimpleNamespace:
+        weights = folder_of(self.cache, name, kind="models") / "model.safetensors"
+        return SimpleNamespace(parameter_count={"F32": weights.stat().st_size})
+
+
+def test_hub_check_finds_what_is_missing(cache, tmp_path, monkeypatch, capsys):
+    hub = Hub()
+    hub.cache = Path(shutil.copytree(cache, tmp_path / "hub"))
+    for name in ("HfApi", "HfFileSystem"):
+        monkeypatch.setattr(hub_check, name, lambda: hub)
+    assert "this needs a network" in error_line(hub_check.main, hub_check.Args())
+    monkeypatch.setattr(hub_check, "hub_is_reachable", lambda: True)
+    with pytest.raises(SystemExit, match="0"):
         hub_check.main(hub_check.Args())
+    assert capsys.readouterr().out.splitlines()[-1] == "all 19 are there"
+    (folder_of(hub.cache, "ccdv/cnn_dailymail") / "dailymail_stories.tgz").unlink()
+    (folder_of(hub.cache, "EleutherAI/pythia-1b-deduped", kind="models") / "model.safetensors").unlink()
+    rows = folder_of(hub.cache, "vwxyzjn/lm-human-preferences") / "tldr/valid-subset.json"
+    rows.write_text('[{"text": "under another name"}]')
+    with pytest.raises(SystemExit, match="1"):
+        hub_check.main(hub_check.Args())
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "3 of 19 are missing"
+    stories, texts, model = [line for line in lines if line.startswith("MISSING")]
+    assert "no dailymail_stories.tgz" in stories and "KeyError: 'content'" in texts and "pythia" in model

@@ -2,22 +2,20 @@
 
 import http.server
 import json
-import math
 import os
 import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Launched
 from runs import error_line, rows_of
 
 from ppo_rlhf.judge import Args, EndpointArgs, judge, parse_verdict, win_rate
+from ppo_rlhf.lib import errors
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 KEY = "sk-a-key-that-nobody-may-see"
@@ -126,37 +124,25 @@ def test_wilson_interval_by_hand():
     # 8 of 10: (0.8 + 0.19208 ± 1.96 sqrt(0.016 + 0.009604)) / 1.38416
     assert win_rate([1.0] * 8 + [0.0] * 2) == pytest.approx((0.8, 0.4901569, 0.9433191), abs=1e-6)
     assert win_rate([1.0] * 10) == pytest.approx((1.0, 1 / 1.38416, 1.0))
-    assert win_rate([0.0] * 10) == pytest.approx((0.0, 0.0, 0.38416 / 1.38416))
     assert win_rate([0.5] * 10) == win_rate([0.0, 1.0] * 5)
-    assert win_rate([0.25, 0.75, 0.5, 1.0])[0] == 0.625
 
 
-@pytest.mark.parametrize(
-    "text, points",
-    [
-        ("Both are short.\nPreferred: A", 1.0),
-        ("Preferred: B\n\n  \n", 0.0),
-        ("Preferred: TIE", 0.5),
-        ("**Preferred: a**.", 1.0),
-        ("**Preferred:** `B`", 0.0),
-        ("preferred:tie.\r\n", 0.5),
-        ("Preferred: A\nPreferred: B", 0.0),
-        ("", None),
-        ("A", None),
-        ("Preferred:", None),
-        ("Preferred: C", None),
-        ("Preferred: A, because it is shorter", None),
-        ("Not preferred: A", None),
-        ("Preferred: A\nB is not bad either.", None),
-        ("Preferred: \N{CYRILLIC CAPITAL LETTER A}", None),
-        ("Preferred: T\N{LATIN SMALL LETTER DOTLESS I}e", None),
-        ("Preferred:\N{NO-BREAK SPACE}A", 1.0),
-        ("Preferred: A . ", 1.0),
-        ("Preferred: A..", None),
-    ],
-)
-def test_parse_verdict(text, points):
-    assert parse_verdict(text) == points
+VERDICTS = {
+    "Both are short.\nPreferred: A": 1.0,
+    "Preferred: B\n\n  \n": 0.0,
+    "**Preferred:** `TIE`": 0.5,
+    "preferred:\N{NO-BREAK SPACE}tie.\r\n": 0.5,
+    "Preferred: A\nPreferred: B": 0.0,
+    "": None,
+    "Preferred: A, because it is shorter": None,
+    "Not preferred: A": None,
+    "Preferred: A\nB is not bad either.": None,
+    "Preferred: \N{CYRILLIC CAPITAL LETTER A}": None,
+}
+
+
+def test_parse_verdict():
+    assert {text: parse_verdict(text) for text in VERDICTS} == VERDICTS
 
 
 # ---- Judges that answer ----------------------------------------------------------------------------------------
@@ -182,20 +168,13 @@ def test_a_truthful_judge(server, capsys, tmp_path):
     assert len(written) == 4 and not any(KEY in path.read_text() for path in written)
 
 
-@pytest.mark.parametrize("letter", ["A", "B"])
-def test_a_judge_that_looks_at_the_position_only(server, letter):
-    server.behave = lambda number, text: f"Preferred: {letter}"
+def test_a_judge_that_looks_at_the_position_only(server):
+    server.behave = lambda number, text: "Preferred: A"
     report = ask(server, 4)
     assert report["win_rate"] == 0.5 and report["ties"] == 4
-
-
-def test_two_orders_that_differ_by_half(server):
-    """Of row 0 a win and a tie, of row 1 a loss and a tie."""
     server.behave = lambda number, text: f"Preferred: {'TIE' if summaries(text)[0] == 'good' else 'A'}"
-    write_rows("run/evaluation.jsonl", row("a", "best", "good"), row("b", "good", "best"))
-    report = judge(Args(candidate="run", endpoint=EndpointArgs(url=url_of(server), model="m")))
-    assert results() == [0.75, 0.25]
-    assert [report[name] for name in ("win_rate", "wins", "losses", "ties")] == [0.5, 1, 1, 0]
+    ask(server, 3, model="half")  # of the first row a win and a tie, of the second a loss and a tie
+    assert results("run/evaluation__against_reference__by_half")[:2] == [0.25, 0.75]
 
 
 def test_a_summary_cannot_end_its_block(server):
@@ -227,11 +206,8 @@ def test_without_a_key_and_without_a_temperature(server, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     ask(server, 1, temperature=None)
     assert "temperature" not in server.payloads[0] and server.asked_for == {("/v1/chat/completions", "Bearer none")}
-
-
-def test_without_the_package_a_line_says_what_to_install(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    assert "needs the package openai: pip install -e '.[judge]'" in error_line(ask, server)
+    assert "needs the package openai: pip install -e '.[judge]'" in error_line(ask, server, model="other")
 
 
 # ---- Servers that fail, and the cache --------------------------------------------------------------------------
@@ -244,20 +220,16 @@ def test_what_may_pass_is_asked_again(server):
 
 
 ANSWERS = {
-    "401": ((401, '{"error": {"message": "wrong key"}}'), "wrong key"),
-    "broken JSON": ((200, '{"choices": [{"mess'), "JSONDecodeError"),
-    "an error in a good answer": ((200, '{"error": "overloaded"}'), "TypeError"),
-    "no choices": ((200, '{"choices": []}'), "IndexError"),
-    "a message that is a text": ((200, '{"choices": [{"message": "A"}]}'), "AttributeError"),
+    "wrong key": (401, '{"error": {"message": "wrong key"}}'),
+    "JSONDecodeError": (200, '{"choices": [{"mess'),
 }
 
 
-@pytest.mark.parametrize("said, reason", ANSWERS.values(), ids=ANSWERS)
-def test_another_answer_ends_in_a_line_and_keeps_what_was_paid_for(server, said, reason):
-    server.behave = lambda number, text: said if number == 5 else truth(number, text)
+@pytest.mark.parametrize("reason", ANSWERS)
+def test_another_answer_ends_in_a_line_and_keeps_what_was_paid_for(server, reason):
+    server.behave = lambda number, text: ANSWERS[reason] if number == 5 else truth(number, text)
     line = error_line(ask, server)
     assert line.startswith(f"--endpoint.url {url_of(server)}: ") and reason in line
-    assert line.endswith("the same command continues where this one stopped")
     assert cached() == 5 and sorted(os.listdir("run")) == ["evaluation.jsonl", "judge_cache.jsonl"]
     ask(server)
     assert results() == OUTCOMES[:3] and len(server.payloads) == 7 and cached() == 6
@@ -284,29 +256,23 @@ def test_a_cut_last_line_is_asked_again(server):
             assert results() == OUTCOMES[:3] and len(server.payloads) == before + 1
 
 
-def test_an_end_keeps_what_is_under_way(server, tmp_path):
+def test_an_end_keeps_what_is_under_way(server):
     """Eight answers come, eight are under way: more are not asked at a time, and none after the signal."""
     go_on = threading.Event()
 
     def behave(number: int, text: str) -> str:
+        if number == 15:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
         assert number < 8 or go_on.wait(60)
         return truth(number, text)
 
     server.behave = behave
-    arguments = ["--candidate", write_posts(30), "--endpoint.url", url_of(server), "--endpoint.model", "m"]
-    launched = Launched("judge.py", *arguments, folder=tmp_path, no_proxy="127.0.0.1", OPENAI_API_KEY=KEY)
-
-    def wait_for(happened: Any) -> None:
-        limit = time.monotonic() + 60
-        while not happened() and time.monotonic() < limit:
-            time.sleep(0.01)
-
-    wait_for(lambda: len(server.payloads) >= 16)
-    os.kill(launched.process.pid, signal.SIGTERM)
-    wait_for(lambda: "stopped by SIGTERM; the same command continues where this one stopped\n" in launched.stdout())
+    with pytest.raises(errors.Stopped), errors.on_sigterm(errors.stop_now):
+        ask(server, 30, concurrency=8)
     go_on.set()
-    result = launched.wait(60)
-    assert result.status == 0 and result.stderr == "" and "stopped by SIGTERM" in result.stdout
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(60)
     assert len(server.payloads) == cached() == 16
     ask(server, 30, concurrency=8)
     assert results() == OUTCOMES * 5 and len(server.payloads) == 60
@@ -339,7 +305,6 @@ def test_gold_scores_decide():
     report = scored("run")
     assert (report["wins"], report["losses"], report["ties"], report["rows"]) == (1, 2, 1, 4)
     assert report["win_rate"] == 0.375
-    assert report["win_rate_low"] == pytest.approx((0.375 + 0.4802 - 1.96 * math.sqrt(0.11865)) / 1.9604, abs=1e-4)
     assert report["candidate_score"] == (2 + 1 + 1 + 0) / 4 and report["baseline_score"] == (1 + 2 + 1 + 1) / 4
     folder = "run/evaluation__against_reference__by_test_judge-count_words"
     assert results(folder) == [1.0, 0.0, 0.5, 0.0]
@@ -373,75 +338,43 @@ def test_rows_are_matched_by_query_and_equal_queries_in_order():
     assert error_line(scored, "ours", "theirs") == line
 
 
-@pytest.mark.parametrize(
-    "ours, theirs, lengths",
-    [
+def test_lengths_are_tokens_where_both_sides_have_them():
+    for ours, theirs, lengths in (
         (row("a", "1 2", "1", tokens=7, reference_tokens=9), None, (7, 9, "tokens")),
         (row("a", "1 2", "1 ", tokens=7), None, (2, 1, "words")),
-        (row("a", "1 2", "1", reference_tokens=7), None, (2, 1, "words")),
         (row("a", "1", tokens=7), row("a", "x", tokens=1), (7, 1, "tokens")),
-        (row("a", "1", tokens=7), row("a", "x", tokens="1"), (1, 1, "words")),
-    ],
-)
-def test_lengths_are_tokens_where_both_sides_have_them(ours, theirs, lengths):
-    write_rows("ours.jsonl", ours)
-    report = scored("ours.jsonl", write_rows("theirs.jsonl", theirs) if theirs else "reference")
-    assert (report["candidate_length"], report["baseline_length"], report["length_unit"]) == lengths
+    ):
+        write_rows("ours.jsonl", ours)
+        report = scored("ours.jsonl", write_rows("theirs.jsonl", theirs) if theirs else "reference")
+        assert (report["candidate_length"], report["baseline_length"], report["length_unit"]) == lengths
 
 
 def test_a_file_or_a_folder_and_where_the_results_go():
     write_rows("mine/a run/evaluation.jsonl", row("a", "1", "1"))
     write_rows("rows.jsonl", row("a", "1 2", "1"))
     assert scored("mine/a run", "rows.jsonl")["losses"] == 1
+    assert Path("mine/a run/evaluation__against_rows__by_test_judge-count_words/judgement.json").exists()
     assert scored("rows.jsonl", "mine/a run/evaluation.jsonl")["wins"] == 1
-    assert {str(path.parent) for path in Path().rglob("judgement.json")} == {
-        "mine/a run/evaluation__against_rows__by_test_judge-count_words",
-        "rows__against_a-run__by_test_judge-count_words",
-    }
+    assert Path("rows__against_a-run__by_test_judge-count_words/judgement.json").exists()
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (None, "No such file"),
-        ("", "holds no rows"),
-        ('{"query": "a', "cannot be read as JSON lines"),
-        ("[" * 100_000, "cannot be read as JSON lines"),
-        ("[1]\n", "line 1 has no text query"),
-        ('{"prompt": "2+2?", "response": "4"}', "line 1 has no text query; rows of chapter 2 have one"),
-        (
-            '{"query": "a", "response": "b", "reference": "c"}\n\n{"query": "a", "response": "b"}',
-            "line 3 has no text r",
-        ),
-        ('{"query": "a", "response": 5, "reference": "c"}', "line 1 has no text response"),
-        ('{"query": "a", "response": "\\ud83d", "reference": "c"}', "line 1, response, is not valid Unicode"),
-    ],
-)
-def test_rows_that_cannot_be_read(content, message):
-    if content is not None:
+UNREADABLE = {
+    "": "holds no rows",
+    '{"query": "a': "cannot be read as JSON lines",
+    '{"query": "a", "response": "b", "reference": "c"}\n\n{"query": "a", "response": "b"}': "line 3 has no text r",
+}
+
+
+def test_rows_that_cannot_be_read():
+    for content, message in UNREADABLE.items():
         Path("rows.jsonl").write_text(content)
-    said = error_line(scored, "rows.jsonl")
-    assert said.startswith("--candidate rows.jsonl: ") and message in said
+        said = error_line(scored, "rows.jsonl")
+        assert said.startswith("--candidate rows.jsonl: ") and message in said
 
 
-# ---- Arguments -------------------------------------------------------------------------------------------------
-
-URL = "http://127.0.0.1:9/v1"
-
-
-@pytest.mark.parametrize(
-    "gold, endpoint, message",
-    [
-        ("", {}, "give either --gold, or --endpoint.url and --endpoint.model"),
-        ("test_judge:count_words", {"url": URL, "model": "m"}, "give either --gold"),
-        ("", {"url": URL}, "give either --gold"),
-        ("", {"url": "127.0.0.1:9/v1", "model": "m"}, "--endpoint.url: must be like"),
-        ("", {"url": "http://me:secret@127.0.0.1/v1", "model": "m"}, "--endpoint.url: must be like"),
-        ("", {"url": "http://127.0.0.1/v1?key=secret", "model": "m"}, "--endpoint.url: must be like"),
-        ("", {"url": "http://[::1/v1", "model": "m"}, "--endpoint.url: must be like"),
-    ],
-)
-def test_bad_arguments(gold, endpoint, message):
+def test_bad_arguments():
     write_rows("rows.jsonl", row("a", "1", "1"))
-    said = error_line(judge, Args(candidate="rows.jsonl", endpoint=EndpointArgs(**endpoint), gold=gold))
-    assert message in said and "secret" not in said and os.listdir() == ["rows.jsonl"]
+    bad = {"http://me:secret@127.0.0.1/v1": "--endpoint.url: must be like", "": "give either --gold, or"}
+    for url, message in bad.items():
+        said = error_line(judge, Args(candidate="rows.jsonl", endpoint=EndpointArgs(url=url, model="m")))
+        assert message in said and "secret" not in said and os.listdir() == ["rows.jsonl"]

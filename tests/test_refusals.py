@@ -1,65 +1,65 @@
 """Bad input ends in one line that says what is wrong, with status 2, and leaves the folder as it was.
 
-A row of a table is one script in a folder of good files: with an argument or a variable that cannot be meant, or with
-a damaged file. Numbers outside their bounds are in test_bounds.py.
+Numbers outside their bounds are tried for each field of each script. A row of the table is one script in a folder of
+good files, with an argument or a variable that cannot be meant, or with a damaged file. There is a row for each
+message that the scripts or their helpers can give; rows of data files are in test_rows.py.
 """
 
+import ast
+import dataclasses
 import functools
+import importlib
 import json
+import math
+import re
 import shutil
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from processes import Result, launch, launch_together
+from annotated_types import Ge, Gt, Le, Lt
+from processes import SCRIPTS, Result, launch, launch_together
 from refusals import (
     Damage,
-    GoodFiles,
     Row,
     all_of,
     command,
     contents,
-    cut,
     edit,
-    edit_bytes,
     edit_lines,
-    edit_row,
-    edit_tensor,
     edit_tensors,
-    fewer_positions,
-    fewer_tokens,
-    flip,
-    link,
-    make_folder,
-    other_words,
     remove,
     run,
+    with_value,
     write,
 )
-from safetensors.torch import load_file
+from runs import only
+from transformers import PreTrainedTokenizerBase
+
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.lib import checkpoints, command_line
+from ppo_rlhf.lib.errors import InputError, flag, typed
+from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.lib.several_stages import SHARED, flags_of
 
 REWARD_RUN, POLICY_RUN = "runs/train_reward__tales__1__7", "runs/train_policy__tales__1__7"
-REWARD_META, POLICY_META = f"{REWARD_RUN}/meta.json", f"{POLICY_RUN}/meta.json"
-LABELS_THERE = 24  # rows of labels.json, ratings.json and differences.json
+POLICY_META = f"{POLICY_RUN}/meta.json"
 
 # ---- Commands --------------------------------------------------------------------------------------------------
 
 MODEL_AND_TEXTS = "--preset tales --base_model model --task.query_dataset stories.txt"
-SMALL_PPO = "--ppo.total_episodes 32 --ppo.batch_size 16 --ppo.whiten_groups 2 --save_interval 1"
-SMALL_REWARD = "--num_train 16 --batch_size 8 --rollout_batch_size 16 --normalize_samples 16 --save_interval 1"
+SMALL_PPO = "--ppo.total_episodes 32 --ppo.batch_size 16 --ppo.whiten_groups 2"
+SMALL_REWARD = "--num_train 16 --batch_size 8 --rollout_batch_size 16 --normalize_samples 16"
 POSTS = "--preset posts --task.posts world --task.comparisons world"
-SUMS = "--preset sums --base_model tiny/model --task.problems tiny"
-RLVR_SIZES = (
-    "--ppo.batch_size 16 --ppo.total_episodes 48 --eval_samples 2 --eval_problems 8 --task.response_length 20"
+SUMS = (
+    "--preset sums --base_model tiny/model --task.problems tiny --ppo.batch_size 16 --ppo.total_episodes 48 "
+    "--task.response_length 20"
 )
-STAGES = "--sft.batch_size 16 --reward.batch_size 16 --policy.ppo.total_episodes 32 --policy.ppo.batch_size 16"
 
+policy = command(1, "train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.trained_model reward")
 function = command(1, "train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor ''")
-policy = command(
-    1, "train_policy.py", f"{MODEL_AND_TEXTS} {SMALL_PPO} --rewards.monitor '' --rewards.trained_model reward"
-)
 reward = command(1, "train_reward.py", f"{MODEL_AND_TEXTS} {SMALL_REWARD} --label_dataset labels.json")
 both = command(
     1,
@@ -69,11 +69,7 @@ both = command(
 )
 sample = command(1, "sample.py", "--policy policy --n 2")
 resumed_policy = command(1, "train_policy.py", f"--resume {POLICY_RUN}")
-resumed_reward = command(1, "train_reward.py", f"--resume {REWARD_RUN}")
 resumed_both = command(1, "train_both.py", f"--resume {POLICY_RUN}")
-tales_policy = command(1, "train_policy.py", "--preset tales --rewards.function rewards:length --rewards.monitor ''")
-tales_reward = command(1, "train_reward.py", f"--preset tales {SMALL_REWARD}")
-
 sft = command(2, "tldr/sft.py", f"{POSTS} --base_model world/model --batch_size 16 --eval_posts 1")
 summary_reward = command(2, "tldr/reward.py", f"{POSTS} --base_model sft --batch_size 16 --normalize_posts 4")
 summary_policy = command(
@@ -81,647 +77,460 @@ summary_policy = command(
     "tldr/policy.py",
     f"{POSTS} --base_model sft --rewards.trained_model reward --ppo.total_episodes 16 --ppo.batch_size 16",
 )
-all_three = command(2, "tldr/all.py", f"{POSTS} --base_model world/model {STAGES}")
+all_three = command(
+    2,
+    "tldr/all.py",
+    f"{POSTS} --base_model world/model --sft.batch_size 16 --reward.batch_size 16 --policy.ppo.total_episodes 32 "
+    f"--policy.ppo.batch_size 16",
+)
+rlvr = command(3, "rlvr/policy.py", SUMS)
+rlvr_async = command(3, "rlvr/asynchronous.py", SUMS)
 
-rlvr = command(3, "rlvr/policy.py", f"{SUMS} {RLVR_SIZES}")
-rlvr_async = command(3, "rlvr/asynchronous.py", f"{SUMS} {RLVR_SIZES}")
-
-# ---- Arguments -------------------------------------------------------------------------------------------------
-
-SIZES = {
-    "batch is not whole minibatches of whole groups": policy(
-        "--ppo.batch_size 18 --ppo.nminibatches 2", "ppo.batch_size 18", "--ppo.batch_size 20"
-    ),
-    "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "--ppo.batch_size 32"),
-    "labels are not whole batches": reward("--num_train 15", "num_train 15", "--num_train 8"),
-}
-
-NUMBERS = {
-    "truncation beyond the response": policy("--task.truncate_after 25", "--task.truncate_after is 25", "24"),
-    "prefix too long for the model": policy(
-        f"--task.query_prefix '{'Mara ' * 200}'", "160 tokens", "249", "--task.query_length"
-    ),
-}
+# ---- Chapter 1 -------------------------------------------------------------------------------------------------
 
 
-NAMES = {
-    "preset": policy("--preset tale", "--preset tale", "tales-descriptiveness"),
-    "both: empty preset": both("--preset ''", "--preset", "tales"),
-    "stop text of two tokens": policy("--task.truncate_text 'two words'", "--task.truncate_text 'two words'"),
-    "start text": reward("--task.start_text '. .'", "--task.start_text '. .'", "exactly one"),
-    "end text": both("--task.end_text Xyzzy", "--task.end_text 'Xyzzy'", "exactly one"),
-    "experiment above the folder": reward("--exp_name ../up", "--exp_name '../up'", "not a path"),
-    "experiment with a very long name": policy(f"--exp_name {'x' * 300}", "xxx", "too long"),
-    "owner that the hub would refuse": reward("--hf_entity a/b --upload_model", "--hf_entity", "a/b/train_reward"),
-    "both: one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "name of its own"),
-    "two scorers": policy("--rewards.function rewards:length", "--rewards.trained_model", "--rewards.function"),
-    "no scorer": policy("--rewards.trained_model '' --preset cnndm", "models/ has no reward model", "cnndm"),
-    "both: experiment with a very long name": both(
-        f"--policy.exp_name {'x' * 300}", "--policy.exp_name xxx", "too long"
-    ),
-    "both: monitor's name is taken": both(
-        "--policy.rewards.monitor rewards:scores", "--policy.rewards.monitor", "the name scores is taken"
-    ),
-}
-
-BOXES = {
-    "unknown flag": policy("--learning_rate 1", "--learning-rate", box=True),
-    "unknown flag of a part": both("--reward.ppo.lr 1", "--reward.ppo.lr", box=True),
-    "dtype": policy("--dtype float16", "--dtype", "float16", box=True),
-    "sample: no policy": command(1, "sample.py", "")("", "--policy", box=True),
-}
-
-# ---- Label files -----------------------------------------------------------------------------------------------
-
-
-def bad_labels(damage: Damage, *words: str, file: str = "labels.json") -> Row:
-    return reward(f"--label_dataset {file}", f"--label_dataset {file}", *words, damage=damage)
-
-
-def every_row(file: str, *keys: str, to: Any = KeyError) -> Damage:
-    return all_of(*(edit(file, row, *keys, to=to) for row in range(LABELS_THERE)))
-
-
-def long_texts(*too_long: int) -> Damage:
-    """Labels with a query or a sample of 100 tokens, in turn; in these rows, both have as many."""
-    rows = [{"query": "Mara", "sample0": " Mara", "sample1": " Mara", "best": 0} for _ in range(LABELS_THERE)]
-    for number, row in enumerate(rows):
-        for key in ("query", "sample1") if number in too_long else (("query", "sample1")[number % 2],):
-            row[key] += " Mara" * 99
+def labels(*rows: dict[str, Any]) -> Damage:
     return write("labels.json", rows)
 
 
-LABELS = {
-    "without a name": reward("--label_dataset ''", "--label_dataset"),
-    "a folder": bad_labels(make_folder("labels.json"), "no such file"),
-    "ratings that are all the same": reward(
-        "--label_dataset ratings.json", "score 0.5", damage=every_row("ratings.json", "score", to=0.5)
+def own_function(code: str, *words: str, name: str = "mine:scores") -> Row:
+    """A function of texts, in the module mine.py."""
+    return function(f"--rewards.function {name}", f"--rewards.function {name}", *words, damage=write("mine.py", code))
+
+
+ARGUMENTS = {
+    "unknown preset": policy("--preset tale", "--preset tale", "tales-descriptiveness"),
+    "experiment above the folder": reward("--exp_name ../up", "--exp_name '../up'", "not a path"),
+    "experiment with a very long name": both(f"--policy.exp_name {'x' * 300}", "--policy.exp_name xxx", "too long"),
+    "one name for two runs": both("--policy.exp_name train_reward", "--policy.exp_name", "name of its own"),
+    "half a character": policy(
+        "--wandb_project_name '\udcff'", "--wandb_project_name '\\udcff' is not valid Unicode"
     ),
-    "both: cut": both("", "--reward.label_dataset", "labels.json", damage=cut("labels.json")),
-    "both: too few": both("--reward.num_train 800", "--reward.num_train 800", "24 labels"),
-    "more held out than there are": reward(
+    "owner that the hub would refuse": both(
+        "--policy.hf_entity a/b --policy.upload_model", "--policy.hf_entity", "a/b/train_policy"
+    ),
+    "tracker's mode": policy("--track", "--track", "nonsense", WANDB_MODE="nonsense"),
+    "threads": policy("", "PPO_RLHF_THREADS is 'many'", PPO_RLHF_THREADS="many"),
+    "truncation beyond the response": policy("--task.truncate_after 25", "--task.truncate_after is 25", "24"),
+    "stop text of two tokens": policy("--task.truncate_text 'two words'", "--task.truncate_text 'two", "exactly one"),
+    "coefficient below 0": both(
+        "--policy.rewards.adaptive_kl.target 6 --policy.rewards.adaptive_kl.horizon 3",
+        "--policy.rewards.adaptive_kl.horizon 4 would do",
+    ),
+    "batch is not whole minibatches": both(
+        "--policy.ppo.batch_size 18 --policy.ppo.nminibatches 2",
+        "policy.ppo.batch_size 18",
+        "policy.ppo.whiten_groups x policy.ppo.nminibatches",
+        "--policy.ppo.batch_size 20",
+    ),
+    "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "--ppo.batch_size 32 is enough"),
+    "labels are not whole batches": both("--reward.num_train 15", "reward.num_train 15", "--reward.num_train 8 is"),
+    # What is missing is found before anything is loaded.
+    "no labels": reward("--base_model x --label_dataset no.json", "--label_dataset no.json: no such file"),
+    "more labels held out than there are": reward(
+        "", "--num_train 16", "its held_out is 400", damage=write("labels.meta.json", {"held_out": 400})
+    ),
+    "labels that are all the same": reward(
+        "", "score 0.5", damage=labels(*[{"query": "Mara", "sample": " found.", "score": 0.5}] * 24)
+    ),
+    "labels longer than the model reads": reward(
         "",
-        "--num_train 16",
-        "24 labels, and its held_out is 400",
-        damage=edit("labels.meta.json", "held_out", to=400),
-    ),
-    "texts longer than the model": reward(
-        "--label_dataset labels.json",
         "reads at most 160 tokens",
-        "are 200",
-        damage=long_texts(5, 7),
+        damage=labels(*[{"query": "Mara" + " Mara" * 199, "sample0": ".", "sample1": ".", "best": 0}] * 24),
     ),
-}
-
-# ---- Query files -----------------------------------------------------------------------------------------------
-
-
-def bad_texts(name: str, content: Any, *words: str) -> Row:
-    flag = f"--task.query_dataset {name}"
-    return policy(flag, flag, *words, damage=write(name, content))
-
-
-TEXTS = {
-    "a folder": policy("--task.query_dataset x.txt", "x.txt", "No such file", damage=make_folder("x.txt")),
-    "unknown name": policy("--task.query_dataset nothing", "nothing", "books", ".jsonl"),
-    "unknown suffix": bad_texts("texts.csv", "Mara found a bell. She sang.", ".txt, .jsonl or .json"),
-    "no text is short enough": bad_texts("texts.txt", "A. " + "bell " * 40 + ".", "1 texts", "--task.end_text"),
-    "bytes that are no text": bad_texts("texts.txt", b"Mara \xff found."),
-    "a broken line": bad_texts("texts.jsonl", '"Mara. She sang."\n{"text": "Mara\n', "row 2"),
-    "both: none to hold out": both(
+    "unknown texts": policy("--task.query_dataset nothing", "nothing", "books", ".jsonl"),
+    "no texts to hold out": both(
         "--task.query_dataset x.txt", "x.txt", "none of its 0 texts", damage=write("x.txt", "A. B.\n" * 49)
     ),
+    "function without a module": own_function("", "write package.module:name", name="mine.py"),
+    "function whose module ends the process": own_function("import sys\nsys.exit(0)", "SystemExit"),
+    "function that raises two lines": own_function(
+        "def scores(queries, responses):\n    raise ValueError('one\\ntwo')", "ValueError: one two", "mine.py:2"
+    ),
+    "monitor's name is taken": both("--policy.rewards.monitor mine:kl", "--policy.rewards.monitor", "kl is taken"),
 }
 
-# ---- Models ----------------------------------------------------------------------------------------------------
-
+WEIGHTS, HEAD = "model/model.safetensors", "reward/reward_head.safetensors"
 OWN_CODE = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Config", "AutoModelForCausalLM": "ours.Model"}}
-WEIGHTS = "model/model.safetensors"
-
-
-def bad_model(damage: Damage, *words: str, command: Callable[..., Row] = policy) -> Row:
-    return command("", "model", *words, damage=damage)
-
-
-def only_a_pickle(folder: Path) -> None:
-    torch.save(load_file(folder / WEIGHTS), folder / "model/pytorch_model.bin")
-    (folder / WEIGHTS).unlink()
 
 
 MODELS = {
-    "no such name": policy("--base_model some-gpt", "--base_model some-gpt", "network", "--preset tales"),
-    "empty name": policy("--base_model ''", "--base_model"),
-    "the folder of a run": policy("--base_model models/train_policy__tales__1__7", "no config.json"),
-    "the folder of a reward model's run": reward("--base_model models/train_reward__tales__1__7", "no config.json"),
-    "a reward model": reward("--base_model reward", "--base_model reward is a reward model", "policy"),
-    "config is not JSON": bad_model(write("model/config.json", "{"), "config.json"),
-    "config has a text for a number": bad_model(edit("model/config.json", "n_embd", to="wide"), "n_embd"),
-    "config of another width": bad_model(edit("model/config.json", "n_embd", to=32), "transformer."),
-    "code of its own": bad_model(write("model/config.json", OWN_CODE), "trust_remote_code"),
-    "cut weights": bad_model(cut(WEIGHTS), "safetensors", command=reward),
-    "only a pickle": bad_model(only_a_pickle, "safetensors"),
-    "a pickle under the name of weights": bad_model(lambda folder: torch.save({}, folder / WEIGHTS), "safetensors"),
-    "a tensor is missing": bad_model(
-        edit_tensors(WEIGHTS, lambda tensors: tensors.pop("transformer.ln_f.weight")), "ln_f.weight"
+    "model that is nowhere": policy("--base_model some-gpt", "--base_model some-gpt", "network", "--preset tales"),
+    "model is the folder of a run": policy("--base_model models", "--base_model models", "no config.json"),
+    "model is a reward model": policy("--base_model reward", "--base_model reward is a reward model", "policy"),
+    "model of another width": policy("", "model", "transformer.", damage=edit("model/config.json", "n_embd", to=32)),
+    "model with code of its own": policy("", "trust_remote_code", damage=write("model/config.json", OWN_CODE)),
+    "model without a tensor": policy(
+        "", "ln_f.weight", damage=edit_tensors(WEIGHTS, lambda tensors: tensors.pop("transformer.ln_f.weight"))
     ),
-    "too short": bad_model(fewer_positions("model", 40), "40 tokens", "48", "--task.query_length", command=reward),
-    "fewer rows than tokens": bad_model(fewer_tokens("model", 500), "500 rows"),
-    "no tokenizer": bad_model(all_of(remove("model/tokenizer.json"), remove("model/tokenizer_config.json")), "token"),
-    "tokenizer is not JSON": bad_model(write("model/tokenizer.json", "{"), command=reward),
-    "tokenizer's settings are a list": bad_model(write("model/tokenizer_config.json", [])),
+    "model with fewer rows than tokens": policy(
+        "", "model has an embedding of", damage=edit("model/tokenizer.json", "model", "vocab", "zzz", to=5_000)
+    ),
+    "model without a tokenizer": policy(
+        "", "token", damage=all_of(remove("model/tokenizer.json"), remove("model/tokenizer_config.json"))
+    ),
+    "reward model is a policy": policy("--rewards.trained_model policy", "policy is no reward model"),
+    "reward model of another vocabulary": policy(
+        "",
+        "reward: its token",
+        "the same kind of model",
+        damage=edit("reward/tokenizer.json", "model", "vocab", "a", to=50_256),
+    ),
+    "head without a gain": policy("", HEAD, "gain", damage=edit_tensors(HEAD, lambda tensors: tensors.pop("gain"))),
+    "ppo_rlhf.json is a list": policy("", "reward/ppo_rlhf.json", damage=write("reward/ppo_rlhf.json", [])),
 }
-
-# ---- Reward models ---------------------------------------------------------------------------------------------
-
-HEAD = "reward/reward_head.safetensors"
-
-
-def bad_reward_model(damage: Damage, *words: str) -> Row:
-    return policy("", "reward", *words, damage=damage)
-
-
-LARGER_VOCABULARY = edit("reward/tokenizer.json", "model", "vocab", "a", to=50_256)
-
-REWARD_MODELS = {
-    "a policy": policy("--rewards.trained_model policy", "policy is no reward model"),
-    "cut head": bad_reward_model(cut(HEAD), "reward_head.safetensors"),
-    "head of another width": bad_reward_model(
-        edit_tensor(HEAD, "reward_head.weight", lambda tensor: tensor[:, :8]),
-        "reward_head.safetensors",
-        "reward_head.weight",
-    ),
-    "head without a gain": bad_reward_model(edit_tensors(HEAD, lambda tensors: tensors.pop("gain")), HEAD, "gain"),
-    "a critic": bad_reward_model(edit("reward/ppo_rlhf.json", "kind", to="critic"), "critic", "be a reward model"),
-    "another vocabulary": bad_reward_model(LARGER_VOCABULARY, "is None, that of model 'a'", "they have 882"),
-    "no ppo_rlhf.json": bad_reward_model(remove("reward/ppo_rlhf.json"), "ppo_rlhf.json"),
-    "ppo_rlhf.json is a list": bad_reward_model(write("reward/ppo_rlhf.json", []), "ppo_rlhf.json"),
-}
-
-# ---- Functions in place of a reward model ----------------------------------------------------------------------
-
-
-def bad_function(code: str, *words: str, name: str = "mine:scores") -> Row:
-    """A function of texts, in the module mine.py."""
-    flag = f"--rewards.function {name}"
-    return function(flag, flag, *words, damage=write("mine.py", code))
-
-
-FUNCTIONS = {
-    "no colon": bad_function("def scores(queries, responses): ...", "write package.module:name", name="mine.py"),
-    "relative module": bad_function("", "write package.module:name", name=".mine:scores"),
-    "not a function": bad_function("scores = [1.0, 2.0]", "no function"),
-    "a module that ends the process": bad_function("import sys\nsys.exit(0)", "SystemExit"),
-    "raises several lines": bad_function(
-        "def scores(queries, responses):\n    raise ValueError('one\\ntwo')", "ValueError: one two", "mine.py:2"
-    ),
-    "ends the process": bad_function("def scores(queries, responses): exit(0)", "SystemExit"),
-    "both: monitor fails": both(
-        "--policy.rewards.monitor mine:tone",
-        "--policy.rewards.monitor mine:tone",
-        "ZeroDivisionError",
-        damage=write("mine.py", "def tone(queries, responses): 1 / 0"),
-    ),
-}
-
-# ---- Runs to go on with ----------------------------------------------------------------------------------------
-
-METRICS, RUN_SAMPLES = f"{POLICY_RUN}/metrics.csv", f"{POLICY_RUN}/samples.jsonl"
-STATE, TENSORS = f"{POLICY_RUN}/checkpoints/2/state.json", f"{POLICY_RUN}/checkpoints/2/tensors.safetensors"
 
 
 def bad_run(damage: Damage, *words: str) -> Row:
     return resumed_policy("", POLICY_RUN, *words, damage=damage)
 
 
-def bad_joint(*keys: str, to: Any = KeyError) -> Row:
-    """Bad notes of train_both.py in the folder of one of its runs."""
-    return resumed_both("", POLICY_RUN, keys[-1], damage=edit(POLICY_META, "joint", *keys, to=to))
+def with_other_tensors(folder: Path) -> None:
+    """A checkpoint that lacks a weight, with a checksum that fits."""
+    checkpoint = folder / POLICY_RUN / "checkpoints/4"
+    edit_tensors("tensors.safetensors", lambda tensors: tensors.pop("model.value_head.weight"))(checkpoint)
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["sha256"]
+    write("state.json", checkpoints.sealed(state, checkpoint / "tensors.safetensors"))(checkpoint)
 
 
-def unfinished(run: str) -> Damage:
-    """As if a run had been cut off after its first checkpoint."""
-    return all_of(remove(f"{run}/checkpoints/2"), edit(f"{run}/meta.json", "finished", to=False))
-
-
+METRICS, CHECKPOINT = f"{POLICY_RUN}/metrics.csv", f"{POLICY_RUN}/checkpoints/4"
 RUNS = {
-    "no such run": resumed_policy("--resume runs/none", "runs/none is not the folder of a run"),
-    "both: no such run": resumed_both("--resume runs/none", "runs/none"),
-    "run of the other script": resumed_policy(f"--resume {REWARD_RUN}", REWARD_RUN, "its argument"),
-    "both: run of one part": resumed_both("", POLICY_RUN, "own script", damage=edit(POLICY_META, "joint", to=None)),
+    "no such run": resumed_both("--resume runs/none", "runs/none is not the folder of a run"),
+    "run that began alone": resumed_both("", POLICY_RUN, "own script", damage=edit(POLICY_META, "joint", to=None)),
     "meta.json is a list": bad_run(write(POLICY_META, []), "meta.json"),
-    "meta.json without arguments": bad_run(edit(POLICY_META, "args"), "meta.json", "arguments"),
-    "an argument too many": bad_run(edit(POLICY_META, "args", "top_p", to=1), "its argument", "top_p"),
-    "an argument is a text": bad_run(
-        edit(POLICY_META, "args", "ppo", "lr", to="fast"), "its argument", "lr", "'fast'"
-    ),
-    "a saved number is nan": resumed_policy(
-        "", "ppo.lr is nan", damage=edit(POLICY_META, "args", "ppo", "lr", to=float("nan"))
-    ),
-    "both: joint arguments are damaged": bad_joint("args", "seed", to="one"),
-    "both: the other run's meta.json is cut": resumed_both("", REWARD_RUN, damage=cut(REWARD_META)),
-    "both: the reward model is gone": resumed_both(
-        "", f"models/{Path(REWARD_RUN).name}/reward", damage=all_of(remove("models"), unfinished(POLICY_RUN))
-    ),
-    "no KL target any more": resumed_policy(
+    "a saved argument is a text": bad_run(edit(POLICY_META, "args", "ppo", "lr", to="fast"), "ppo.lr is 'fast'"),
+    "a saved number is nan": bad_run(edit(POLICY_META, "args", "ppo", "lr", to=math.nan), "ppo.lr is nan"),
+    "another run": resumed_policy(
         "--rewards.adaptive-kl.target None --track",
         "rewards.adaptive_kl.target 6.0 -> None would make it another run",
         *("only these may change", "ppo.total_episodes", "ppo.local_micro_batch_size", "track", "save_interval"),
     ),
-    "both: another learning rate": resumed_both("--reward.lr 0.5", "--reward.lr", "its own script"),
-    "fewer episodes than it has made": resumed_policy(
-        "--ppo.total_episodes 16", "1 updates", "this run has made 2", "--ppo.total_episodes 32 is enough"
+    "another learning rate for one of two": resumed_both("--reward.lr 0.5", "--reward.lr", "its own script"),
+    "fewer episodes than were made": resumed_policy(
+        "--ppo.total_episodes 32", "2 updates", "this run has made 4", "--ppo.total_episodes 64 is enough"
     ),
-    "checkpoint with one other byte": bad_run(
-        flip(TENSORS),
-        *("checkpoints/2", "its files are not what was written", "remove that folder to resume from the one before"),
+    "no checkpoint of a finished run": bad_run(remove(f"{POLICY_RUN}/checkpoints"), "its checkpoints are gone"),
+    "checkpoint with another number": bad_run(
+        edit(f"{CHECKPOINT}/state.json", "kl_coef", to=0.5),
+        *("checkpoints/4", "its files are not what was written", "remove that folder to resume from the one before"),
     ),
-    "checkpoint with an edited state": bad_run(edit(STATE, "kl_coef", to=0.5), "checkpoints/2"),
-    "checkpoint without a checksum": bad_run(
-        edit_bytes(STATE, lambda text: text.replace(b"sha256", b"sha255")), "checkpoints/2", "remove"
+    "checkpoint of other tensors": resumed_policy(
+        "", "the checkpoint holds other tensors", damage=with_other_tensors
     ),
-    "checkpoint's state is a list": bad_run(write(STATE, [1]), "checkpoints/2", "remove"),
-    "checkpoint without its tensors": bad_run(remove(TENSORS), "checkpoints/2", "remove"),
-    "checkpoint of another model": resumed_policy("", "checkpoint", "tensors", damage=fewer_positions("model", 100)),
-    "metrics without a header": bad_run(edit_lines(METRICS, lambda lines: lines[1:]), "metrics.csv"),
-    "a row of metrics is missing": bad_run(
-        edit_lines(METRICS, lambda lines: lines[:-1]), "metrics.csv", "1 of the 2 steps"
+    "metrics without a row": bad_run(
+        edit_lines(METRICS, lambda lines: lines[:-1]), "metrics.csv", "3 of the 4 steps"
     ),
-    "a row of metrics is short": bad_run(
-        edit_lines(METRICS, lambda lines: [lines[0], b"0,1\n", lines[2]]), "metrics.csv"
-    ),
-    "no samples": bad_run(remove(RUN_SAMPLES), "samples.jsonl"),
-    "a broken line among the samples": bad_run(
-        edit_lines(RUN_SAMPLES, lambda lines: [lines[0][:40] + b"\n", *lines]), "samples.jsonl"
-    ),
+    "metrics with a short row": bad_run(edit_lines(METRICS, lambda lines: [*lines[:4], b"3,1\n"]), "metrics.csv"),
 }
-
-# ---- Environment -----------------------------------------------------------------------------------------------
-
-ENVIRONMENT = {
-    "threads: words": policy("", "PPO_RLHF_THREADS", "many", PPO_RLHF_THREADS="many"),
-    "threads: 0": reward("", "PPO_RLHF_THREADS is '0'", PPO_RLHF_THREADS="0"),
-    "cache is a file": policy("--base_model smollm2-135m", "stories.txt", PPO_RLHF_CACHE="stories.txt"),
-    "cache is a dangling link": policy("--base_model smollm2-135m", "cache", damage=link("cache", "nowhere/at/all")),
-    "runs is a dangling link": reward("", "runs", damage=link("runs", "nowhere/at/all")),
-    "wandb mode": policy("--track", "--track", "nonsense", WANDB_MODE="nonsense"),
-    "wandb project": reward("--track --wandb_project_name 'a/b:c'", "--track", "project", WANDB_MODE="offline"),
-}
-
-# ---- sample.py ------------------------------------------------------------------------------------------------
-
 INFO = "policy/ppo_rlhf.json"
-
-
 SAMPLES = {
-    "a reward model": sample("--policy reward", "--policy reward", "reward model"),
-    "half a character": sample("--prompt 'Mara \udcff'", "--prompt", "Unicode"),
-    "out in a missing folder": sample("--out nowhere/rows.jsonl", "nowhere/rows.jsonl"),
-    "out is a folder": sample("--out models", "models"),
-    "no such policy, and rows to write": sample("--policy nowhere --out rows.jsonl", "nowhere"),
-    "empty prompt, and rows to write over": sample("--prompt '' --out labels.json", "--prompt", "at least one token"),
-    "base model too short": sample("", "model", "40 tokens", damage=fewer_positions("model", 40)),
-    "base model of another vocabulary": sample(
-        "", "the base model model", "that of policy", "the same kind of model", damage=other_words("model")
-    ),
-    "a function of nobody's": sample("", "m:f", "--trust_remote_code", damage=edit(INFO, "function", to="m:f")),
-    "no such reward model": sample("--reward_model nowhere", "nowhere is no reward model"),
-    "reward model is a policy": sample("--reward_model policy", "--reward_model policy is no reward model"),
-    "reward model of other words": sample("", "--reward_model reward", "'a'", damage=other_words("reward")),
-    "reward model is a critic": sample("", "critic", damage=edit("reward/ppo_rlhf.json", "kind", to="critic")),
-    "cut ppo_rlhf.json": sample("", "policy", damage=cut(INFO)),
-    "task in ppo_rlhf.json lacks a field": sample(
+    "sample of a reward model": sample("--policy reward", "--policy reward is a reward model"),
+    "sample into a folder": sample("--out models", "models"),
+    "sample of an empty prompt, over a file": sample("--prompt '' --out labels.json", "--prompt", "at least one"),
+    "sample with nobody's function": sample("", "--trust_remote_code", damage=edit(INFO, "function", to="m:f")),
+    "sample of a task without a field": sample(
         "", INFO, "response_length", damage=edit(INFO, "task", "response_length")
     ),
-    "task in ppo_rlhf.json has a length of 0": sample(
-        "", "response_length is 0", damage=edit(INFO, "task", "response_length", to=0)
-    ),
 }
 
-# ---- Chapter 2 -------------------------------------------------------------------------------------------------
+# ---- Chapters 2 and 3 ------------------------------------------------------------------------------------------
 
 
-def long_summary(folder: Path) -> None:
-    """One of a pair has more than 200 tokens."""
-    summaries = json.loads((folder / "world/comparisons_train.jsonl").read_text().splitlines()[5])["summaries"]
-    summaries[1]["text"] = " Mara robbed sailors." * 55
-    edit_row("world/comparisons_train.jsonl", 5, summaries=summaries)(folder)
-
-
-# A validation comparison is of a news article of more than 256 tokens.
-LONG_ARTICLE = edit_row("world/comparisons_validation.jsonl", 0, info={"article": "Mara robbed sailors.\n" * 100})
-
+ARTICLE = {
+    "info": {"article": "Mara robbed sailors.\n" * 100},
+    "summaries": [{"text": " One."}, {"text": " Two."}],
+    "choice": 0,
+}
+LONG_ARTICLE = edit_lines(
+    "world/comparisons_validation.jsonl", lambda lines: [*lines, json.dumps(ARTICLE).encode() + b"\n"]
+)
 
 CHAPTER_2 = {
-    "policy: fewer than a batch": summary_policy("--ppo.total_episodes 15", "ppo.total_episodes is 15", "16"),
-    "sft: two processes": sft("--batch_size 15", "batch_size 15", "2 (processes", "--batch_size 16", processes=2),
-    "policy: a label of our own reward model": summary_policy("--rewards.label GOOD", "--rewards.label GOOD does"),
-    "policy: two processes": summary_policy(
-        "--ppo.batch_size 14 --ppo.nminibatches 2", "4 (processes", "--ppo.batch_size 16", processes=2
+    "reward model that starts from nothing": summary_reward("--base_model ''", "--base_model is empty"),
+    "fewer episodes than a batch": summary_policy(
+        "--ppo.total_episodes 15", "ppo.total_episodes is 15", "16 would do"
     ),
-    "all: the same name twice": all_three("--sft.exp_name x --policy.exp_name x", "--sft.exp_name", "its own"),
-    # what the stages share
-    "all: seed of one stage": all_three("--sft.seed 2", "--sft.seed", "give --seed"),
-    "all: base model of one stage": all_three("--reward.base_model=sft", "--reward.base_model", "give --base_model"),
-    "all: task of one stage": all_three("--policy.task.query_length 9", "--policy.task", "--task.query_length"),
-    "all: preset of one stage": all_three("--sft.preset posts", "--sft.preset", "give --preset"),
-    "all: resume of one stage": all_three("--policy.resume x", "--policy.resume", "give --resume"),
-    "all: a reward model": all_three("--policy.rewards.trained_model reward", "--policy.rewards.trained_model"),
-    "all: a function": all_three("--policy.rewards.function m:f", "--policy.rewards.function", "tldr/policy.py"),
-    # what only a later stage needs
-    "all: experiment with a very long name": all_three(f"--reward.exp_name {'x' * 300}", "--reward.exp_name xxx"),
-    "all: adapters for no layer": all_three(
-        "--policy.lora.rank 2 --policy.lora.target_modules q", "--policy.lora.target_modules 'q': ", "no layer 'q'"
+    "label of our own reward model": summary_policy("--rewards.label GOOD", "--rewards.label GOOD does nothing"),
+    "neither reward model nor function": summary_policy(
+        "--base_model x --rewards.trained_model ''", "give one of --rewards.trained_model and --rewards.function"
     ),
-    "all: a critic that is not there": all_three(
-        "--policy.rewards.value_model nowhere", "nowhere is no reward model"
-    ),
-    "all: critic of another tokenizer": all_three(
-        "--policy.rewards.value_model critic",
-        "--policy.rewards.value_model critic",
-        "the same kind of model",
-        damage=all_of(lambda folder: shutil.copytree(folder / "reward", folder / "critic"), other_words("critic")),
-    ),
-    "all: monitor of a taken name": all_three("--policy.rewards.monitor mine:kl", "--policy.rewards.monitor mine:kl"),
-    "all: monitor fails": all_three(
-        "--policy.rewards.monitor bad:tone",
-        "--policy.rewards.monitor bad:tone",
-        "ZeroDivisionError",
-        damage=write("bad.py", "def tone(queries, responses): 1 / 0"),
-    ),
-    "all: no comparisons": all_three(
-        "", "comparisons_train.jsonl", "No such file", damage=remove("world/comparisons_train.jsonl")
-    ),
-    "all: comparisons longer than the model reads": all_three(
-        "--task.comparison_length 300",
-        "256 tokens",
-        "--task.query_length or --task.comparison_length",
-        damage=long_summary,
-    ),
-    "all: articles longer than the model reads": all_three(
-        "", "256 tokens", "--task.article_query_length or --task.comparison_length", damage=LONG_ARTICLE
-    ),
-    # posts and comparisons
-    "no test posts": sft("", "world/posts_test.jsonl", "No such file", damage=remove("world/posts_test.jsonl")),
-    "a damaged ceiling": summary_reward("", "world.json", "1.5", damage=edit("world/world.json", "ceiling", to=1.5)),
-    "references that are all too long": sft("--task.response_length 3", "response_length 3", "48 are longer"),
-    "queries that cannot fit": summary_policy("--task.query_length 5", "query_length 5"),
-    "longer than the model reads": sft("--task.query_length 5000", "256 tokens", "5024", "--task.query_length"),
-    "comparisons longer than the model reads": summary_reward(
-        "--task.comparison_length 300",
-        "256 tokens",
-        "--base_model sft",
-        "--task.query_length or --task.comparison_length",
-        damage=long_summary,
-    ),
+    "posts that are nowhere": sft("--task.posts nowhere", "--task.posts nowhere: unknown"),
+    "no comparisons": all_three("", "no train row compares", damage=write("world/comparisons_train.jsonl", "")),
     "articles longer than the model reads": summary_reward(
         "", "256 tokens", "--task.article_query_length or --task.comparison_length", damage=LONG_ARTICLE
     ),
-    # models
-    "reward: no base model": summary_reward("--base_model ''", "--base_model is empty", "models/<run>/sft"),
-    "policy: no base model": summary_policy("--base_model ''", "--base_model is empty", "models/<run>/sft"),
-    "neither reward model nor function": summary_policy("--rewards.trained_model ''", "one of", "--rewards.function"),
-    "critic that is a language model": summary_policy(
-        "--rewards.value_model sft", "--rewards.value_model sft is no reward model", "models/<run>/reward"
-    ),
-    "critic of another tokenizer": summary_policy(
-        "--rewards.value_model critic",
-        "--rewards.value_model critic",
-        "the same kind of model",
-        damage=all_of(lambda folder: shutil.copytree(folder / "reward", folder / "critic"), other_words("critic")),
-    ),
-    "adapters for no layer": summary_policy(
-        "--lora.rank 2 --lora.target_modules q,v", "--lora.target_modules 'q,v': ", "no layer 'q'"
-    ),
-    "monitor of a taken name": summary_policy(
-        "--rewards.monitor mine:kl", "--rewards.monitor mine:kl", "kl is taken"
-    ),
+    "task of one stage": all_three("--policy.task.query_length 9", "--policy.task", "give --task.query_length"),
+    "reward model where one is trained": all_three("--policy.rewards.function m:f", "--policy.rewards.function"),
 }
-
-# ---- Chapter 3 -------------------------------------------------------------------------------------------------
 
 FULL = "--rewards.kl_coef 0.1 --rewards.kl_estimator full"
 RLOO = "--ppo.advantage rloo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0"
 GDPO = f"{RLOO} --rewards.format gsm8k_format".replace("rloo", "gdpo")
 RLVR = {
-    "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.critic_lam 1": "--ppo.critic_lam 1.0 does nothing",
-    "--ppo.advantage reinforce++ --ppo.critic_warmup 0 --ppo.lam_alpha 1": "--ppo.lam_alpha 1.0 does nothing",
-    "--ppo.lam 0.9 --ppo.lam_alpha 1 --ppo.critic_lam 1": "--ppo.lam 0.9 does nothing without",
-    "--ppo.advantage maxrl": "compares the responses to a problem; --ppo.samples_per_prompt 1 must be at least 2",
+    "--ppo.batch_size 128 --ppo.total_episodes 128": "--task.problems has 64 problems, fewer than the 128",
     "--ppo.advantage grpo": "--ppo.samples_per_prompt 1 must be at least 2",
     GDPO.replace("--rewards.format gsm8k_format", ""): "--rewards.format or --rewards.trained_model, or take grpo",
     f"{GDPO} --rewards.kl_coef 0.1": "--rewards.kl_coef 0.1 does nothing with --ppo.advantage gdpo",
-    f"{GDPO} --rewards.missing_stop replace": "--rewards.missing_stop replace does nothing with --ppo.advantage gdpo",
-    f"{GDPO} --rewards.overlong_buffer 4": "--rewards.overlong_buffer 4 does nothing with --ppo.advantage gdpo",
     f"{GDPO} --ppo.filter_groups": "from which --ppo.advantage gdpo learns; leave one of the two out",
-    "--ppo.trust_region 0.1": "--ppo.trust_region 0.1 does nothing without --ppo.loss ipo or dppo",
-    "--ppo.loss dppo --ppo.cliprange_high 0.3": "--ppo.cliprange_high 0.3 does nothing without --ppo.loss ppo, gspo",
-    "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 3": "--ppo.batch_size 18 does",
     "--ppo.filter_groups": "--ppo.samples_per_prompt 2 or more",
-    "--ppo.batch_size 128 --ppo.total_episodes 128": "--task.problems has 64 problems, fewer than the 128",
+    f"{RLOO} --ppo.filter_groups --rewards.trained_model x": "leave one of the two out",
     FULL: "--rewards.kl_estimator full goes with",
-    f"{FULL} --rewards.kl_loss_coef 0.01 --rewards.kl_loss_estimator full": "kl_loss_coef that is --rewards.kl_coef",
-    "--ppo.advantage reinforce++": "--ppo.critic_warmup 5 is for a critic",
-    f"{RLOO} --ppo.critic_warmup 5": "0 switches it off",
+    f"{FULL} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full": "--ppo.whiten_advantages False",
     "--rewards.adaptive_kl.target 3": "--rewards.adaptive_kl.target moves --rewards.kl_coef, which is 0",
-    "--ppo.loss cispo --ppo.dual_clip 3": "--ppo.dual_clip 3.0 is for --ppo.loss ppo",
+    "--ppo.advantage reinforce++": "--ppo.critic_warmup 5 is for a critic",
     "--ppo.dual_clip 1.1": "above 1 + --ppo.cliprange_high",
     "--ppo.loss gspo": "--ppo.loss gspo goes with",
     "--rewards.overlong_buffer 21": "--rewards.overlong_buffer 21 is more than --task.response_length 20",
-    "--ppo.nminibatches 3": "--ppo.batch_size 18 does",
-    "--rewards.verifier mine:nothing": "--rewards.verifier mine:nothing",
-    f"{RLOO} --rewards.value_model nowhere": "--rewards.value_model nowhere does nothing without --ppo.advantage gae",
     f"{RLOO} --ppo.lam 0.9": "--ppo.lam 0.9 does nothing without --ppo.advantage gae; leave it at 0.95",
-    f"{RLOO} --ppo.cliprange_value 0.5": "--ppo.cliprange_value 0.5 does nothing",
-    f"{RLOO} --ppo.gamma 0.9": "--ppo.gamma 0.9 does nothing",
-    "--ppo.loss reinforce --ppo.cliprange_low 0.1": "--ppo.cliprange_low 0.1 does nothing",
-    "--rewards.missing_stop_penalty 2": "--rewards.missing_stop_penalty 2.0 does nothing",
-    "--rewards.trained_model reward --rewards.label GOOD": "--rewards.label GOOD does nothing without",
-    "--rewards.trained_weight 2": "--rewards.trained_weight 2.0 does nothing",
-    "--rewards.kl_loss_estimator k2": "--rewards.kl_loss_estimator k2 does nothing without --rewards.kl_loss_coef",
-    "--rewards.kl_estimator k3": "--rewards.kl_estimator k3 does nothing",
-    "--rewards.adaptive_kl.horizon 99": "--rewards.adaptive_kl.horizon 99 does nothing",
-    f"{RLOO} --ppo.filter_groups --rewards.trained_model x": "leave one of the two out",
-    f"{FULL} --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full": "--ppo.whiten_advantages False",
-    "--task.prompt_length 150 --task.response_length 150": "shorten --task.prompt_length or --task.response_length",
 }
-ASYNC = {
-    "--rejection_low 0.4": "--rejection_low 0.4 does nothing with --correction decoupled and --rejection none",
-    "--correction bypass --correction_cap 3": "--correction_cap 3.0 does nothing with --correction bypass",
-    "--staleness 0 --correction_cap 3": "--correction_cap 3.0 does nothing with --correction none",
-    "--ppo.advantage rloo --ppo.critic_warmup 0 --ppo.samples_per_prompt 2 --ppo.filter_groups --staleness 1": (
-        "--ppo.filter_groups goes with --staleness 0"
+CHAPTER_3 = {arguments: rlvr(arguments, words) for arguments, words in RLVR.items()} | {
+    "rejection without a correction": rlvr_async("--rejection_low 0.4", "--rejection_low 0.4 does nothing with"),
+    "groups that are sampled ahead": rlvr_async(
+        f"{RLOO} --ppo.filter_groups --staleness 1", "--ppo.filter_groups goes with --staleness 0"
     ),
 }
-CHAPTER_3 = {arguments: rlvr(arguments, words) for arguments, words in RLVR.items()}
-CHAPTER_3 |= {f"async: {arguments}": rlvr_async(arguments, words) for arguments, words in ASYNC.items()}
 
-KINDS = {
-    "sizes": SIZES,
-    "numbers": NUMBERS,
-    "names": NAMES,
-    "boxes": BOXES,
-    "labels": LABELS,
-    "texts": TEXTS,
-    "models": MODELS,
-    "reward models": REWARD_MODELS,
-    "functions": FUNCTIONS,
-    "runs": RUNS,
-    "environment": ENVIRONMENT,
-    "sample": SAMPLES,
-    "chapter 2": CHAPTER_2,
-    "chapter 3": CHAPTER_3,
-}
-REFUSALS = {f"{kind}: {name}": row for kind, rows in KINDS.items() for name, row in rows.items()}
-IN_A_PROCESS = [
-    "functions: a module that ends the process",
-    "environment: threads: words",
-    "sample: out is a folder",
-]
+REFUSALS = ARGUMENTS | MODELS | RUNS | SAMPLES | CHAPTER_2 | CHAPTER_3
+IN_A_PROCESS = ["function whose module ends the process", "threads", "sample into a folder"]
 # Commands in which nothing is wrong with the same files.
 GOOD = {
     "train_policy": policy(),
     "train_policy with a function": function("--rewards.function rewards:length --rewards.monitor rewards:length"),
-    "train_policy of the tales": tales_policy(),
     "train_reward": reward(),
-    "train_reward with ratings": reward("--label_dataset ratings.json"),
-    "train_reward with differences": reward("--label_dataset differences.json"),
-    "train_reward with a long query and a long sample": reward("", damage=long_texts()),
-    "train_reward of the tales": tales_reward(),
     "train_both": both(),
-    "sample": sample("--out rows.jsonl"),
-    "sample with a prompt": sample("--prompt 'Mara found a bell.' --temperature 0.5 --reward_model reward"),
+    "sample": sample("--out rows.jsonl --reward_model reward"),
     "train_policy --resume": resumed_policy(),
-    "train_reward --resume": resumed_reward(),
     "train_both --resume": resumed_both(),
-    "tldr_sft": sft(),
-    "tldr_reward": summary_reward("--task.comparison_length 300"),
-    "tldr_policy": summary_policy(),
-    "tldr_all": all_three(),
-    "rlvr_policy": rlvr(),
-    "rlvr_async": rlvr_async(),
+    "tldr/sft": sft(),
+    "tldr/reward": summary_reward("--task.comparison_length 300"),
+    "tldr/policy": summary_policy(),
+    "tldr/all": all_three(),
+    "rlvr/policy": rlvr(),
+    "rlvr/asynchronous": rlvr_async(),
 }
 
 # ---- Good files ------------------------------------------------------------------------------------------------
 
 
-def train(row: Row, folder: Path) -> None:
-    """Run a command of the table to its end."""
-    result = run(row, folder, to_the_end=True)
-    assert result.status == 0, result.stderr
-
-
-def make_files_1(folder: Path, tiny_world: Path) -> None:
-    """A model, texts, labels of each kind, a function, and the runs of train_both.py."""
-    shutil.copytree(tiny_world / "model", folder / "model")
-    shutil.copy(tiny_world / "stories.txt", folder)
-    labels = tiny_world / "labels" / "sentiment" / "offline_5k.json"
-    rows = json.loads(labels.read_text())[:LABELS_THERE]
-    for name in ("labels", "ratings", "differences"):
-        shutil.copy(labels.with_suffix(".meta.json"), folder / f"{name}.meta.json")
-    ratings = [{"query": row["query"], "sample": row["sample0"], "score": i / 10} for i, row in enumerate(rows)]
-    differences = [
-        {key: row[key] for key in ("query", "sample0", "sample1")} | {"difference": i - 11.5}
-        for i, row in enumerate(rows)
-    ]
-    for name, kind in (("labels", rows), ("ratings", ratings), ("differences", differences)):
-        (folder / f"{name}.json").write_text(json.dumps(kind))
-    code = "def length(queries, responses):\n    return [float(len(text)) for text in responses]\n"
-    (folder / "rewards.py").write_text(f"{code}scores = length\n")
-
-    train(both(), folder)
-    timestamp = next((folder / "runs").iterdir()).name.rsplit("__", 1)[1]
-    for path in [*folder.glob(f"*/*__{timestamp}")]:
-        path.rename(path.with_name(path.name.replace(timestamp, "7")))
+def make_files_1(folder: Path, world: Path, runs: Path) -> None:
+    """A model, texts, labels, a function, and the runs and models of train_both.py, whose time stamp becomes 7."""
+    shutil.copytree(world / "model", folder / "model")
+    shutil.copy(world / "stories.txt", folder)
+    shutil.copy(world / "labels/sentiment/offline_5k.json", folder / "labels.json")
+    shutil.copy(world / "labels/sentiment/offline_5k.meta.json", folder / "labels.meta.json")
+    (folder / "rewards.py").write_text("def length(queries, responses):\n    return list(map(len, responses))\n")
+    for kind in ("runs", "models"):
+        for whole in (runs / kind).iterdir():
+            name, _, timestamp = whole.name.rpartition("__")
+            shutil.copytree(whole, folder / f"{kind}/{name}__7")
     for path in [*folder.glob("runs/*/meta.json"), *folder.glob("models/*/*/ppo_rlhf.json")]:
         path.write_text(path.read_text().replace(timestamp, "7"))
     for kind in ("reward", "policy"):
-        shutil.copytree(folder / f"models/train_{kind}__tales__1__7/{kind}", folder / kind)
-    edit("policy/ppo_rlhf.json", "reward_model", to="reward")(folder)
+        shutil.copytree(only(folder, f"models/*/{kind}"), folder / kind)
+    edit(INFO, "reward_model", to="reward")(folder)
+    edit(INFO, "base_model", to="model")(folder)
 
 
-def make_files_2(folder: Path, tiny_posts: Path) -> None:
-    """A world of posts, what SFT and reward modelling made of it, and a function."""
-    shutil.copytree(tiny_posts, folder / "world")
-    (folder / "mine.py").write_text("def kl(queries, responses):\n    return [1.0] * len(responses)\n")
+def make_files_2(folder: Path, world: Path) -> None:
+    """A world of posts, and what SFT and reward modelling made of it."""
+    shutil.copytree(world, folder / "world")
     for row, kind in ((sft("--num_train 16"), "sft"), (summary_reward("--num_train 16"), "reward")):
-        train(row, folder)
-        shutil.copytree(next(folder.glob(f"models/*/{kind}")), folder / kind)
+        assert run(row, folder, to_the_end=True).status == 0
+        only(folder, f"models/*/{kind}").rename(folder / kind)
         shutil.rmtree(folder / "models")
         shutil.rmtree(folder / "runs")
 
 
+def make_files_3(folder: Path, world: Path) -> None:
+    shutil.copytree(world, folder / "tiny")
+
+
 @pytest.fixture(scope="module")
-def good_files(tiny_world, tiny_posts, tiny_sums, tmp_path_factory) -> Callable[[int], GoodFiles]:
-    """The folder of a chapter."""
+def good_files(tmp_path_factory, request) -> Callable[[int], Path]:
+    """The folder with good files for the scripts of a chapter."""
 
     @functools.cache
-    def files(chapter: int) -> GoodFiles:
-        folder = tmp_path_factory.mktemp("good")
-        if chapter == 3:
-            shutil.copytree(tiny_sums, folder / "tiny")
-            (folder / "mine.py").touch()
-            (folder / "reward").mkdir()
-            (folder / "reward/ppo_rlhf.json").touch()
+    def files(chapter: int) -> Path:
+        folder, whole = tmp_path_factory.mktemp("good"), request.getfixturevalue
+        if chapter == 1:
+            make_files_1(folder, whole("tiny_world"), whole("both").folder)
+        elif chapter == 2:
+            make_files_2(folder, whole("tiny_posts"))
         else:
-            (make_files_1, make_files_2)[chapter - 1](folder, (tiny_world, tiny_posts)[chapter - 1])
-        return GoodFiles(folder)
+            make_files_3(folder, whole("tiny_sums"))
+        return folder
 
     return files
+
+
+@pytest.fixture
+def copy(good_files, tmp_path) -> Callable[[Row], Path]:
+    """A copy of the good files for a row, with its damage."""
+
+    def copied(row: Row) -> Path:
+        folder = Path(shutil.copytree(good_files(row.chapter), tmp_path / "copy"))
+        row.damage(folder)
+        return folder
+
+    return copied
 
 
 # ---- Tests -----------------------------------------------------------------------------------------------------
 
 
-def check_refused(row: Row, files: GoodFiles, run: Callable[[Row, Path], Result]) -> None:
-    try:
-        row.damage(files.folder)
-        before = contents(files.folder)
-        result = run(row, files.folder)
-        assert "Traceback" not in result.stdout + result.stderr
-        assert result.status == 2, result.stderr
-        if not row.box:
-            (line,) = [line for line in result.stderr.splitlines() if line.strip()]
-            assert line.startswith("error: ")
-        for word in row.words:
-            assert word in result.stderr
-        after = contents(files.folder)
-        assert [path for path in {*before, *after} if before.get(path, "") != after.get(path, "")] == []
-    finally:
-        files.restore()
+def check_refused(row: Row, folder: Path, run: Callable[[Row, Path], Result] = run) -> None:
+    before = contents(folder)
+    result = run(row, folder)
+    assert "Traceback" not in result.stdout + result.stderr
+    assert result.status == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    for word in row.words:
+        assert word in line
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("row", REFUSALS.values(), ids=REFUSALS)
-def test_bad_input_ends_in_one_line_and_leaves_nothing(row: Row, good_files) -> None:
+def test_bad_input_ends_in_one_line_and_leaves_nothing(row: Row, copy) -> None:
     assert row.words
-    check_refused(row, good_files(row.chapter), run)
+    check_refused(row, copy(row))
 
 
 @pytest.mark.parametrize("name", IN_A_PROCESS)
-def test_bad_input_in_a_process_of_its_own(name: str, good_files) -> None:
+def test_bad_input_in_a_process_of_its_own(name: str, copy) -> None:
     def start(row: Row, folder: Path) -> Result:
         return launch(row.script, *row.arguments, folder=folder, PYTHONDONTWRITEBYTECODE="1", **row.environment)
 
-    check_refused(REFUSALS[name], good_files(REFUSALS[name].chapter), start)
+    check_refused(REFUSALS[name], copy(REFUSALS[name]), start)
 
 
-@pytest.mark.parametrize("row", GOOD.values(), ids=GOOD)
-def test_nothing_is_wrong_with_the_undamaged_files(row: Row, good_files) -> None:
-    files = good_files(row.chapter)
-    try:
-        row.damage(files.folder)
-        result = run(row, files.folder)
-    finally:
-        files.restore()
-    assert result.status == 0 and "error" not in result.stderr, result.stderr
-
-
-def test_each_of_two_processes_says_it(good_files) -> None:
+def test_each_of_two_processes_says_it(copy) -> None:
     """Either may be the only one in which something is wrong."""
-    row, files = all_three("--reward.batch_size 15", "--reward.batch_size 16", "2 (processes"), good_files(2)
 
     def start(row: Row, folder: Path) -> Result:
         first, second = launch_together(2, row.script, *row.arguments, folder=folder, **row.environment)
         assert (second.status, second.stderr) == (first.status, first.stderr)
         return first
 
-    check_refused(row, files, start)
+    row = all_three("--reward.batch_size 15", "reward.batch_size 15", "2 (processes", "--reward.batch_size 16")
+    check_refused(row, copy(row), start)
+
+
+@pytest.mark.parametrize("row", GOOD.values(), ids=GOOD)
+def test_nothing_is_wrong_with_the_undamaged_files(row: Row, copy) -> None:
+    result = run(row, copy(row))
+    assert result.status == 0 and "error" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("command", [policy, reward, sft, summary_reward, summary_policy, rlvr])
+def test_what_cannot_be_saved_is_refused_before_the_training(command, copy, monkeypatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no file for this")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
+    row = command("", "--base_model", "could not be saved: ValueError: no file for this")
+    check_refused(row, copy(row))
+
+
+# ---- Numbers ---------------------------------------------------------------------------------------------------
+
+NEEDED = {"sample": ["--policy", "x"], "judge": ["--candidate", "x"]}  # without which a command does not begin
+TRAINING = [
+    *("train_reward", "train_policy", "train_both", "tldr/sft", "tldr/reward", "tldr/policy", "tldr/all"),
+    *("rlvr/policy", "rlvr/asynchronous", "rlvr/tools"),
+]
+# A number without bounds is probably one whose bounds were forgotten, but for these.
+ANY_NUMBER = {
+    "task.penalty_reward_value",
+    "rewards.trained_weight",
+    "rejection_high",  # it has a bound together with rejection_low
+}
+TOO_LARGE = {int: [2**63, 10**400], float: [math.nan, math.inf, -math.inf, 1e39]}
+
+
+def arguments_of(script: str) -> Any:
+    module = importlib.import_module(f"ppo_rlhf.{script.replace('/', '.')}")
+    if script in NEEDED:
+        return module.Args(**{NEEDED[script][0][2:]: "x"})
+    return next(iter(module.PRESETS.values()))
+
+
+def numbers(group: Any, prefix: str = "") -> Iterator[tuple[str, type, list[Any]]]:
+    """The name of each number among the arguments, as ppo.lr; its type; and its bounds."""
+    for name, hint in typing.get_type_hints(type(group), include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from numbers(getattr(group, name), f"{prefix}{name}.")
+        for kind in [hint, *(typing.get_args(hint) if typing.get_origin(hint) is not typing.Annotated else ())]:
+            bounds = list(getattr(kind, "__metadata__", ()))
+            if (bare := typing.get_args(kind)[0] if bounds else kind) in (int, float):
+                yield prefix + name, bare, bounds
+
+
+def outside(kind: type, bounds: list[Any]) -> Iterator[float]:
+    """Values next to the bounds, where they are refused."""
+    step = 1 if kind is int else 1e-9
+    for bound in bounds:
+        match bound:
+            case Gt(limit) | Lt(limit):
+                yield kind(limit)
+            case Ge(limit):
+                yield kind(limit - step)
+            case Le(limit):
+                yield kind(limit + 1)
+            case _:
+                pytest.fail(f"check_bounds doesn't know {bound}")
+    yield from TOO_LARGE[kind]
+
+
+@pytest.mark.parametrize("script", [*TRAINING, *NEEDED])
+def test_a_number_outside_its_bounds_is_refused_by_its_name(script, tmp_path):
+    """One value of each number is given to the command."""
+    args = arguments_of(script)
+    command_line.check_bounds(args)
+    for name, kind, bounds in numbers(args):
+        assert bounds or re.sub(r"^(sft|reward|policy)\.", "", name) in ANY_NUMBER, f"--{name} has no bound"
+        for value in outside(kind, bounds):
+            with pytest.raises(InputError, match=rf"^--{name} is .*; it must be [^\n]*$"):
+                command_line.check_bounds(with_value(args, name, value))
+        value = next(outside(kind, bounds))
+        words = [*NEEDED.get(script, []), f"--{name}={value}"]
+        check_refused(Row(chapter=0, script=f"{script}.py", arguments=words, words=(f"--{name}",)), tmp_path)
+
+
+@pytest.mark.parametrize("script", TRAINING)
+def test_a_call_of_train_refuses_it_too(script, in_a_fresh_folder):
+    """Where no command line has been read."""
+    module = importlib.import_module(f"ppo_rlhf.{script.replace('/', '.')}")
+    with pytest.raises(InputError, match=r"seed is -1; it must be at least 0"):
+        module.train(dataclasses.replace(arguments_of(script), seed=-1))
+    assert contents(Path()) == {}
+
+
+# ---- Names of arguments ----------------------------------------------------------------------------------------
+
+
+def test_an_argument_has_the_name_of_its_stage():
+    assert (typed("ppo.lr"), flag("ppo.lr")) == ("ppo.lr", "--ppo.lr")
+    with pytest.raises(ZeroDivisionError), flags_of("policy", train_policy.Args()):
+        assert (typed("ppo.lr"), flag("rewards.kl_coef")) == ("policy.ppo.lr", "--policy.rewards.kl_coef")
+        for name in ("task.temperature", "base_model", "resume", "lora.rank"):  # of all stages, and of none here
+            assert typed(name) == name
+        with flags_of("reward", train_reward.Args()):
+            assert (typed("lr"), typed("ppo.lr")) == ("reward.lr", "ppo.lr")
+        assert typed("ppo.lr") == "policy.ppo.lr"
+        raise ZeroDivisionError
+    assert typed("ppo.lr") == "ppo.lr"
+
+
+def test_messages_of_a_stage_name_its_arguments_by_flag():
+    """A text with --lr in it would be wrong in train_both.py, where it is --reward.lr."""
+    stages = ["train_reward", "train_policy", "tldr/sft", "tldr/reward", "tldr/policy"]
+    names = set().union(*(flatten(dataclasses.asdict(arguments_of(stage))) for stage in stages))
+    own = {name for name in names if name.partition(".")[0] not in SHARED}
+    for path in [*SCRIPTS.glob("lib/*.py"), *(SCRIPTS / f"{stage}.py" for stage in stages)]:
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                assert not own & set(re.findall(r"--(\w[\w.]*)", node.value)), node.value

@@ -1,13 +1,11 @@
 """report.html: its numbers are those of the run, its texts are text, and a browser shows what it should."""
 
 import csv
+import dataclasses
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,6 +87,8 @@ def test_the_numbers_of_the_page_are_those_of_the_run(chapter, tmp_path):
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
     lines = {line["name"]: line for figure in data["figures"] for line in figure["data"]}
     assert set(lines) == {"objective/scores", "objective/gold_scores", "objective/kl"}
+    (targets,) = (figure["targets"] for figure in data["figures"] if figure["data"][0]["name"] == "objective/kl")
+    assert targets == ([6.0] if "adaptive_kl" in ARGS[chapter]["rewards"] else [])
     for name, line in lines.items():
         assert line["x"] == [float(row["step"]) for row in rows]
         assert line["y"] == pytest.approx([float(row[name]) for row in rows], rel=1e-7)
@@ -107,40 +107,37 @@ def test_the_numbers_of_the_page_are_those_of_the_run(chapter, tmp_path):
 
 
 def test_what_shows_the_danger_of_sampling_ahead_has_a_panel(tmp_path):
-    """Each metric of rlvr/asynchronous.py, and what rlvr/policy.py says of sampler and staleness."""
-    names = [name for name in explained_metrics(3) if name.startswith(("async/", "time/"))]
-    names.remove("time/from_scratch")  # the same as time
-    names += ["objective/sampler_gap", "train/staleness_mean", "val/first_ratio_gap"]
-    assert {"async/kl", "async/staleness_mean", "async/ess", "async/rejected_share"} < set(names)
+    """Each metric of rlvr/asynchronous.py, but for a time that is there under two names."""
+    names = {name for name in explained_metrics(3) if name.startswith(("async/", "time/"))} - {"time/from_scratch"}
+    names |= {"objective/sampler_gap", "train/staleness_mean", "val/first_ratio_gap"}
     folder = make_run(tmp_path, "a", chapter=3)
     (folder / "metrics.csv").write_text(",".join(["step", *names]) + "\n" + ",".join("0" * (len(names) + 1)) + "\n")
-    drawn = [line["name"] for figure in data_of(write_report(folder))["figures"] for line in figure["data"]]
-    assert sorted(drawn) == sorted(names)
+    assert {line["name"] for figure in data_of(write_report(folder))["figures"] for line in figure["data"]} == names
 
 
-def test_the_verifier_of_a_run_is_among_the_held_out_numbers(tmp_path):
+@pytest.mark.parametrize(
+    ("args", "columns", "drawn"),
+    [
+        ({"rewards": {"verifier": "mine:right"}}, ["eval/mine:right", "eval/pass@2"], [0, 1]),
+        ({"ppo": {"samples_per_prompt": 2}}, ["val/groups_zero_std", "lr"], [0, 1]),
+        ({"ppo": {"samples_per_prompt": 1}}, ["val/groups_zero_std", "lr"], [1]),  # groups of one
+    ],
+)
+def test_which_metrics_are_drawn(args, columns, drawn, tmp_path):
     folder = make_run(tmp_path, "a", chapter=3)
-    args = ARGS[3] | {"rewards": {"verifier": "my_rewards:right"}}
-    (folder / "meta.json").write_text(json.dumps({"script": SCRIPTS[3], "args": args}))
-    (folder / "metrics.csv").write_text("step,eval/my_rewards:right,eval/pass@2\n0,0.5,0.75\n")
-    (figure,) = data_of(write_report(folder))["figures"]
-    assert [line["name"] for line in figure["data"]] == ["eval/my_rewards:right", "eval/pass@2"]
-
-
-def test_the_target_is_a_line_and_only_where_there_is_one(tmp_path):
-    for chapter, targets in ((1, [6.0]), (3, [])):
-        data = data_of(write_report(make_run(tmp_path, f"run{chapter}", chapter)))
-        (figure,) = (figure for figure in data["figures"] if figure["data"][0]["name"] == "objective/kl")
-        assert figure["targets"] == targets
+    (folder / "meta.json").write_text(json.dumps({"script": SCRIPTS[3], "args": ARGS[3] | args}))
+    (folder / "metrics.csv").write_text(f"step,{','.join(columns)}\n0,0.5,0.75\n")
+    lines = [line["name"] for figure in data_of(write_report(folder))["figures"] for line in figure["data"]]
+    assert lines == [columns[i] for i in drawn]
 
 
 def test_texts_of_a_run_are_text(tmp_path):
     folder = make_run(tmp_path, "a", chapter=2)
-    row = {"query": "q", "response": EVIL, "reference": "r", "scores": 0.5}
+    row = {"query": "half a character \ud83d", "response": EVIL, "reference": "r", "scores": 0.5}
     (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
     page = write_report(folder)
     assert EVIL not in page and "\x1b" not in page and "<script>window.hacked" not in page
-    assert "&lt;/script&gt;&lt;script&gt;window.hacked = 1" in page
+    assert "&lt;/script&gt;&lt;script&gt;window.hacked = 1" in page and "half a character ?" in page
 
 
 def held_out(page: str) -> list[dict[str, str]]:
@@ -169,18 +166,10 @@ def test_a_held_out_post_has_the_summaries_before_and_after(tmp_path):
 
 def test_damaged_answers_are_named(tmp_path):
     folder = make_run(tmp_path, "a", chapter=2)
-    for text in ("[]\n", "{}\n", "{", "[" * 100_000):
+    for text in ("{}\n", "[" * 100_000):
         (folder / "evaluation.jsonl").write_text(text)
         with pytest.raises(InputError, match=r"evaluation\.jsonl is damaged"):
             write_report(folder)
-
-
-def test_answers_may_hold_half_a_character_and_endless_numbers(tmp_path):
-    folder = make_run(tmp_path, "a", chapter=2)
-    row = {"query": "q", "response": "half \ud83d, one \N{OTTER}", "tokens": 10**400}
-    (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
-    (answer,) = held_out(write_report(folder))
-    assert answer["response"] == "half ?, one \N{OTTER}" and answer["tokens"] == "10" + ",000" * 133
 
 
 def test_a_trace_with_fewer_numbers_than_texts_is_named(tmp_path):
@@ -193,23 +182,10 @@ def test_a_trace_with_fewer_numbers_than_texts_is_named(tmp_path):
 def test_where_no_page_can_be_written_nothing_is_left(tmp_path):
     folder, elsewhere = make_run(tmp_path, "a"), tmp_path / "folder"
     elsewhere.mkdir()
-    with pytest.raises(InputError, match=r"--out .*/folder is a folder; name a file in it, such as .*report\.html"):
-        write_report(folder, out=str(elsewhere))
-    with pytest.raises(InputError, match=r"--out .*/no/such/x\.html: there is no folder .*/no/such; name a file"):
-        write_report(folder, out=str(tmp_path / "no/such/x.html"))
+    for out, message in ((elsewhere, "/folder is a folder"), (tmp_path / "no/such/x.html", "there is no folder")):
+        with pytest.raises(InputError, match=f"--out .*{message}"):
+            write_report(folder, out=str(out))
     assert sorted(os.listdir(tmp_path)) == ["a", "folder"] and os.listdir(elsewhere) == []
-
-
-def test_a_page_needs_no_utf_8_locale(tmp_path):
-    """In the locale POSIX, files are ASCII where no encoding is given."""
-    folder = make_run(tmp_path, "a", chapter=2)
-    row = json.dumps({"query": "q", "response": "M\u00fchle"}, ensure_ascii=False) + "\n"
-    (folder / "evaluation.jsonl").write_text(row, encoding="utf-8")
-    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, Path(report.__file__).parent, str(folder)]
-    done = subprocess.run(command, env=os.environ | locale, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert "M\u00fchle" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_page_needs_no_network_and_fits(tmp_path):
@@ -217,18 +193,6 @@ def test_a_page_needs_no_network_and_fits(tmp_path):
     page = page.replace("http://www.w3.org/2000/svg", "")  # a name, which nothing loads
     assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)|https?://|@import|url\(", page)
     assert len(page.encode()) < 200_000
-
-
-def test_groups_of_one_have_no_panel(tmp_path):
-    folder = make_run(tmp_path, "a", chapter=3)
-    (folder / "metrics.csv").write_text("step,val/groups_zero_std,lr\n0,1.0,0.0003\n1,1.0,0.0003\n")
-    titles = [figure["data"][0]["name"] for figure in data_of(write_report(folder))["figures"]]
-    assert titles == ["val/groups_zero_std", "lr"]
-    (folder / "meta.json").write_text(
-        json.dumps({"script": SCRIPTS[3], "args": ARGS[3] | {"ppo": {"samples_per_prompt": 1}}})
-    )
-    (figure,) = data_of(write_report(folder))["figures"]
-    assert figure["data"][0]["name"] == "lr"
 
 
 def test_large_traces_are_thinned(tmp_path, monkeypatch):
@@ -239,35 +203,26 @@ def test_large_traces_are_thinned(tmp_path, monkeypatch):
     assert "Traces of 1 more updates were kept" in page
 
 
-def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
-    page = write_report(make_run(tmp_path, "a", traced=False))
-    assert "There are no traces" in page and "--trace_interval" in page and data_of(page)["figures"]
-    assert data_of(page)["updates"] == []
-
-
-@pytest.mark.parametrize("script", ["train_reward", "tldr_sft"])
-def test_a_run_without_ppo_has_curves_and_needs_no_traces(script, tmp_path):
+@pytest.mark.parametrize("script", ["train_policy", "tldr_sft"])
+def test_a_run_without_traces_says_so_and_has_curves(script, tmp_path):
     folder = make_run(tmp_path, "a", traced=False)
     (folder / "meta.json").write_text(json.dumps({"script": script, "args": {}, "finished": True}))
-    (folder / "metrics.csv").write_text("step,train/loss\n0,1.5\n1,1.25\n")
+    (folder / "metrics.csv").write_text("step,train/loss,objective/kl\n0,1.5,1.5\n1,1.25,1.25\n")
     page = write_report(folder)
     assert f"<h1>{script} on texts</h1>" in page and "There are no traces" in page
-    assert data_of(page)["figures"][0]["data"][0]["y"] == [1.5, 1.25]
+    data = data_of(page)
+    assert data["updates"] == [] and data["figures"][0]["data"][0]["y"] == [1.5, 1.25]
 
 
 def test_a_run_that_has_just_begun_or_writes_on_has_a_page(tmp_path):
     folder = make_run(tmp_path, "a", chapter=3)
-    with (folder / "metrics.csv").open("a") as file:
-        file.write("6,0.5,0.")
-    page = write_report(folder)
-    assert "not finished: 6 steps are logged" in page and len(data_of(page)["figures"][0]["data"][0]["x"]) == 6
     text = (folder / "metrics.csv").read_text()
     (folder / "metrics.csv").write_text(text[: text.index("\n5,") + 3])  # the row of the last trace is cut off
-    shown = data_of(write_report(folder))["updates"]
-    assert [update["update"] for update in shown] == [0, 3]
-    (folder / "metrics.csv").unlink()
     page = write_report(folder)
-    assert "has logged nothing yet" in page and "There are no traces" in page
+    assert "not finished: 5 steps are logged" in page and len(data_of(page)["figures"][0]["data"][0]["x"]) == 5
+    assert [update["update"] for update in data_of(page)["updates"]] == [0, 3]
+    (folder / "metrics.csv").unlink()
+    assert "has logged nothing yet" in write_report(folder)
 
 
 def test_the_newest_run_is_taken_and_a_folder_that_is_none_is_refused(tmp_path, monkeypatch):
@@ -285,42 +240,6 @@ def test_the_newest_run_is_taken_and_a_folder_that_is_none_is_refused(tmp_path, 
 
 
 # ---- In a browser ----------------------------------------------------------------------------------------------
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-QUIET += "--disable-component-update --disable-sync"
-LOCAL = ("file:", "blob:", "data:")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not CHROMIUM:
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def opened(browser):
-    """A function (file, options of the context) -> the page in a browser; at the end nothing was wrong with it."""
-    wrong, contexts = [], []
-
-    def open_page(path: Path, **options):
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith(LOCAL) else wrong.append(request.url))
-        page.goto(path.as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert wrong == []
 
 
 @pytest.fixture
@@ -347,40 +266,37 @@ def background(page, token: int) -> str:
 def test_the_token_view_follows_the_reader(shown, tmp_path):
     folder = make_run(tmp_path, "a")
     page = shown(folder)
-    trace = {update: traces.read(folder, update) for update in UPDATES}
+    trace = traces.read(folder, 5)
 
     # The page opens in the middle of training. The slider changes the update.
     assert page.locator("#update-number").inner_text() == "3"
     page.select_option("#episode", "0")
-    page.locator("#update").press("Home")
-    assert page.locator(".response").inner_text().split() == ["one0", "two0", "three0", "four0", "five0"]
     page.locator("#update").press("End")
     assert page.locator("#update-number").inner_text() == "5"
+    assert page.locator(".response").inner_text().split() == ["one5", "two5", "three5", "four5", "five5"]
 
     # Colours follow the picked quantity: their sign is that of its distance from the middle.
     for name, middle in (("kl", 0), ("ratio", 1), ("advantages", 0)):
         page.select_option("#quantity", name)
-        signs_below = [trace[5].tokens[name][0, token] < middle for token in range(5)]
-        for token, below in enumerate(signs_below):
+        for token in range(5):
+            below = trace.tokens[name][0, token] < middle
             assert background(page, token).startswith("rgba(213, 94, 0" if below else "rgba(0, 114, 178")
-        assert (f"dots: below {middle}" in page.locator("#marks").inner_text()) == any(signs_below)
 
     # What was cut is struck, and the stop token marked; a screen reader hears buttons with their number.
     assert signs(page, "cut", "stop") == ["", "", "stop", "cut", "cut"]
     token = page.get_by_role("button", name="three5, advantage ")
     heard = float(token.get_attribute("aria-label").split()[-1])
-    assert heard == pytest.approx(trace[5].tokens["advantages"][0, 2].item(), abs=5e-4)
+    assert heard == pytest.approx(trace.tokens["advantages"][0, 2].item(), abs=5e-4)
 
     # A click, or Enter, chooses a token, whose derivation is shown.
     token.click()
     assert token.get_attribute("aria-pressed") == "true" and page.locator("[aria-pressed=true]").count() == 1
-    assert page.locator("#token-title").inner_text() == "Where the numbers of token 3 come from"
+    assert "token 3" in page.locator("#token-title").inner_text()
     page.locator(".token").nth(1).press("Enter")
-    assert page.locator("#token-title").inner_text() == "Where the numbers of token 2 come from"
+    assert "token 2" in page.locator("#token-title").inner_text()
     line = page.locator("#lines .line").first.inner_text()
     logprob = float(re.search(r"-?\d+\.\d+", line)[0])
-    assert logprob == pytest.approx(trace[5].tokens["logprobs"][0, 1].item(), rel=1e-3)
-    assert "does not hold what these need" in page.locator(".missing").inner_text()
+    assert logprob == pytest.approx(trace.tokens["logprobs"][0, 1].item(), rel=1e-3)
     assert "NaN" not in page.locator("#lines").inner_text()  # the KL was recorded, but cannot be derived
 
     # Who sees no colours sees a line that is solid or dotted.
@@ -408,35 +324,29 @@ def test_curves_say_their_numbers(shown, tmp_path):
     assert page.locator("#plot-1 .place").inner_text() == f"update {step + 1}"
 
 
-def test_what_is_not_known_of_an_episode_is_said(shown, tmp_path):
+def test_what_is_not_known_of_an_episode_has_no_colour(shown, tmp_path):
     """Of a query that is answered again there is no ratio: it is not trained on."""
     folder = make_run(tmp_path, "a")
-    parts = {"tokens": {"kl": torch.ones(1, 2), "scored": torch.ones(1, 2).bool()}, "texts": {}}
-    parts |= {"episodes": {"scores": torch.tensor([0.5])}, "queries": ["asked again"]}
-    for update in UPDATES:
-        traces.write(folder, traces.Trace(update=update, again=True, responses=[[" y", f" z{update}"]], **parts))
+    trace = traces.read(folder, 0)
+    tokens = {"kl": trace.tokens["kl"], "scored": trace.tokens["scored"]}
+    traces.write(folder, dataclasses.replace(trace, again=True, tokens=tokens, queries=["again"] * 2))
     page = shown(folder)
+    page.locator("#update").press("Home")
     page.select_option("#episode", "2")
-    assert page.locator(".query.text").last.inner_text() == "asked again"
-    page.select_option("#quantity", "kl")
-    assert page.locator(".unknown").count() == 0
-    page.select_option("#quantity", "ratio")
-    assert "not known of this episode" in page.locator(".unknown").inner_text()
-    assert "is not trained on" in page.locator(".missing").inner_text()
-    assert background(page, 0) == ""
+    assert page.locator(".query.text").last.inner_text() == "again"
+    for quantity, known in (("kl", True), ("ratio", False)):
+        page.select_option("#quantity", quantity)
+        assert (page.locator(".unknown").count() == 0) == known == bool(background(page, 0))
 
 
 def test_the_first_quantity_that_is_shown_says_something(shown, tmp_path):
-    """All advantages of a batch may be 0; and no log-prob is above 0."""
+    """All advantages of a batch may be 0."""
     folder = make_run(tmp_path, "a", chapter=3)
-    edit_traces(folder, lambda x: x.tokens.update(advantages=torch.zeros(2, 5), logprobs=-x.tokens["logprobs"].abs()))
+    edit_traces(folder, lambda x: x.tokens.update(advantages=torch.zeros(2, 5)))
     page = shown(folder)
-    assert page.locator("#quantity").input_value() == "kl"
-    assert background(page, 0)
+    assert page.locator("#quantity").input_value() == "kl" and background(page, 0)
     page.select_option("#quantity", "advantages")
     assert background(page, 0) == "rgba(0, 114, 178, 0)"
-    page.select_option("#quantity", "logprobs")
-    assert page.locator("#high").inner_text() == "0" and float(page.locator("#low").inner_text()) < -0.5
 
 
 def test_what_the_losses_do_not_count_is_grey(shown, tmp_path):
@@ -453,18 +363,13 @@ def test_what_the_losses_do_not_count_is_grey(shown, tmp_path):
 def test_what_a_tool_wrote_has_a_wavy_line(shown, tmp_path):
     """It is in no mask, and it is shown all the same, but not struck."""
     folder = make_run(tmp_path, "a", chapter=3)
-    assert "tool" not in shown(folder).locator("#tokens").inner_text()
     tool = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
-    without = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
-    edit_traces(folder, lambda x: x.tokens.update(tool=tool, mask=without, scored=without.clone()))
+    edit_traces(folder, lambda x: x.tokens.update(tool=tool, mask=x.tokens["mask"] & ~tool))
     page = shown(folder)
-    assert "A wavy line marks what a tool wrote" in page.locator("#tokens").inner_text()
-    tokens = page.locator(".response").first.locator(".token").all()
-    assert signs(page, "masked", "cut", "tool", "stop")[:3] == ["", "masked cut tool", "stop"]
-    line = tokens[1].evaluate(
-        "e => [getComputedStyle(e).textDecorationStyle, getComputedStyle(e).textDecorationLine]"
-    )
-    assert line == ["wavy", "underline"] and tokens[1].evaluate("e => getComputedStyle(e).opacity") == "1"
+    page.select_option("#episode", "0")
+    assert signs(page, "tool")[:3] == ["", "tool", ""]
+    style = "e => (style => [style.textDecorationStyle, style.textDecorationLine])(getComputedStyle(e))"
+    assert page.locator(".token").nth(1).evaluate(style) == ["wavy", "underline"]
 
 
 def test_the_first_screen_says_what_happened(shown, tmp_path):
@@ -474,30 +379,15 @@ def test_the_first_screen_says_what_happened(shown, tmp_path):
     rows = [for_each | {"query": f"query {i}", "policy": f"better {i}", "policy score": i} for i in (1, 2, -3)]
     write_rows(folder / "comparison.jsonl", *rows)
     page = shown(folder, viewport={"width": 1280, "height": 900})
-    assert page.title() == page.locator("h1").inner_text() == "train_policy on tales"
-    metrics = list(csv.DictReader((folder / "metrics.csv").open()))
-    for title, name in {"Score": "scores", "Judge": "gold_scores", "KL": "kl"}.items():
-        column = [float(row[f"objective/{name}"]) for row in metrics]
-        tile = page.locator(".tile", has=page.get_by_text(title, exact=True))
-        before, after = tile.locator("b").inner_text().split(" → ")
-        assert (float(before), float(after)) == pytest.approx((column[0], sum(column) / 6), abs=0.006)
+    scores = [float(row["objective/scores"]) for row in csv.DictReader((folder / "metrics.csv").open())]
+    tile = page.locator(".tile", has=page.get_by_text("Score", exact=True))
+    before, after = tile.locator("b").inner_text().split(" → ")
+    assert (float(before), float(after)) == pytest.approx((scores[0], sum(scores) / 6), abs=0.006)
     example = page.locator(".example").inner_text()
     assert "query 1" in example and "worse" in example and "better 1" in example and "score 0.50" in example
-    names = {f"{what} {when} training" for what in ("response", "score") for when in ("before", "after")}
-    assert {*held_out(page.content())[0]} == {"query"} | names
     assert page.locator("#outcome .plot").count() == 2
     below = page.locator("#outcome").bounding_box()
     assert below["y"] + below["height"] < 900
-    sections = page.locator("section").evaluate_all("sections => sections.map(x => x.id)")
-    assert sections[:2] == ["outcome", "tokens"] and sections[-1] == "run"
-
-
-def test_without_groups_no_text_speaks_of_one(shown, tmp_path):
-    folder = make_run(tmp_path, "a", chapter=3)
-    for groups in ([7, 7], [7, 8]):
-        edit_traces(folder, lambda x, groups=groups: x.episodes.update(groups=torch.tensor(groups)))
-        text = shown(folder).locator("#episode-box").inner_text()
-        assert ("group" in text) == (groups[0] == groups[1])
 
 
 def test_a_curve_of_evaluations_has_a_point_for_each(tmp_path):
@@ -519,7 +409,7 @@ def test_on_a_phone_the_derivation_is_below_the_token_that_was_tapped(shown, tmp
     assert panel["y"] + panel["height"] <= 845 and page.locator("#lines .line").first.is_visible()
 
 
-@pytest.mark.parametrize(("chapter", "width", "scheme"), [(2, 360, "dark"), (3, 1280, "dark"), (3, 360, "light")])
+@pytest.mark.parametrize(("chapter", "width", "scheme"), [(2, 360, "dark"), (3, 360, "light")])
 def test_the_page_fits_every_window(shown, tmp_path, chapter, width, scheme):
     folder = make_run(tmp_path, "a", chapter)
     page = shown(folder, viewport={"width": width, "height": 800}, color_scheme=scheme)

@@ -10,17 +10,16 @@ import math
 import os
 import signal
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from oracles import on_processes, slow_gae, slow_whiten
 from processes import launch_together
-from runs import explained_metrics, metrics_of, only
+from runs import explained_metrics, metrics_of, only, sums_arguments
 from test_rlvr_math import ALONE, batch_from, numbers, rollout_of
-from test_rlvr_runs import LETTERS, sums_arguments
 from test_vllm_sampler import FAKE
 from torch.testing import assert_close
 
@@ -41,7 +40,7 @@ ray = pytest.importorskip("ray")
 FOUR_UPDATES = (
     "--dtype float32 --ppo.total_episodes 64 --ppo.local_rollout_batch_size 4 --ppo.lr 0.01 --ppo.critic_lr 0.01 "
     "--eval_interval 0 --eval_samples 0 --eval_problems 4 --log_interval 0 --trace_interval 0 --rewards.kl_coef 0.1 "
-    "--rewards.verifier letters:letters --ppo.critic_warmup 0"
+    "--rewards.verifier own_functions:letters --ppo.critic_warmup 0 --save_interval 1"
 )
 IN_PAIRS = ["--ppo.advantage", "remax", "--ppo.samples_per_prompt", "2"]
 DOUBLE = ["--dtype", "float64"]
@@ -67,11 +66,8 @@ def train_by(script, world: Path, folder: Path, *words: str) -> Path:
     if list(folder.glob("runs/*")):
         arguments = ["--resume", str(only(folder, "runs/*")), *words]
     folder.mkdir(exist_ok=True)
-    (folder / "letters.py").write_text(LETTERS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.syspath_prepend(str(folder))
-        patch.delitem(sys.modules, "letters", raising=False)
         patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
         script.train(command_line.parse_args(script.PRESETS, arguments))
     return folder
@@ -83,16 +79,15 @@ def numbers_of(folder: Path) -> list[dict[str, float]]:
 
 
 def check_equal(folder: Path, expected: Path) -> None:
-    """Metrics that both runs have, and the policy's weights, bit for bit."""
+    """Metrics that both runs have, and the weights of policy and critic, bit for bit."""
     ours, theirs = numbers_of(folder), numbers_of(expected)
-    assert len(ours) == len(theirs) == 4
-    assert all(theirs[i].items() <= ours[i].items() for i in range(4)), [
-        {k: (ours[i].get(k), v) for k, v in theirs[i].items() if ours[i].get(k) != v} for i in range(4)
+    assert len(theirs) == 4
+    assert [{name: row.get(name) for name in theirs[0]} for row in ours] == theirs
+    pattern = "models/*/*/*.safetensors"
+    weights = [
+        {path.relative_to(path.parents[1]): path.read_bytes() for path in f.glob(pattern)} for f in (folder, expected)
     ]
-    for name in ("policy", "value"):
-        assert len(list(folder.glob(f"models/*/{name}"))) == len(list(expected.glob(f"models/*/{name}")))
-        for file in expected.glob(f"models/*/{name}/*.safetensors"):
-            assert only(folder, f"models/*/{name}/{file.name}").read_bytes() == file.read_bytes()
+    assert weights[0] == weights[1] != {}
 
 
 class Kept(samplers.TorchSampler):
@@ -206,19 +201,21 @@ def test_a_resumed_learner_trains_on_what_the_old_weights_sample(kept, two_updat
     check_equal(train_by(rlvr_async, tiny_sums, folder, "--ppo.total_episodes", "64"), two_updates_late)
 
 
-def test_a_score_that_fails_costs_no_update_and_no_version(
-    cluster, two_updates_late, tiny_sums, monkeypatch, tmp_path
-):
-    """It fails when the third update's batch is sampled already, by old weights that the fourth doesn't need."""
-    calls = iter(range(100))
+def fail_once(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """Let the scores of a call fail, counted from 0."""
+    calls, score_responses = iter(range(1000)), rlvr_policy.score_responses
 
-    def fail_once(*arguments, **options):
-        if next(calls) == 2:
+    def score_or_fail(*arguments, **options):
+        if next(calls) == last:
             raise InputError("no answer")
         return score_responses(*arguments, **options)
 
-    score_responses = rlvr_policy.score_responses
-    monkeypatch.setattr(rlvr_policy, "score_responses", fail_once)
+    monkeypatch.setattr(rlvr_policy, "score_responses", score_or_fail)
+
+
+def test_a_score_that_fails_costs_no_update_and_no_version(kept, two_updates_late, tiny_sums, monkeypatch, tmp_path):
+    """It fails when the third update's batch is sampled already, by old weights that the fourth doesn't need."""
+    fail_once(monkeypatch, 2)
     with pytest.raises(InputError, match=r"no answer; the run stops after update 2, with a checkpoint; .*--resume"):
         train_by(rlvr_async, tiny_sums, tmp_path / "run", *OLDER, "--save_interval", "0")
     check_equal(train_by(rlvr_async, tiny_sums, tmp_path / "run"), two_updates_late)
@@ -226,20 +223,11 @@ def test_a_score_that_fails_costs_no_update_and_no_version(
 
 def test_a_score_that_fails_in_a_second_round_costs_no_update(tiny_sums, monkeypatch, tmp_path):
     """[V78] What is left over of one batch, and the number of rounds, are those of the last finished update."""
-    words = ["--ppo.filter_groups", "--save_interval", "0"]
-    words += ["--ppo.advantage", "grpo", "--ppo.samples_per_prompt", "4", "--ppo.batch_size", "16"]
+    words = ["--ppo.filter_groups", "--save_interval", "0", "--ppo.advantage", "grpo", *IN_PAIRS[2:]]
     whole = train_by(rlvr_policy, tiny_sums, tmp_path / "whole", *words)
     rounds = [int(row["train/rounds"]) for row in numbers_of(whole)]
     update = next(i for i, n in enumerate(rounds) if i and n > 1)
-    last, calls = sum(rounds[:update]) + 1, iter(range(1000))  # the second round of that update
-
-    def fail_once(*arguments, **options):
-        if next(calls) == last:
-            raise InputError("no answer")
-        return score_responses(*arguments, **options)
-
-    score_responses = rlvr_policy.score_responses
-    monkeypatch.setattr(rlvr_policy, "score_responses", fail_once)
+    fail_once(monkeypatch, sum(rounds[:update]) + 1)  # in the second round of that update
     with pytest.raises(InputError, match=f"stops after update {update}, with a checkpoint"):
         train_by(rlvr_policy, tiny_sums, tmp_path / "run", *words)
     check_equal(train_by(rlvr_policy, tiny_sums, tmp_path / "run"), whole)
@@ -247,13 +235,12 @@ def test_a_score_that_fails_in_a_second_round_costs_no_update(tiny_sums, monkeyp
 
 def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
     """With bypass the ratio is new / mu; responses that were rejected whole have no advantages and returns."""
-    whole_batch = "--trace_interval 1 --trace_episodes 16"
-    words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.99 --rejection_high 1.01"
-    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split(), *whole_batch.split())
-    rows, partly = numbers_of(folder), 0
-    for update, row in enumerate(rows):
-        trace = traces.read(only(folder, "runs/*"), update)
-        x = {name: tensor.numpy() for name, tensor in trace.tokens.items()}
+    words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.99 --rejection_high 1.01 "
+    words += "--trace_interval 1 --trace_episodes 16"
+    run = only(train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split()), "runs/*")
+    partly = 0
+    for update, row in enumerate(metrics_of(run)):
+        x = {name: tensor.numpy() for name, tensor in traces.read(run, update).tokens.items()}
         scored, in_loss = x["scored"], x["mask"]
         log_ratios = (x["logprobs"] - x["sampler_logprobs"]) * scored
         means = log_ratios.sum(1, keepdims=True) / scored.sum(1, keepdims=True)
@@ -262,74 +249,45 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         np.testing.assert_allclose(x["ratio"][scored], np.exp(x["new_logprobs"] - x["sampler_logprobs"])[scored])
         beyond = (x["advantages"] > 0) & (x["ratio"] > 1.2) | (x["advantages"] < 0) & (x["ratio"] < 0.8)
         np.testing.assert_array_equal(x["clipped"], beyond & in_loss)
-        advantages, values = x["advantages"][in_loss], x["values"][in_loss]
-        unwhitened = [
-            slow_gae(x["rewards"][i, None, :n], x["values"][i, None, :n], [n], gamma=1.0, lam=0.95)[0]
-            for i, n in enumerate(in_loss.sum(1))
-        ]
-        raw = np.concatenate(unwhitened)
-        returns = values + raw
-        np.testing.assert_allclose(advantages, slow_whiten(raw[None], [len(raw)])[0], rtol=1e-6)
-        expected = {"val/advantages_mean": advantages.mean(), "val/advantages_abs_mean": np.abs(advantages).mean()}
-        expected |= {"val/mean": values.mean(), "val/returns": returns.mean()}
-        expected["val/explained_var"] = 1 - (returns - values).var() / returns.var()
-        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert row["val/mean"] == pytest.approx(x["values"][in_loss].mean(), rel=1e-6, abs=1e-9)
     assert partly
-    one_run, checked = page.read_run(only(folder, "runs/*")), 0
+    one_run, recorded = page.read_run(run), 0
     settings = page.settings_of(one_run)
     steps = derivation.steps_of(settings)
-    for update in one_run.kept():
-        episodes = one_run.episodes(update)
-        for episode in episodes:
-            group = page.group_of(episode, episodes)
-            numbers = derivation.derive(episode, settings, steps, epoch=0, group=group)
-            for line in (line for lines in derivation.lines_of(episode, steps, numbers, 0) for line in lines):
-                assert not line.wrong, (update, line)
-                checked += bool(line.step.recorded)
-    assert checked > 500
+    for episode in one_run.episodes(3):
+        numbers = derivation.derive(episode, settings, steps, epoch=0, group=page.group_of(episode, [episode]))
+        for line in chain(*derivation.lines_of(episode, steps, numbers, 0)):
+            assert not line.wrong, line
+            recorded += bool(line.step.recorded)
+    assert recorded > 100
 
 
 def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny_sums, tmp_path):
-    """In one step per update, the newest policy is the learner's; the share and every derivation say the same."""
-    words = "--staleness 2 --correction bypass --off_policy_mask 0.002 --ppo.nminibatches 1 --ppo.noptepochs 1"
-    words += " --trace_interval 1 --trace_episodes 16"
-    folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split())
-    one_run, some = page.read_run(only(folder, "runs/*")), 0
-    settings = page.settings_of(one_run)
-    steps = derivation.steps_of(settings)
-    for number, row in enumerate(numbers_of(folder)):
-        x = {name: tensor.numpy() for name, tensor in traces.read(only(folder, "runs/*"), number).tokens.items()}
+    """In one step per update, the newest policy is the learner's."""
+    words = "--staleness 2 --correction bypass --off_policy_mask 0.002 --ppo.nminibatches 1 --ppo.noptepochs 1 "
+    words += "--trace_interval 1 --trace_episodes 16"
+    run, some = only(train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split()), "runs/*"), 0
+    for number, row in enumerate(metrics_of(run)):
+        x = {name: tensor.numpy() for name, tensor in traces.read(run, number).tokens.items()}
         gaps = ((x["sampler_logprobs"] - x["logprobs"]) * x["mask"]).sum(1) / x["mask"].sum(1)
         masked = (gaps[:, None] > 0.002) & (x["advantages"] < 0) & x["mask"]
         assert row["async/masked_share"] == pytest.approx(masked.sum() / x["mask"].sum(), abs=1e-9)
         some += 0 < masked.sum() < x["mask"].sum()
-        episodes = [episode for episode in one_run.episodes(number) if not episode["again"]]
-        for episode, expected in zip(episodes, masked, strict=True):
-            group = page.group_of(episode, episodes)
-            found = derivation.derive(episode, settings, steps, epoch=0, group=group)
-            for of_token, is_masked in zip(found, expected, strict=False):
-                assert not of_token["learns"] or is_masked == (of_token["share"] == 0 != of_token["loss"])
     assert some
 
 
 def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
     """Under torchrun; the first process has the workers and publishes the weights."""
-    words = [*OLDER, "--off_policy_mask", "0.002"]
-    one_learner = train_by(rlvr_async, tiny_sums, tmp_path / "one", *words)
-    (tmp_path / "letters.py").write_text(LETTERS)
-    words += ["--ray_address", ray.get_runtime_context().gcs_address]
-    results = launch_together(
-        2,
-        "rlvr/asynchronous.py",
-        *sums_arguments(tiny_sums),
-        *FOUR_UPDATES.split(),
-        *words,
-        folder=tmp_path,
-    )
-    assert all(result.status == 0 for result in results), results[0].stderr + results[1].stderr
-    for two, one in zip(numbers_of(tmp_path), numbers_of(one_learner), strict=True):
+    words = [*OLDER, "--correction", "decoupled", "--rejection", "token", "--off_policy_mask", "0.002"]
+    expected = numbers_of(train_by(rlvr_async, tiny_sums, tmp_path / "one", *words))
+    words += [*sums_arguments(tiny_sums), *FOUR_UPDATES.split()]
+    words += [*DOUBLE, "--ray_address", ray.get_runtime_context().gcs_address]
+    for result in launch_together(2, "rlvr/asynchronous.py", *words, folder=tmp_path):
+        assert result.status == 0, result.stderr
+    for two, one in zip(numbers_of(tmp_path), expected, strict=True):
         assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-7, abs=1e-9)
-    assert any(0 < row["async/masked_share"] < 1 for row in numbers_of(one_learner))
+    for name in ("masked_share", "rejected_share"):
+        assert any(0 < row[f"async/{name}"] < 1 for row in expected)
 
 
 def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, monkeypatch, tmp_path):
@@ -354,11 +312,6 @@ class HasNoHouse:
         pass
 
 
-class AlwaysDies:
-    def sample(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 class HasNoPaper:
     def sample(self):
         raise ValueError("there is no paper")
@@ -368,7 +321,6 @@ class HasNoPaper:
     ("worker", "error", "words"),
     [
         (HasNoHouse, InputError, "^sampling has failed: .*there is no house$"),
-        (AlwaysDies, InputError, "^sampling has failed: [^\n]*$"),
         (HasNoPaper, ray.exceptions.RayTaskError, "there is no paper"),  # a fault of ours, with its traceback
     ],
 )
@@ -380,11 +332,13 @@ def test_what_no_new_worker_could_mend_ends_the_run(cluster, worker, error, word
 
 
 def test_without_ray_or_its_cluster_a_run_ends_in_one_line(monkeypatch):
+    def init(**_):
+        raise ConnectionError("nobody is there")
+
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    for problem in (ConnectionError("nobody is there"), RuntimeError("Version mismatch"), ValueError("no address")):
-        monkeypatch.setattr(ray, "init", lambda problem=problem, **_: exec("raise problem", {"problem": problem}))
-        with pytest.raises(InputError, match=f"^--ray_address far: {problem}$"):
-            rlvr_async.connect(Args(ray_address="far"))
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(InputError, match=r"^--ray_address far: nobody is there$"):
+        rlvr_async.connect(Args(ray_address="far"))
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"needs Ray: pip install -e '.\[async\]'"):
         rlvr_async.connect(Args())
@@ -437,28 +391,20 @@ def args_of(**settings) -> Args:
     return Args(staleness=2, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "weights"),
-    [
-        ({}, [[0.25, 1, 2], [1, 1, 1], [2, 2, 0]]),
-        ({"correction_cap": 3.5}, [[0.25, 1, 3], [1, 1, 1], [3.5, 3.5, 0]]),
-    ],
-)
-def test_weights_of_decoupled_ppo(settings, weights):
+def test_weights_of_decoupled_ppo():
     batch = stale_batch()
-    correction = correct(batch, args_of(**settings), 5, ALONE)
+    correction = correct(batch, args_of(), 5, ALONE)
     trained, metrics = correction.episodes, correction.metrics
-    assert_close(correction.weights, torch.tensor(weights, dtype=torch.float64), atol=1e-12, rtol=0)
+    weights = torch.tensor([[0.25, 1, 2], [1, 1, 1], [2, 2, 0]], dtype=torch.float64)
+    assert_close(correction.weights, weights, atol=1e-12, rtol=0)
     assert trained.logprobs is batch.logprobs and trained.mask.equal(LIVE) and trained.loss_mask.equal(LIVE)
-    if not settings:
-        assert metrics["async/weight_mean"] == pytest.approx(10.25 / 8)
-        assert metrics["async/clipped_share"] == 3 / 8 and metrics["async/rejected_share"] == 0
-        at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE).metrics  # one ratio is 3
-        assert at_the_cap["async/clipped_share"] == 2 / 8
-        assert metrics["async/staleness_mean"] == pytest.approx(4 / 3) and metrics["async/staleness_max"] == 2
-        ratios = torch.tensor(RATIOS, dtype=torch.float64)[LIVE]
-        assert metrics["async/chi2_token"] == pytest.approx(float((ratios**2).mean()) - 1)
-        assert metrics["async/kl"] == pytest.approx(float(-ratios.log().mean()))
+    ratios = torch.tensor(RATIOS, dtype=torch.float64)[LIVE]
+    expected = {"weight_mean": 10.25 / 8, "clipped_share": 3 / 8, "rejected_share": 0}
+    expected |= {"staleness_mean": 4 / 3, "staleness_max": 2}
+    expected |= {"chi2_token": float((ratios**2).mean()) - 1, "kl": float(-ratios.log().mean())}
+    assert {name: metrics[f"async/{name}"] for name in expected} == pytest.approx(expected)
+    at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE).metrics  # one ratio is 3
+    assert at_the_cap["async/clipped_share"] == 2 / 8
 
 
 def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word():
@@ -482,23 +428,13 @@ def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word
 def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(way):
     """Whatever the old policy of the ratio is, the sampler's log-probs count, and those of the newest policy."""
     batch, zeros = stale_batch(), torch.zeros(3, 3, dtype=torch.float64)
-    args = args_of(correction=way, off_policy_mask=0.5)
-    correction = correct(batch, args, 5, ALONE)
     advantages = torch.tensor([[-1.0, 1, -1], [-1, -1, -1], [-1, -1, -1]]).double()
-    mb = batch_from(correction, zeros, (advantages, zeros), 5)
-    for fall, expected in (
-        (0.4, [[1, 1, 1], [1, 1, 1], [1, 1, 1]]),
-        (0.6, [[0, 1, 0], [0, 0, 0], [0, 0, 1]]),  # the last token of the third is padding
-    ):
-        found = mb.reweigh(batch.sampler_logprobs - fall, mb)
-        assert found.tolist() == expected
-    # Prox is further from the sampler than that; what counts is the newest policy.
-    assert (mb.reweigh(batch.logprobs - 10, mb)[LIVE & (advantages < 0)] == 0).all()
-    ppo = rlvr_policy.PpoArgs(loss="reinforce")
-    if way == "bypass":
-        both = correct(batch, dataclasses.replace(args, ppo=ppo), 5, ALONE)
-        found = both.reweigh(batch.sampler_logprobs - 0.6, mb)
-        assert found[0].tolist() == pytest.approx([0, math.exp(-0.6), 0])
+    mb = batch_from(
+        correct(batch, args_of(correction=way, off_policy_mask=0.5), 5, ALONE), zeros, (advantages, zeros), 5
+    )
+    assert mb.reweigh(batch.sampler_logprobs - 0.4, mb).eq(1).all()
+    # The last token of the third is padding.
+    assert mb.reweigh(batch.sampler_logprobs - 0.6, mb).tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 1]]
 
 
 def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_group():
@@ -514,15 +450,6 @@ def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_
     assert by_response.loss_mask.any(1).tolist() == [True, True, False] and by_response.loss_mask[:2].all()
     by_response = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.95), 5, ALONE).episodes
     assert by_response.loss_mask.any(1).tolist() == [False, True, False]
-    # The advantages of what is kept are those of all tokens.
-    rewards = numbers(2, 3, 3)
-    for batch, expected in ((stale_batch(), LIVE), (trained, LIVE & kept.any(1, keepdim=True))):
-        batch = dataclasses.replace(batch, groups=torch.zeros(3, dtype=torch.long))
-        ppo = rlvr_policy.PpoArgs(advantage="dr_grpo")
-        advantages, _ = rlvr_policy.compute_advantages(batch, rewards, ppo, torch.clone)
-        totals = rewards.masked_fill(~expected, 0).sum(1)
-        mean = totals[expected.any(1)].mean()
-        assert_close(advantages, (totals - mean).unsqueeze(1).expand(3, 3).masked_fill(~expected, 0))
 
 
 def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing():
@@ -533,36 +460,14 @@ def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing():
     assert len(numbers) == 12 and set(numbers.values()) == {0.0}
 
 
-def test_processes_find_the_same_weights_of_the_whole_batch():
-    batch, settings = stale_batch(), {"rejection": "token"}
-    batch = dataclasses.replace(batch, **{n: torch.cat([t, t[:1]]) for n, t in batch.tensors().items()})
-    whole = correct(batch, args_of(**settings), 5, ALONE)
-
-    def on_process(process):
-        rows = slice(2 * process.process_index, 2 * process.process_index + 2)
-        part = dataclasses.replace(batch, **{name: tensor[rows] for name, tensor in batch.tensors().items()})
-        return correct(part, args_of(**settings), 5, process)
-
-    parts = on_processes(2, on_process)
-    assert_close(torch.cat([part.weights for part in parts]), whole.weights)
-    assert torch.cat([part.episodes.loss_mask for part in parts]).equal(whole.episodes.loss_mask)
-    assert all(part.metrics == pytest.approx(whole.metrics) for part in parts)
-    assert whole.metrics["async/rejected_share"] == 6 / 11  # of 11 tokens, in float64
-
-
 # ---- Arguments, metrics ----------------------------------------------------------------------------------------
 
 
-def test_presets_are_those_of_the_synchronous_script(capsys):
+def test_presets_are_those_of_the_synchronous_script():
     for name, args in rlvr_async.PRESETS.items():
         rlvr_async.check_arguments(args)
-        other = rlvr_policy.PRESETS[name]
-        names = [field.name for field in dataclasses.fields(other) if field.name != "exp_name"]
-        assert all(getattr(args, field) == getattr(other, field) for field in names) and args.exp_name == "rlvr_async"
-    assert not capsys.readouterr().out
-    rlvr_async.check_arguments(args_of(rejection="token", rejection_low=0.0))  # no lower bound
-    rlvr_async.check_arguments(args_of(correction="none"))
-    assert "nothing makes up for that" in capsys.readouterr().out
+        other = dataclasses.asdict(rlvr_policy.PRESETS[name]) | {"exp_name": "rlvr_async"}
+        assert other.items() <= dataclasses.asdict(args).items()
 
 
 def test_every_metric_of_asynchrony_is_explained(two_updates_late):

@@ -5,6 +5,8 @@ import json
 import math
 import random
 import re
+import shutil
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from processes import launch_together
-from runs import TINY_TOOLS, explained_metrics, metrics_of, only
+from runs import TINY_TOOLS, error_line, explained_metrics, interrupt, metrics_of, only
 from test_rlvr_math import batch_from
 from transformers import AutoTokenizer
 
 from benchmark import worlds
 from ppo_rlhf import sample
-from ppo_rlhf.lib import command_line, errors, tools, traces
+from ppo_rlhf.lib import command_line, learning_curves, tools, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
@@ -64,17 +66,11 @@ def slow_conversation(model, prompt: list[int], noise: np.ndarray, max_calls: in
     return response + [PAD] * padding, logprobs + [0.0] * padding
 
 
-def eager_model(tiny_models):
-    """A model that ends one token in four with the end of a call."""
+def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models):
+    max_calls, generator = 3, torch.Generator().manual_seed(1)
     model = tiny_models("llama").double().eval()
     with torch.no_grad():
-        model.lm_head.weight[END] *= 3
-    return model
-
-
-@pytest.mark.parametrize("max_calls", [1, 3])
-def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models, max_calls):
-    model, generator = eager_model(tiny_models), torch.Generator().manual_seed(1)
+        model.lm_head.weight[END] *= 3  # so that it ends one token in four with the end of a call
     prompts = [torch.randint(5, 28, (n,), generator=generator).tolist() for n in (1, 4, 2, 6, 3, 5) * 4]
     contexts = torch.tensor([[PAD] * (6 - len(prompt)) + prompt for prompt in prompts])
     uniforms = torch.rand(len(prompts), WIDTH, generator=generator, dtype=torch.float64)
@@ -97,60 +93,7 @@ def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models, m
     calls = (responses == END) & ~logprobs.isnan()
     assert logprobs.isnan().any() and (calls.sum(1) > max_calls).any() and (responses == STOP).any()
     assert (responses[:, -1] != PAD).any() and (calls.sum(1) == 0).any()
-    assert max_calls == 1 or logprobs[:, -1].isnan().any()  # an answer that is cut off by the greatest length
-
-
-def scripted(lines: dict[int, list[list[int]]], monkeypatch) -> list[list[int]]:
-    """Let generate_until write given tokens, for each first id of a prompt; returns what it will have read."""
-    read, left = [], {first: list(turns) for first, turns in lines.items()}
-
-    def generate_until(model, contexts, uniforms, pad_id, *_, **__):
-        responses = torch.full(uniforms.shape, pad_id)
-        for row, context in enumerate(contexts.tolist()):
-            tokens = [token for token in context if token != pad_id]
-            read.append(tokens)
-            said = left[tokens[0]].pop(0)
-            responses[row, : len(said)] = torch.tensor(said)[: responses.shape[1]]
-        return responses, torch.where(responses == pad_id, 0.0, -1.0)
-
-    monkeypatch.setattr(rlvr_tools, "generate_until", generate_until)
-    return read
-
-
-def test_conversations_made_by_hand(monkeypatch, tiny_models):
-    """Two calls and an end; a call too many; an empty answer; a response that is full within an answer."""
-    answers = {(7, END): [20, 21], (8, END): [], (9, END): [22, 23, 24], (6, END): [25]}
-    lines = {
-        10: [[7, END], [8, 5, STOP]],
-        11: [[6, END], [6, END], [6, END]],
-        12: [[8, END], [5, STOP]],
-        13: [[5, 5, 5, 5, 5, 9, END]],
-        14: [[5, STOP]],
-        15: [[5] * 7 + [END]],  # it is full with the call, so nobody answers
-    }
-    read = scripted(lines, monkeypatch)
-    called = []
-
-    def answer(written: list[int]) -> list[int]:
-        called.append(written)
-        return answers[tuple(written[-2:])]
-
-    talk = rlvr_tools.Conversation(call_end=END, max_calls=2, answer=answer)
-    contexts, model = torch.tensor([[PAD, first] for first in lines]), tiny_models("gpt2")
-    found = rlvr_tools.converse(model, contexts, torch.rand(6, 8), PAD, PAD, 1.0, [STOP], talk)
-    responses, own = found[0].tolist(), (~found[1].isnan()).int().tolist()
-    assert responses == [
-        [7, END, 20, 21, 8, 5, STOP, PAD],
-        [6, END, 25, 6, END, 25, 6, END],
-        [8, END, 5, STOP, PAD, PAD, PAD, PAD],
-        [5, 5, 5, 5, 5, 9, END, 22],
-        [5, STOP, PAD, PAD, PAD, PAD, PAD, PAD],
-        [5, 5, 5, 5, 5, 5, 5, END],
-    ]
-    assert own == [[1, 1, 0, 0] + [1] * 4, [1, 1, 0, 1, 1, 0, 1, 1], [1] * 8, [1] * 7 + [0], [1] * 8, [1] * 8]
-    # What the policy reads in its second turn are the ids of its first, and of the answer.
-    assert read[6:] == [[10, 7, END, 20, 21], [11, 6, END, 25], [12, 8, END], [11, 6, END, 25, 6, END, 25]]
-    assert called == [[7, END], [6, END], [8, END], [5, 5, 5, 5, 5, 9, END], [6, END]]
+    assert logprobs[:, -1].isnan().any()  # an answer that is cut off by the greatest length
 
 
 def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools, monkeypatch):
@@ -169,12 +112,9 @@ ARGUMENTS = (
     "--preset sums-tools --dtype float64 --ppo.batch_size 16 --ppo.total_episodes 48 --save_interval 1 "
     "--log_interval 1 --eval_interval 2 --eval_samples 2 --eval_problems 8 "
     "--task.response_length 24 --trace_interval 1 --ppo.advantage gae --ppo.samples_per_prompt 2 --ppo.lam 0.9 "
-    "--ppo.gamma 0.95 --ppo.critic_lr 1e-3 --rewards.kl_coef 0.1 --rewards.verifier letters:letters --ppo.lr 1e-3"
+    "--ppo.gamma 0.95 --ppo.critic_lr 1e-3 --rewards.kl_coef 0.1 --ppo.lr 1e-3 "
+    "--rewards.verifier own_functions:letters"
 )
-LETTERS = """
-def letters(prompts, responses, answers):
-    return [float(sum(map(str.isalpha, response)) % 2) for response in responses]
-"""
 
 
 def arguments(world: Path) -> list[str]:
@@ -185,7 +125,6 @@ def arguments(world: Path) -> list[str]:
 def episodes(tiny_tools, tmp_path, monkeypatch):
     """A rollout of sixteen episodes, of which the first two were written by hand, with its setup and networks."""
     monkeypatch.chdir(tmp_path)
-    Path("letters.py").write_text(LETTERS)
     args = command_line.parse_args(rlvr_tools.PRESETS, arguments(tiny_tools))
     setup, actor_critic, reference = rlvr_policy.load(args)
     with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
@@ -248,17 +187,13 @@ def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
     setup, actor_critic, reference, rollout, expected = episodes
     shaping = dataclasses.replace(setup.args.rewards, overlong_buffer=24)
     setup = dataclasses.replace(setup, args=dataclasses.replace(setup.args, rewards=shaping))
-    recorded = rollout.sampler_logprobs.masked_fill(rollout.from_tool, math.nan)
-    answers = [(rollout.responses, recorded)]
+    answers = [(rollout.responses, rollout.sampler_logprobs.masked_fill(rollout.from_tool, math.nan))]
     draw = rlvr_policy.draw_problems(setup, 0, 0)
     samples = rlvr_policy.Samples(draw=draw, answers=answers, version=0, on_policy=True)
     again = rlvr_policy.make_rollout(setup, samples, actor_critic=actor_critic, reference=reference)
-    own = expected.sum(1).tolist()
-    from_tool = [2, int(rollout.from_tool[1].sum())]  # `12`, and an error or `7`
-    assert from_tool[1] >= 1
-    for row in range(2):
-        punishment = (again.raw_scores[row] - again.scores[row]).item()
-        assert punishment == pytest.approx((own[row] + from_tool[row]) / 24)
+    lengths = (expected | rollout.from_tool[:2]).sum(1)
+    assert rollout.from_tool[:2].any(1).all()
+    torch.testing.assert_close((again.raw_scores - again.scores)[:2], lengths / 24, check_dtype=False)
 
 
 def gradients_of(
@@ -309,7 +244,7 @@ def test_the_tools_tokens_are_context_and_nothing_else(episodes):
 def run_in(folder: Path, monkeypatch, *words: str) -> Path:
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
-    (folder / "letters.py").write_text(LETTERS)
+    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
     rlvr_tools.train(command_line.parse_args(rlvr_tools.PRESETS, list(words)))
     return only(folder, "runs/*")
 
@@ -331,122 +266,87 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     assert any(re.search(r"\](error: |\d)", str(row)) for row in solved)
     trace = traces.read(whole_run, 0)
     assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
-    texts = ["".join(pieces) for pieces in trace.responses]
-    shown = page.episodes_of(trace, None)
-    assert ["".join(episode["pieces"]) for episode in shown] == list(
-        map(errors.visible, texts)
-    )  # the tool's words too
-    assert [sum(episode["tokens"]["tool"]) for episode in shown] == trace.tokens["tool"].sum(1).tolist()
-
-
-def test_derivations_are_equations_across_a_tools_answer(whole_run):
-    """Before an answer, the next value is that of the token after it: the tool's tokens have none."""
-    one_run = page.read_run(whole_run)
-    settings = page.settings_of(one_run)
-    steps, before_an_answer = derivation.steps_of(settings), 0
-    for episode in page.episodes_of(traces.read(whole_run, 0), 0.1):
-        wrote = episode["tokens"]["tool"]
+    # Before an answer, the next value is that of the token after it: the tool's tokens have none.
+    settings = page.settings_of(page.read_run(whole_run))
+    steps = derivation.steps_of(settings)
+    for episode in page.episodes_of(trace, 0.1):
         numbers = derivation.derive(episode, settings, steps)
-        for t, lines in enumerate(derivation.lines_of(episode, steps, numbers)[:-1]):
-            for line in (line for line in lines if line.step.name in ("deltas", "raw_advantages")):
-                computed = eval(line.filled.replace("·", "*").replace("−", "-"))
-                assert computed == pytest.approx(line.value, abs=2e-3)
-                before_an_answer += wrote[t + 1]
-    assert before_an_answer
+        assert not any(line.wrong for line in chain(*derivation.lines_of(episode, steps, numbers)))
 
 
 def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
     policy = only(whole_run.parent.parent, "models/*/policy")
-    with pytest.raises(InputError, match="letters:letters"):
+    with pytest.raises(InputError, match="own_functions:letters"):
         sample.Comparison(sample.Args(policy=str(policy)))
     sample.Comparison(sample.Args(policy=str(policy)), trusted=True)
     said = capsys.readouterr().out
     assert "was trained with the tool" in said and "here nothing answers its calls" in said
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(whole_run, tiny_tools, tmp_path, monkeypatch):
-    first = run_in(tmp_path, monkeypatch, *arguments(tiny_tools), "--ppo.total_episodes", "32")
-    run_in(tmp_path, monkeypatch, "--resume", str(first), "--ppo.total_episodes", "48")
-    assert metrics_of(first) == metrics_of(whole_run)
+def test_a_resumed_run_is_the_same_bit_for_bit(whole_run, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(whole_run.parents[1], tmp_path / "copy"))
+    shutil.rmtree(folder / "models")
+    copy = only(folder, "runs/*")
+    interrupt(copy)
+    run_in(folder, monkeypatch, "--resume", str(copy))
+    assert metrics_of(copy) == metrics_of(whole_run)
     path = "models/*/policy/model.safetensors"
-    assert only(tmp_path, path).read_bytes() == only(whole_run.parent.parent, path).read_bytes()
+    assert only(folder, path).read_bytes() == only(whole_run.parents[1], path).read_bytes()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_passes_and_processes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path, monkeypatch, processes):
-    if processes == 1:
-        chunks = ("--ppo.local_micro_batch_size", "2", "--ppo.local_rollout_batch_size", "4")
-        this_run = run_in(tmp_path, monkeypatch, *arguments(tiny_tools), *chunks)
-    else:
-        (tmp_path / "letters.py").write_text(LETTERS)
-        for result in launch_together(2, "rlvr/tools.py", *arguments(tiny_tools), folder=tmp_path):
-            assert result.status == 0, result.stderr
-        this_run = only(tmp_path, "runs/*")
-    for row, expected in zip(metrics_of(this_run), metrics_of(whole_run), strict=True):
+def test_passes_and_processes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path):
+    chunks = ["--ppo.local_micro_batch_size", "2", "--ppo.local_rollout_batch_size", "4"]
+    for result in launch_together(2, "rlvr/tools.py", *arguments(tiny_tools), *chunks, folder=tmp_path):
+        assert result.status == 0, result.stderr
+    for row, expected in zip(metrics_of(only(tmp_path, "runs/*")), metrics_of(whole_run), strict=True):
         assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 # ---- Tools -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("call", "value"),
-    [("7+5", "12"), ("12 * (7+5)", "144"), ("7/2", "3.5"), ("1/3", "0.333333"), ("3-10", "-7"), ("-(2)", "-2")]
-    + [("0.1+0.2", "0.3"), ("6/3", "2"), ("7/0", tools.FAILED)]
-    + [
-        (call, tools.SYNTAX)
-        for call in ("", "7+5=", "7 5", "+7+5+", "2**9", "7//2", "seven", "5(3)", "(1,2)", "07+1")
-    ]
-    + [("999999*999999", "999998000001"), ("9999999*999999", tools.TOO_LONG)]  # 12 characters, and 13
-    + [("1" * 101, tools.SYNTAX), ("(" * 99, tools.SYNTAX), ("__import__('os')", tools.SYNTAX), ("\0", tools.SYNTAX)],
-)
-def test_the_calculator(call, value):
-    assert tools.calculator(call) == value
+CALLS = {"12 * (7+5)": "144", "7/2": "3.5", "1/3": "0.333333", "-(2)": "-2", "0.1+0.2": "0.3", "7/0": tools.FAILED}
+CALLS |= {"999999*999999": "999998000001", "9999999*999999": tools.TOO_LONG}  # 12 characters, and 13
+WRONG = ("", "7+5=", "7 5", "2**9", "7//2", "seven", "5(3)", "(1,2)", "07+1", "1" * 101, "__import__('os')", "\0")
+CALLS |= dict.fromkeys(WRONG, tools.SYNTAX)
+
+
+def test_the_calculator():
+    assert {call: tools.calculator(call) for call in CALLS} == CALLS
 
 
 BAD = """
 import os, signal, sys, time
+class Unspeakable(Exception):
+    def __str__(self): raise RuntimeError
 def tool(call):
     print("noise"); print("more", file=sys.stderr)
     if call == "raise": raise RuntimeError("secret")
-    if call == "exit": sys.exit(3)
-    if call == "interrupt": raise KeyboardInterrupt
+    if call == "\\n": raise Unspeakable
     if call == "nothing": return None
     if call == "loop":
         while True: pass
-    if call == "sleep": time.sleep(60)
-    if call == "power": return str(9 ** 9 ** 9)
-    if call == "die": os._exit(0)
     if call == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if call == "deaf":
         signal.alarm(0)
-        while True: pass
-    if call == "long": return "7" * 5_000
+        time.sleep(600)
     if call == "very long": return "7" * 10**7
-    if call == "half": return "7" + chr(0xd800)
     return call.upper()
-def broken(call, more): return call
-"""
-MEAN = """
-class Unspeakable(Exception):
-    def __str__(self): raise RuntimeError
-def tool(call): raise Unspeakable
 """
 
 
 def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad_tools.py").write_text(BAD)
-    monkeypatch.setattr(tools, "SECONDS", 600)
-    tool = tools.load_tool("bad_tools:tool", "tools.tool")
-    expected = dict.fromkeys(("raise", "exit", "interrupt", "nothing", "die"), tools.FAILED)
-    expected |= dict.fromkeys(("long", "very long"), tools.TOO_LONG)
-    for call, text in expected.items():
-        assert (call, tool(call)) == (call, text) and tool("again\n\0") == "AGAIN\n\0"
-    monkeypatch.setattr(tools, "SECONDS", 0.3)
-    hasty = tools.load_tool("bad_tools:tool", "tools.tool")
-    for call in ("loop", "sleep", "power", "deaf"):
-        assert (call, hasty(call)) == (call, tools.TOO_SLOW)
+    for seconds, calls in (
+        (600, {"raise": tools.FAILED, "crash": tools.FAILED, "very long": tools.TOO_LONG}),
+        (1, {"loop": tools.TOO_SLOW, "deaf": tools.TOO_SLOW}),
+    ):
+        monkeypatch.setattr(tools, "SECONDS", seconds)
+        tool = tools.load_tool("bad_tools:tool", "tools.tool")
+        for call, text in calls.items():
+            assert (call, tool(call)) == (call, text)
+    assert tool("again\n\0") == "AGAIN\n\0"
 
 
 def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
@@ -454,37 +354,24 @@ def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tools, "SECONDS", 600)
     monkeypatch.chdir(tmp_path)
     Path("bad_tools.py").write_text(BAD)
-    Path("mean_tools.py").write_text(MEAN)
-    for name, call, shown in (
-        ("bad_tools:tool", "raise", "bad_tools:tool failed on 'raise': 'RuntimeError: secret'"),
-        (
-            "bad_tools:tool",
-            "nothing",
-            "bad_tools:tool failed on 'nothing': 'TypeError: it returns NoneType, not str'",
-        ),
-        ("bad_tools:tool", "exit", "bad_tools:tool failed on 'exit': 'its process ended with status 3'"),
-        ("bad_tools:tool", "crash", "bad_tools:tool failed on 'crash': 'its process ended with status -11'"),
-        ("bad_tools:broken", "7" * 200, f"bad_tools:broken failed on '{'7' * 100}': \"TypeError: broken() missing"),
-        (
-            "mean_tools:tool",
-            "\n",
-            r"mean_tools:tool failed on '\n': 'mean_tools.Unspeakable: <exception str() failed>'",
-        ),
-    ):
-        tool = tools.load_tool(name, "tools.tool")
+    for call, shown in {
+        "raise": "bad_tools:tool failed on 'raise': 'RuntimeError: secret'",
+        "nothing": "bad_tools:tool failed on 'nothing': 'TypeError: it returns NoneType, not str'",
+        "crash": "bad_tools:tool failed on 'crash': 'its process ended with status -11'",
+        "\n": r"bad_tools:tool failed on '\n': 'bad_tools.Unspeakable: <exception str() failed>'",
+    }.items():
+        tool = tools.load_tool("bad_tools:tool", "tools.tool")
         assert [tool(call), tool(call)] == [tools.FAILED] * 2
         said = capsys.readouterr().out
-        assert said.startswith(shown) and said.endswith(". Later failures are not shown.\n") and said.count("\n") == 1
+        assert said.startswith(shown) and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["calculate", "no_such_module:f", "bad_tools:nothing", "os:name", "ends:f"])
-def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, name):
+def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("bad_tools.py").write_text(BAD)
     Path("ends.py").write_text("import os\nos._exit(0)\n")
-    with pytest.raises(InputError, match=f"^--tools.tool {name}: ") as caught:
-        tools.load_tool(name, "tools.tool")
-    assert "\n" not in str(caught.value) and "package.module:name" in str(caught.value)
+    for name in ("calculate", "os:name", "ends:f"):
+        line = error_line(tools.load_tool, name, "tools.tool")
+        assert line.startswith(f"--tools.tool {name}: ") and "package.module:name" in line
 
 
 def talk_of(setup: rlvr_arguments.Setup) -> rlvr_tools.Conversation:
@@ -517,52 +404,16 @@ def test_answers_are_plain_text(tiny_tools, tmp_path, monkeypatch):
     assert decode(answer(encode("[HALF]"))) == "?"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools):
+    for changes, words in (
         ({"call_end": "]]"}, "--tools.call_end ']]' is 2 tokens"),
         ({"call_start": ""}, "--tools.call_start is empty"),
         ({"call_end": "<|endoftext|>"}, "--tools.call_end '<|endoftext|>' ends a response"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools, changes, words):
-    with pytest.raises(InputError, match=re.escape(words)) as caught:
-        talk_of(setup_with(tiny_tools, **changes))
-    assert "\n" not in str(caught.value)
+    ):
+        assert words in error_line(talk_of, setup_with(tiny_tools, **changes))
 
 
 # ---- The world -------------------------------------------------------------------------------------------------
-
-
-def test_pupils_call_the_calculator_and_misuse_it():
-    rng, args = random.Random(2), worlds.SUMS["sums-tools"]
-    found = worlds.write_problems(rng, 2_000, args, set())
-    solutions = [worlds.solve_with_calculator(rng, problem, args) for problem in found]
-    calls = [match for solution in solutions for match in re.findall(r"\[([^]]*)\]([^\n]*)", solution)]
-    refused = [call for call, said in calls if said == tools.SYNTAX]
-    for call, said in calls:
-        operands = re.fullmatch(r"(\d+)([-+*])(\d+)", call)
-        assert bool(operands) == (said != tools.SYNTAX)
-        if operands:
-            a, b = int(operands[1]), int(operands[3])
-            assert said == str({"+": a + b, "-": a - b, "*": a * b}[operands[2]])
-    assert len(refused) / len(calls) == pytest.approx(args.misuse, abs=0.05)
-    steps = sum(min(len(p.steps), 2) for p in found)  # at least so many
-    assert steps * args.calls * 0.9 < len(calls) < steps * 2 * args.calls
-    # A call that is refused is followed by a calculation, or by a forgotten step; and nobody else says brackets.
-    assert all(
-        solution.count("[") == solution.count("]") == len(re.findall(r"\]", solution)) for solution in solutions
-    )
-    right = [
-        s.split()[-1] == worlds.solve(rng, p, 0.0, 0.0).split()[-1] for p, s in zip(found, solutions, strict=True)
-    ]
-    assert 0.3 < np.mean(right) < 0.6
-    # A pupil who always calls, and correctly, is always right.
-    best = dataclasses.replace(args, calls=1.0, misuse=0.0, hasty=0.0)
-    for problem in found:
-        solution = worlds.solve_with_calculator(rng, problem, best)
-        assert solution.split()[-1] == worlds.solve(rng, problem, 0.0, 0.0).split()[-1]
-        assert solution.count("[") == len(problem.steps)
 
 
 def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tools):
@@ -575,19 +426,3 @@ def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tool
         pieces = worlds.split_answers(worlds.solve_with_calculator(rng, problem, TINY_TOOLS))
         for own, said in zip(pieces[::2], pieces[1::2], strict=False):
             assert answer(tokenizer.encode(own)) == tokenizer.encode(said)
-
-
-def test_a_language_model_reads_answers_but_does_not_learn_them(tiny_tools):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
-    args = dataclasses.replace(TINY_TOOLS, lm_steps=150, lm_batch_size=2)
-    pairs = [("1?\n", "[1]7\n#### 7"), ("2?\n", "[2]8\n#### 8")]
-    model, loss = worlds.train_llama(pairs, tokenizer, args, "cpu")
-    assert loss < 0.1
-    for prompt, (own, said, rest) in zip(
-        ("1?\n", "2?\n"), map(worlds.split_answers, (s for _, s in pairs)), strict=True
-    ):
-        ids = [tokenizer.encode(text) for text in (prompt + own, said, rest)]
-        p = model(torch.tensor([[*ids[0], *ids[1], *ids[2]]])).logits[0].softmax(1)
-        start = len(ids[0])
-        assert p[start - 1, ids[1][0]] < 0.5  # the answer
-        assert all(p[start + i, token] > 0.8 for i, token in enumerate(ids[2]))  # what comes after it

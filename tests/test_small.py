@@ -12,27 +12,27 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
 import pytest
 import torch
+from golden_models import recorded
 from mistakes import edited_file, named, titles
 from processes import launch
 from runs import TINY_SUMS, build_tiny_sums, metrics_of, only
-from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_rlhf
 from benchmark import worlds
 from ppo_rlhf import train_both, train_policy, worlds as packaged
 from ppo_rlhf.lib import label_files, rewards, run
-from ppo_rlhf.rlvr import policy as rlvr_policy, problems
+from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import posts
+from ppo_rlhf.tldr.models import load_reward_model
 from ppo_rlhf.worlds import tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"
@@ -95,49 +95,17 @@ def small_file(name: str, constants: dict, *mistakes: str) -> ModuleType:
     return module
 
 
-def optimizers_of(train: Callable) -> list[torch.optim.Optimizer]:
-    """The optimisers that make steps while this trains, in the order of their first steps."""
-    found: list[torch.optim.Optimizer] = []
-    hook = register_optimizer_step_post_hook(lambda optimizer, *_: optimizer in found or found.append(optimizer))
-    try:
-        train()
-    finally:
-        hook.remove()
-    return found
-
-
-def state_of(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """Weights and moments by name. names: of the parameters, in their order."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = {}
-    for name, parameter in zip(names, parameters, strict=True):
-        found |= {name: parameter.detach().clone()}
-        found |= {f"{moment} of {name}": tensor.clone() for moment, tensor in optimizer.state[parameter].items()}
-    return found
-
-
-def saved_state(this_run: Path, names: list[str], prefix: str = "") -> dict[str, Tensor]:
-    """The same, from the last checkpoint of a run of a big script."""
-    steps = sorted((this_run / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
-    tensors, found = load_file(steps[-1] / "tensors.safetensors"), {}
-    for number, name in enumerate(names):
-        found[name] = tensors.pop(f"{prefix}model.{name}")
-        for moment in ("step", "exp_avg", "exp_avg_sq"):
-            found[f"{moment} of {name}"] = tensors.pop(f"{prefix}optimizer.{number}.{moment}")
-    assert not tensors
-    return found
-
-
 ROUNDING, CLEAR = 1e-12, 1e-9  # largest difference of a tensor's entries if they agree, smallest if they don't
 
 
-def differences(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance)]
-
-
-def parameter_names(auto_class: type, model: Path) -> list[str]:
-    return [name for name, _ in auto_class.from_pretrained(model).named_parameters()]
+def differences(model: torch.nn.Module, saved: torch.nn.Module, tolerance: float) -> list[str]:
+    """Names of the weights that differ. saved: by a big script, where an embedding may have a row for the padding."""
+    pairs = zip(model.named_parameters(), saved.parameters(), strict=True)
+    return [
+        name
+        for (name, weight), expected in pairs
+        if not torch.allclose(weight, expected[: len(weight)] if weight.dim() else expected, tolerance, tolerance)
+    ]
 
 
 def words_of(constants: dict, world: Path, **changes: int) -> list[str]:
@@ -179,16 +147,6 @@ runpy.run_module("ppo_rlhf.train_both", run_name="__main__")
 """
 
 
-def reward_names(world: Path) -> list[str]:
-    backbone = [f"lm_backbone.{name}" for name in parameter_names(AutoModel, world / "model")]
-    return ["gain", "bias", *backbone, "reward_head.weight", "reward_head.bias"]
-
-
-def policy_names(world: Path) -> list[str]:
-    backbone = [f"lm_backbone.{name}" for name in parameter_names(AutoModelForCausalLM, world / "model")]
-    return [*backbone, "value_head.weight", "value_head.bias"]
-
-
 @pytest.fixture(scope="module")
 def world(tiny_world, tmp_path_factory) -> Path:
     """The tiny world, with its model in float64."""
@@ -212,21 +170,22 @@ def big_ppo(world, tmp_path_factory) -> Path:
     return run_train_both("train_both.py", world, tmp_path_factory.mktemp("big_ppo"))
 
 
-@pytest.fixture(scope="module")
-def big_reward(big_ppo, world) -> dict[str, Tensor]:
-    """Weights and moments of train_reward.py; gain and bias as they are after the last normalisation."""
-    state = saved_state(only(big_ppo, "runs/train_reward__*"), reward_names(world))
-    saved = load_file(only(big_ppo, "models/train_reward__*") / "reward" / "reward_head.safetensors")
-    return state | {name: saved[name] for name in ("gain", "bias")}
+def saved_policy(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(only(folder, "models/*/policy"))
 
 
 @pytest.fixture(scope="module")
-def big_policies(big_ppo, world, tmp_path_factory) -> dict[int, dict[str, Tensor]]:
-    """Weights and moments of train_policy.py with one minibatch, and with two but without whitening."""
+def big_reward(big_ppo) -> torch.nn.Module:
+    return load_reward_model(only(big_ppo, "models/*/reward"), torch.float64)
+
+
+@pytest.fixture(scope="module")
+def big_policies(big_ppo, world, tmp_path_factory) -> dict[int, torch.nn.Module]:
+    """Policies of train_policy.py with one minibatch, and with two but without whitening."""
     folder = tmp_path_factory.mktemp("unwhitened")
     (script := folder / "unwhitened.py").write_text(UNWHITENED)
-    folders = {1: big_ppo, 2: run_train_both(script, world, folder, "--policy.ppo.nminibatches", "2")}
-    return {n: saved_state(only(folders[n], "runs/train_policy__*"), policy_names(world)) for n in folders}
+    run_train_both(script, world, folder, "--policy.ppo.nminibatches", "2")
+    return {1: saved_policy(big_ppo), 2: saved_policy(folder)}
 
 
 def small_ppo(*mistakes: str) -> ModuleType:
@@ -263,31 +222,28 @@ def small_reward(module: ModuleType, world: Path, cache: Path) -> torch.nn.Modul
         return module.train_reward_model(arguments_of(module, words_of(PPO, world)), choices, queries, language_model)
 
 
-def small_reward_state(world: Path, cache: Path, *mistakes: str) -> dict[str, Tensor]:
-    """Weights and moments of the small file's reward model."""
-    (optimizer,) = optimizers_of(lambda: small_reward(small_ppo(*mistakes), world, cache))
-    return state_of(optimizer, reward_names(world))
-
-
-def small_policy(world: Path, reward_model: torch.nn.Module, minibatches: int, *mistakes: str) -> dict:
-    """Weights and moments of the small file's policy."""
+def small_policy(world: Path, reward_model: torch.nn.Module, minibatches: int, *mistakes: str) -> torch.nn.Module:
     module = small_ppo(*mistakes)
     if minibatches > 1:
         module.whiten = lambda x, *, keep_mean: x
-    args, start_of_all = arguments_of(module, words_of(PPO, world, minibatches=minibatches)), start(module, world)
+    args = arguments_of(module, words_of(PPO, world, minibatches=minibatches))
     with default_dtype(torch.float64):
-        (optimizer,) = optimizers_of(lambda: module.train_policy(args, *start_of_all, reward_model))
-    return state_of(optimizer, policy_names(world))
+        return module.train_policy(args, *start(module, world), reward_model)
 
 
 def test_ppo_trains_the_weights_of_train_both_and_prints_its_numbers(
     world, big_ppo, big_reward, big_policies, monkeypatch, capsys
 ):
     monkeypatch.setattr(sys, "argv", ["ppo.py", *words_of(PPO, world)])
-    with default_dtype(torch.float64):
-        of_reward, of_policy = optimizers_of(small_ppo().main)
-    assert differences(state_of(of_reward, reward_names(world)), big_reward, ROUNDING) == []
-    assert differences(state_of(of_policy, policy_names(world)), big_policies[1], ROUNDING) == []
+    module = small_ppo()
+    with (
+        default_dtype(torch.float64),
+        recorded(module, "train_reward_model") as rewards,
+        recorded(module, "train_policy") as policies,
+    ):
+        module.main()
+    assert differences(rewards[0][1], big_reward, ROUNDING) == []
+    assert differences(policies[0][1], big_policies[1], ROUNDING) == []
     shown, (reward_run, policy_run) = (
         capsys.readouterr().out,
         (only(big_ppo, f"runs/train_{x}__*") for x in ("reward", "policy")),
@@ -317,7 +273,7 @@ REWARD = ("RewardModel", "train_reward_model", "read", "adam_step")  # what trai
 
 @pytest.mark.parametrize("mistake", titles("small/ppo.py", *REWARD))
 def test_a_mistake_in_the_reward_model_is_found(mistake, world, tmp_path, big_reward):
-    assert differences(small_reward_state(world, tmp_path, mistake), big_reward, CLEAR)
+    assert differences(small_reward(small_ppo(mistake), world, tmp_path), big_reward, CLEAR)
 
 
 @pytest.mark.parametrize("mistake", titles("small/ppo.py", without=(*REWARD, "main")))
@@ -329,7 +285,7 @@ def test_a_mistake_in_ppo_is_found(mistake, world, reward_model, big_policies):
 
 def test_without_a_mistake_the_parts_of_ppo_agree_too(world, tmp_path, reward_model, big_reward, big_policies):
     """So it is the mistakes that the tests above find."""
-    assert differences(small_reward_state(world, tmp_path), big_reward, ROUNDING) == []
+    assert differences(small_reward(small_ppo(), world, tmp_path), big_reward, ROUNDING) == []
     for n in big_policies:
         assert differences(small_policy(world, reward_model, n), big_policies[n], ROUNDING) == []
 
@@ -353,9 +309,6 @@ def test_the_gold_score_is_that_of_tales():
     golds = [module.gold_score([story]) for story in stories]
     assert golds == tales.sentiment.gold_scores(stories, stories) and len({*golds}) > 5
     assert module.gold_score(stories) == pytest.approx(sum(golds) / 50)
-    assert (module.PLEASANT.split(), module.UNPLEASANT.split()) == tuple(
-        " ".join(words.values()).split() for words in (tales.PLEASANT, tales.UNPLEASANT)
-    )
 
 
 def test_a_reward_model_is_kept_in_a_file(world, tmp_path, monkeypatch, capsys):
@@ -399,19 +352,16 @@ def last_lines(world: Path, monkeypatch, capsys, *mistakes: str) -> tuple[list[s
     task = dataclasses.replace(train_policy.TASKS["tales"], query_dataset=str(world))
     ids = train_policy.task_ids(task, tokenizer)
     queries = train_policy.QueryStream(task, tokenizer, split="test").first(10**6, ids.pad)
-    n = len(queries)
-    noise = torch.rand(
-        n, task.response_length, generator=train_policy.keyed_generator(7, "held-out"), dtype=torch.float64
-    )
-    expected = []
+    n, key = len(queries), train_policy.keyed_generator(7, "held-out")
+    noise = torch.rand(n, task.response_length, generator=key, dtype=torch.float64)
+    expected, stories = [], posts.to_texts(tokenizer, queries, ids.pad)
     for name, writer in (("The language model", model), ("The policy", policy)):
         responses = train_policy.generate(writer, queries, noise, ids.pad, ids.pad, task.temperature)[0]
         responses = train_policy.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
         shown = posts.to_texts(tokenizer, responses, ids.pad)
         gold = sum(tales.sentiment.gold_scores(shown, shown)) / n
-        score = ((queries != ids.pad).sum() + (responses != ids.pad).sum()) / n
-        expected += ["", f"A held-out story: {posts.to_texts(tokenizer, queries[:1], ids.pad)[0]}"]
-        expected.append(f"{name} continues: {shown[0]}")
+        score = (torch.cat([queries, responses], 1) != ids.pad).sum() / n
+        expected += ["", f"A held-out story: {stories[0]}", f"{name} continues: {shown[0]}"]
         expected.append(f"    Over {n} stories, the mean score is {score:.2f}, and the mean gold score {gold:.2f}.")
     return capsys.readouterr().out.splitlines(), expected
 
@@ -454,31 +404,21 @@ def big_grpo(easy_sums, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def big_grpo_state(big_grpo, easy_sums) -> dict[str, Tensor]:
-    names = parameter_names(AutoModelForCausalLM, easy_sums / "model")
-    return saved_state(only(big_grpo, "runs/*"), names, prefix="policy/")
-
-
-def small_grpo(world: Path, *mistakes: str) -> dict[str, Tensor]:
-    """Weights and moments of the small file's policy."""
+def small_grpo(world: Path, *mistakes: str) -> torch.nn.Module:
+    """The policy that the small file trains."""
     module = small_file("grpo", GRPO, *mistakes)
     policy, tokenizer = (kind.from_pretrained(world / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    args, problems = (
-        arguments_of(module, words_of(GRPO, world, prompts=PROMPTS)),
-        module.read_problems(world, "train"),
-    )
-    (optimizer,) = optimizers_of(lambda: module.train(args, policy, tokenizer, problems))
-    return state_of(optimizer, parameter_names(AutoModelForCausalLM, world / "model"))
+    args = arguments_of(module, words_of(GRPO, world, prompts=PROMPTS))
+    module.train(args, policy, tokenizer, module.read_problems(world, "train"))
+    return policy
 
 
-def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(
-    easy_sums, big_grpo, big_grpo_state, monkeypatch, capsys
-):
+def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(easy_sums, big_grpo, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grpo.py", *words_of(GRPO, easy_sums, prompts=PROMPTS)])
-    (optimizer,) = optimizers_of(small_file("grpo", GRPO).main)
-    state = state_of(optimizer, parameter_names(AutoModelForCausalLM, easy_sums / "model"))
-    assert differences(state, big_grpo_state, ROUNDING) == []
+    module = small_file("grpo", GRPO)
+    with recorded(module, "train") as trained:
+        module.main()
+    assert differences(trained[0][0][1], saved_policy(big_grpo), ROUNDING) == []
     shown, this_run = capsys.readouterr().out, only(big_grpo, "runs/*")
     rows = metrics_of(this_run)
     assert all(0 < row["objective/scores"] < 1 and row["val/groups_zero_std"] < 1 for row in rows)  # it can learn
@@ -493,13 +433,13 @@ def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(
 
 
 @pytest.mark.parametrize("mistake", titles("small/grpo.py"))
-def test_a_mistake_in_grpo_is_found(mistake, easy_sums, big_grpo_state):
-    assert differences(small_grpo(easy_sums, mistake), big_grpo_state, CLEAR)
+def test_a_mistake_in_grpo_is_found(mistake, easy_sums, big_grpo):
+    assert differences(small_grpo(easy_sums, mistake), saved_policy(big_grpo), CLEAR)
 
 
-def test_without_a_mistake_the_training_of_grpo_agrees_too(easy_sums, big_grpo_state):
+def test_without_a_mistake_the_training_of_grpo_agrees_too(easy_sums, big_grpo):
     """So it is the mistakes that the tests above find."""
-    assert differences(small_grpo(easy_sums), big_grpo_state, ROUNDING) == []
+    assert differences(small_grpo(easy_sums), saved_policy(big_grpo), ROUNDING) == []
 
 
 def test_grpo_has_the_constants_of_the_preset():
@@ -508,31 +448,23 @@ def test_grpo_has_the_constants_of_the_preset():
     for name, (field, _) in GRPO.items():
         group, leaf = field.split(".")
         assert (getattr(module, name) if name.isupper() else flags[name]) == getattr(getattr(args, group), leaf), name
-    assert (flags["updates"], flags["prompts"]) == (
-        ppo.total_episodes // ppo.batch_size,
-        ppo.batch_size // ppo.samples_per_prompt,
-    )
-    assert (0.9, ppo.beta2) == module.BETAS
+    assert flags["updates"] == ppo.total_episodes // ppo.batch_size
+    assert flags["prompts"] == ppo.batch_size // ppo.samples_per_prompt
+    assert (0.9, ppo.beta2) == module.BETAS and ppo.weight_decay == 0
     assert ppo.cliprange_low is None and flags["clip"] == 0.2  # which None means
-    assert ppo.noptepochs == 1 and ppo.advantage == "grpo"
-    assert (
-        ppo.weight_decay == 0 and args.eval_problems == 512 and f'"test")[:{args.eval_problems}]' in source_of("grpo")
-    )
-    assert args.rewards.verifier == "gsm8k_strict" and args.task.temperature == 1 and problems.GREEDY == 1e-6
+    assert (ppo.noptepochs, ppo.advantage, args.task.temperature) == (1, "grpo", 1)
+    assert f'"test")[:{args.eval_problems}]' in source_of("grpo") and args.rewards.verifier == "gsm8k_strict"
 
 
 @pytest.mark.parametrize(
     ("response", "right"),
     [
         ("7+2=9\n#### 9", True),
-        ("7+2=8\n#### 8", False),
         ("#### 8\n#### 9", True),
         ("#### 9\n#### 8", False),
         ("9", False),
-        ("####9", True),
         ("#### 09 ", True),
         ("#### -9", False),
-        ("", False),
         ("#### \n####", False),
         ("She buys 2. 7+2=9\n#### 9.", True),
     ],
@@ -543,26 +475,18 @@ def test_the_verifier_is_gsm8k_strict(response, right):
 
 # ---- A world that is not there, or is too small ----------------------------------------------------------------
 
-NAMED = [("ppo", "tales", "stories.txt.xz"), ("grpo", "sums", "problems_train.jsonl.xz")]
 
-
-@pytest.mark.parametrize(("name", "world", "file"), NAMED)
-def test_the_world_of_the_package_is_there(name, world, file):
+@pytest.mark.parametrize(
+    ("name", "world", "file"), [("ppo", "tales", "stories.txt.xz"), ("grpo", "sums", "problems_train.jsonl.xz")]
+)
+def test_a_world_that_is_not_there_is_one_line(name, world, file, tmp_path, monkeypatch, capsys):
     module = small_file(name, {})
     assert arguments_of(module, []).world == module.WORLD == packaged.DATA / world
-    assert (module.WORLD / file).is_file()
-
-
-@pytest.mark.parametrize(("name", "world", "file"), NAMED)
-@pytest.mark.parametrize("given", ["nowhere", "another kind of world"])
-def test_a_world_that_is_not_there_is_one_line(name, world, file, given, tmp_path, monkeypatch, capsys):
-    folder = tmp_path / given
-    if given == "another kind of world":
-        (folder / "model").mkdir(parents=True)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--world", str(folder)])
+    (tmp_path / "model").mkdir()  # of another kind of world
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--world", str(tmp_path)])
     with pytest.raises(SystemExit):
-        small_file(name, {}).main()
-    said = f"error: {folder} has no {file}; {packaged.DATA / world} is a world\n"
+        module.main()
+    said = f"error: {tmp_path} has no {file}; {packaged.DATA / world} is a world\n"
     assert capsys.readouterr().err == said
 
 

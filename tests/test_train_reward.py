@@ -16,15 +16,14 @@ import pytest
 import scipy.stats
 import torch
 from mistakes import put, put_unchanged, titles
-from processes import launch_together
-from runs import metrics_of, only, reward_arguments, world_arguments
+from runs import metrics_of, only, samples_of
 from safetensors.torch import load_file
 from test_train_policy import mean, queries_in_order, stories_of, task_of, trained_on
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import learning_curves
+from ppo_rlhf.lib import label_files, learning_curves
 from ppo_rlhf.lib.label_files import LabelKind
 from ppo_rlhf.lib.pretrained import vocabulary_size
 from ppo_rlhf.tldr import models
@@ -222,24 +221,16 @@ def expected(all_args: dict[LabelKind, Args], tiny_world: Path) -> dict[LabelKin
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reward_run_is_its_replay(kind: LabelKind, all_args, expected, tiny_world, tmp_path: Path, monkeypatch):
     check_same(run_in(tmp_path, all_args[kind], monkeypatch), expected[kind])
-    # [D80] As a policy's run, it shows samples: of the first label that is held out, with the scores that the saved
-    # model gives. The texts are the same that the language model of the tiny world wrote.
-    rows = rows_of(tiny_world, kind)
-    samples = [json.loads(line) for line in (only(tmp_path, "runs/*") / "samples.jsonl").read_text().splitlines()]
-    n = 1 if kind == "score" else 2 if kind == "difference" else 4
-    assert len(samples) == 3 * n and {row["step"] for row in samples} == {STEPS}
-    target = rows[TRAINED][kind]
-    said = ["best" if place == target else "" for place in range(n)] if kind == "best" else [f"{target:+.2f}"] * n
-    assert [row["label"] for row in samples[:n]] == said
-    tokenizer = AutoTokenizer.from_pretrained(all_args[kind].base_model)
+    # [D80] As a policy's run, it shows samples: of the first label that is held out, with what the saved model says.
+    label = rows_of(tiny_world, kind)[TRAINED]
     saved = models.load_reward_model(only(tmp_path, "models/*/reward"), torch.float64)
-    keys = ["sample"] if kind == "score" else [f"sample{place}" for place in range(n)]
-    for row, key in zip(samples, keys, strict=False):
-        query, sample = ([t for t in rows[TRAINED][name] if t != 50259] for name in ("query", key))
+    tokenizer = AutoTokenizer.from_pretrained(all_args[kind].base_model)
+    keys = [key for key in label if key.startswith("sample")]
+    for row, key in zip(samples_of(only(tmp_path, "runs/*")), keys, strict=False):
+        query, sample = ([token for token in label[name] if token != 50259] for name in ("query", key))
         assert (row["query"], row["sample"]) == (tokenizer.decode(query), tokenizer.decode(sample))
-        with torch.no_grad():
-            score = saved(torch.tensor([query + sample]), vocabulary_size(tokenizer))
-        assert score.item() == pytest.approx(row["score"], abs=1e-9)
+        score = saved(torch.tensor([query + sample]), vocabulary_size(tokenizer))
+        assert row["score"] == pytest.approx(score.item(), abs=1e-9)
 
 
 def test_the_replayed_runs_leave_nothing_out(expected: dict[LabelKind, Left]):
@@ -289,79 +280,18 @@ def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path: Path,
 # ---- Which labels ----------------------------------------------------------------------------------------------
 
 
-def with_rows(args: Args, file: Path, rows: list[dict]) -> Args:
-    file.write_text(json.dumps(rows))
-    return replace(args, label_dataset=str(file))
-
-
-def test_labels_beyond_the_first_num_train_are_only_held_out(all_args, expected, tiny_world, tmp_path, monkeypatch):
-    """Other texts and choices there change nothing but what is said of the held-out labels; one before does."""
-    rows = rows_of(tiny_world, "best")
-    others = [row | {"best": 3 - row["best"], "sample0": row["sample1"]} for row in rows]
-    lefts = []
-    for name, changed in (("later", rows[:TRAINED] + others[TRAINED:]), ("last", [*rows[: TRAINED - 1], others[39]])):
-        (tmp_path / name).mkdir()
-        args = with_rows(all_args["best"], tmp_path / f"{name}.json", changed)
-        lefts.append(run_in(tmp_path / name, args, monkeypatch))
-    later, last = lefts
-    check_same(replace(later, results=expected["best"].results), expected["best"])
-    assert later.results["test_loss"] != pytest.approx(expected["best"].results["test_loss"], rel=0.01)
-    with pytest.raises(AssertionError):
-        check_same(replace(last, results=expected["best"].results), expected["best"])
-    assert "test_loss" not in last.results  # no label is left
-
-
-RECORDED = """
-import json, os
-from pathlib import Path
-from ppo_rlhf import train_reward
-from ppo_rlhf.lib import errors
-from ppo_rlhf.lib import command_line as cli
-
-seen, right = [], train_reward.reward_update
-
-def recorded(*model_and_labels, mb_inds, **others):
-    seen.append(mb_inds.tolist())
-    return right(*model_and_labels, mb_inds=mb_inds, **others)
-
-train_reward.reward_update = recorded
-errors.run_script(lambda: train_reward.train(cli.parse_args(train_reward.PRESETS)))
-Path(os.environ["RANK"] + ".json").write_text(json.dumps(seen))
-"""
-
-
-def test_two_processes_see_every_label_once(tiny_world: Path, tmp_path: Path):
-    """Process r takes every second label of the common order's k-th slice, from the r-th on."""
-    (tmp_path / "recorded.py").write_text(RECORDED)
-    arguments = [*world_arguments(tiny_world), *reward_arguments(tiny_world)]
-    for result in launch_together(2, tmp_path / "recorded.py", *arguments, folder=tmp_path):
-        assert result.status == 0, result.stderr
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert sorted(i for of_process in seen for step in of_process for i in step) == list(range(TRAINED))
-    order = torch.randperm(TRAINED, generator=keyed_generator(1, "labels")).tolist()
-    slices = [order[k * BATCH : (k + 1) * BATCH] for k in range(STEPS)]
-    assert seen == [[part[rank::2] for part in slices] for rank in range(2)]
-
-
 # ---- Where training begins, and what is saved ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "switched_off",
-    [{"normalize_samples": 0}, {"normalize_before": False, "normalize_after": False}],
-    ids=["no samples", "neither before nor after"],
-)
 def test_without_learning_and_normalising_the_model_is_the_pretrained_one(
-    switched_off: dict, all_args, tiny_world: Path, tmp_path: Path, monkeypatch
+    all_args, tiny_world: Path, tmp_path: Path, monkeypatch
 ):
-    args = replace(all_args["best"], lr=1e-300, **switched_off)
+    args = replace(all_args["best"], lr=1e-300, normalize_before=False, normalize_after=False)
     weights = run_in(tmp_path, args, monkeypatch).weights
-    pretrained = GPT2Model.from_pretrained(tiny_world / "model", dtype=torch.float64).state_dict()
-    start = {f"lm_backbone.{name}": weight for name, weight in pretrained.items()}
-    start |= {name: torch.tensor(number).double() for name, number in {"gain": 1, "bias": 0}.items()}
-    for name, weight in start.items():
-        rows = slice(len(weight)) if name == "lm_backbone.wte.weight" else ...
-        assert_close(weights[name][rows], weight, rtol=0, atol=1e-299, msg=name)
+    assert weights["gain"] == 1 and weights["bias"].abs() < 1e-299
+    for name, weight in GPT2Model.from_pretrained(tiny_world / "model").state_dict().items():
+        left = weights[f"lm_backbone.{name}"][: len(weight)]  # a row for the padding was added
+        assert_close(left, weight.double(), rtol=0, atol=1e-299, msg=name)
 
 
 # ---- Ratings and differences by hand ---------------------------------------------------------------------------
@@ -376,16 +306,26 @@ def test_equal_scores_have_no_correlation():
     assert train_reward.label_statistics("score", torch.ones(3, 1), torch.arange(3.0))["corr"] == 0
 
 
-def test_only_the_last_labels_are_held_out(all_args, tiny_world, tmp_path, monkeypatch):
+def test_the_best_of_two_is_counted_from_0(all_args, tmp_path):
+    args, file = all_args["best"], tmp_path / "labels.json"
+    row = {"query": [1] * 24, "sample0": [2] * 24, "sample1": [3] * 24}
+    file.write_text(json.dumps([row | {"best": 0}, row | {"best": 1}]))
+    tokenizer = AutoTokenizer.from_pretrained(args.base_model)
+    assert label_files.read_labels(str(file), args.task, tokenizer).targets.tolist() == [0, 1]
+
+
+def test_only_the_last_labels_are_held_out(all_args, tmp_path, monkeypatch):
     """With "held_out", labels between the first num_train and the last ones count nowhere."""
     args = all_args["score"]
     rows = json.loads(Path(args.label_dataset).read_text())
-    spoilt = [*rows[:TRAINED], *({**row, "score": 1e5} for row in rows[TRAINED:-10]), *rows[-10:]]
-    (tmp_path / "labels.meta.json").write_text('{"held_out": 10}')
-    left = run_in(tmp_path, with_rows(args, tmp_path / "labels.json", spoilt), monkeypatch)
-    (tmp_path / "alone").mkdir()
-    without_them = with_rows(args, tmp_path / "few.json", rows[:TRAINED] + rows[-10:])
-    alone = run_in(tmp_path / "alone", without_them, monkeypatch)
-    assert left.results["test_labels"] == 10
-    assert left.results["test_loss"] == pytest.approx(alone.results["test_loss"], rel=1e-9)
-    assert left.results["test_corr"] == pytest.approx(alone.results["test_corr"], rel=1e-9)
+    between = [{**row, "score": 1e5} for row in rows[TRAINED:-10]]
+    results = {}
+    for name, some in (("spoilt", between), ("alone", [])):
+        labels = tmp_path / name / "labels.json"
+        labels.parent.mkdir()
+        labels.write_text(json.dumps([*rows[:TRAINED], *some, *rows[-10:]]))
+        labels.with_suffix(".meta.json").write_text('{"held_out": 10}')
+        results[name] = run_in(labels.parent, replace(args, label_dataset=str(labels)), monkeypatch).results
+    assert results["spoilt"]["test_labels"] == 10
+    for name in ("test_loss", "test_corr"):
+        assert results["spoilt"][name] == pytest.approx(results["alone"][name], rel=1e-9)

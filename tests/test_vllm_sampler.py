@@ -35,26 +35,23 @@ def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_sent(stand_in,
         weights = {name: (scale * tensor).numpy() for name, tensor in start.items()}
         model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()}, strict=False)
         responses, logprobs = vllm.sample(weights, version, prompts, 3, noise, 0.7)
-        assert responses.shape == logprobs.shape == (6, 8)
-        for row in range(6):
-            length = list(responses[row]).index(STOP) + 1 if STOP in responses[row] else 8
-            assert (responses[row, length:] == PAD).all() and (responses[row, :length] != PAD).all()
+        for row, response in enumerate(responses.tolist()):
+            length = response.index(STOP) + 1 if STOP in response else 8
             prompt = [5, 7] if row < 3 else [3, 9, 8, 4]
-            ids = torch.tensor([[*prompt, *responses[row, :length].tolist()]])
+            ids = torch.tensor([[*prompt, *response[:length]]])
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt) - 1 : -1, :PAD] / 0.7
             expected = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
             np.testing.assert_allclose(logprobs[row, :length], expected, atol=1e-5)
-            assert (logprobs[row, length:] == 0).all()
+            assert (responses[row, length:] == PAD).all() and (logprobs[row, length:] == 0).all()
         drawn.append(responses)
     assert (drawn[0] == drawn[2]).all() and (drawn[0] != drawn[1]).any()  # noise and weights settle what is drawn
     assert len({tuple(row) for row in drawn[0]}) > 2  # each response has its own
-    likeliest = vllm.sample(weights, 7, prompts, 1, noise[:2], problems.GREEDY)[0][:, 0]
-    with torch.no_grad():
-        expected = [model(torch.tensor([ids])).logits[0, -1, :PAD].argmax() for ids in ([5, 7], [3, 9, 8, 4])]
-    assert likeliest.tolist() == expected
     again, _ = vllm.sample(weights, 7, prompts[1:], 3, noise[3:], 0.7)
     assert (again == drawn[2][3:]).all()  # whatever else is asked for with it
+    likeliest = vllm.sample(weights, 7, prompts[1:], 1, noise[:1], problems.GREEDY)[0][0, 0]
+    with torch.no_grad():
+        assert likeliest == model(torch.tensor([[3, 9, 8, 4]])).logits[0, -1, :PAD].argmax()
     monkeypatch.setattr(vllm.llm, "reset_prefix_cache", lambda: False)
     with pytest.raises(RuntimeError, match="vLLM did not give up what the old weights had read"):
         vllm.sample(weights, 8, prompts, 3, noise, 0.7)
@@ -62,16 +59,11 @@ def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_sent(stand_in,
 
 def test_bad_input_about_vllm_is_refused(stand_in, monkeypatch):
     check_arguments(Args(engine="vllm", dtype="bfloat16"))
-    for bad, words in (
-        ({"dtype": "float64"}, "--engine vllm goes with --lora.rank 0, and --dtype float32 or"),
-        ({"lora": models.LoraArgs(rank=4)}, "--engine vllm goes with --lora.rank 0, and --dtype float32 or"),
-        ({"task": dataclasses.replace(Args().task, temperature=3)}, "--task.temperature 3: vLLM takes 0.01 to 2"),
-    ):
-        assert words in error_line(check_arguments, Args(engine="vllm", **bad))
+    assert "--engine vllm goes with" in error_line(check_arguments, Args(engine="vllm", lora=models.LoraArgs(rank=4)))
+    hot = dataclasses.replace(Args().task, temperature=3)
+    assert "vLLM takes 0.01 to 2" in error_line(check_arguments, Args(engine="vllm", task=hot))
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert "--engine vllm needs vLLM in this environment" in error_line(check_arguments, Args(engine="vllm"))
     # Without staleness, only what the learner's own code samples needs no correction.
-    assert [correction_of(Args(staleness=0, engine=engine)) for engine in ("built-in", "vllm")] == [
-        "none",
-        "decoupled",
-    ]
+    corrections = [correction_of(Args(staleness=0, engine=engine)) for engine in ("built-in", "vllm")]
+    assert corrections == ["none", "decoupled"]

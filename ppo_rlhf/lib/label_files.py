@@ -25,6 +25,7 @@ from ppo_rlhf.lib.errors import InputError, flag
 OPENAI_PAD_ID = 50259
 OPENAI_VOCAB_SIZE = 50257
 LARGEST_RATING = 1e6
+FACTS = {"vocab_size": int, "padding_id": int, "held_out": int, "ceiling": float | None}  # in <name>.meta.json
 LabelKind = Literal["best", "score", "difference"]
 
 
@@ -112,6 +113,10 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         rows = files.read_json(path)
     with errors.input_errors(str(sidecar), OSError, ValueError, RecursionError):
         meta = files.read_json(sidecar) if sidecar.is_file() else {}
+        if not isinstance(meta, dict):
+            raise ValueError("must be a JSON object")
+        if wrong := [name for name, kind in FACTS.items() if name in meta and not files.fits(meta[name], kind)]:
+            raise ValueError(f"{wrong[0]} is {str(meta[wrong[0]])[:60]!r}; it must be a number")
     if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
         raise InputError(f"{what}: must be a JSON array of objects, and not empty")
     their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)

@@ -405,7 +405,9 @@ def known_ceiling(source: str) -> float | None:
     folder = Path(worlds.find_value("task.comparisons", source))
     if not (folder / "world.json").is_file():
         return None
-    with errors.input_errors(f"{folder / 'world.json'} is damaged", OSError, ValueError, AttributeError):
+    with errors.input_errors(
+        f"{folder / 'world.json'} is damaged", OSError, ValueError, AttributeError, RecursionError
+    ):
         ceiling = files.read_json(folder / "world.json").get("ceiling")
     if not isinstance(ceiling, float) or not 0 < ceiling <= 1:
         raise InputError(f"{folder / 'world.json'}: the ceiling is {ceiling!r}; it must be a number in 0..1")

@@ -3,6 +3,8 @@
 As vLLM, it bends the distribution where a setting is left out: see LLM.
 """
 
+from types import SimpleNamespace
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -12,11 +14,6 @@ class SamplingParams:
         assert temperature == 0 or temperature >= 0.01
         self.seed, self.temperature, self.max_tokens, self.stops = seed, temperature, max_tokens, stop_token_ids
         assert logprobs == 0 and not detokenize and ignore_eos
-
-
-class Said:
-    def __init__(self, **what):
-        vars(self).update(what)
 
 
 class LogitsProcessor:
@@ -72,5 +69,7 @@ class LLM:
             likeliest = params.temperature == 0
             token = int(logits.argmax() if likeliest else torch.multinomial(processed.exp(), 1, generator=generator))
             found.append(token)
-            logprobs.append({token: Said(logprob=float((logits.log_softmax(0) if self.raw else processed)[token]))})
-        return Said(outputs=[Said(token_ids=found, logprobs=logprobs)])
+            logprobs.append(
+                {token: SimpleNamespace(logprob=float((logits.log_softmax(0) if self.raw else processed)[token]))}
+            )
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=found, logprobs=logprobs)])
