@@ -43,16 +43,16 @@ def declared(extras: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("folder", EXTRAS)
 def test_every_library_that_is_imported_is_declared(folder: str) -> None:
-    own = {"ppo_rlhf", "benchmark"}
+    own = {"ppo_rlhf", "benchmark", "tests"}
     used = {canonicalize_name(OTHER_NAMES.get(name, name)) for name in imported(ROOT / folder) - own - ELSEWHERE}
     assert "torch" in used and used - declared(EXTRAS[folder]) == set()
 
 
 def test_what_is_declared_is_imported() -> None:
-    """Apart from the tools that are commands, and tensorboard, which torch imports."""
+    """Apart from the tools that are commands, tensorboard, which torch imports, and trackio, a name of a tracker."""
     used = {name for folder in EXTRAS for name in imported(ROOT / folder)}
     everything = declared(list(PROJECT["optional-dependencies"]))
-    tools = {"ruff", "pytest-xdist", "tensorboard"}
+    tools = {"ruff", "pytest-xdist", "tensorboard", "trackio"}
     assert everything - {canonicalize_name(OTHER_NAMES.get(name, name)) for name in used} - tools == set()
 
 

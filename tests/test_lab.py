@@ -5,7 +5,6 @@ import json
 import math
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pandas as pd
@@ -33,34 +32,19 @@ TOY = lab.Experiment(
 # ---- What is run -----------------------------------------------------------------------------------------------
 
 
-def arguments(experiment: lab.Experiment, module: ModuleType, folder: Path) -> dict:
-    """Of each variant, the arguments that the script reads from the command of a job."""
-    found = {}
-    for variant in experiment.variants:
-        (job,) = lab.jobs_of(experiment, lab.Args(folder=folder, seeds=1, first_seed=3), variant)
-        python, path, *words = shlex.split(job.command)
-        assert (python, path) == ("python", module.__file__)
-        assert (job.seed, job.folder) == (3, folder / variant / "seed3")
-        found[variant] = command_line.parse_args(module.PRESETS, words)
-    return found
-
-
 def test_arithmetic_is_learned_by_three_methods(tmp_path):
-    read = arguments(arithmetic.EXPERIMENT, rlvr_policy, tmp_path)
-    for args in read.values():
-        rlvr_arguments.check_arguments(args)
-    plain = read["dr_grpo"]
-    assert plain == dataclasses.replace(rlvr_policy.PRESETS["arithmetic"], log_interval=0)
-    for name, change in {"gae": {"critic_warmup": 3}, "reinforce++": {}}.items():
-        ppo = dataclasses.replace(plain.ppo, advantage=name, **change)
-        assert read[name] == dataclasses.replace(plain, ppo=ppo), name
-        assert not [*rlvr_arguments.doubts(read[name])] and read[name].rewards.kl_loss_coef > 0
-
-
-def test_variants_are_chosen_by_name():
-    assert lab.chosen(TOY, lab.Args()) == ["10", "20"] and lab.chosen(TOY, lab.Args(only=("20", "20"))) == ["20"]
-    with pytest.raises(InputError, match="--only 2: there are 10, 20"):
-        lab.chosen(TOY, lab.Args(only=("2",)))
+    read = {}
+    for variant in arithmetic.EXPERIMENT.variants:
+        (job,) = lab.jobs_of(arithmetic.EXPERIMENT, lab.Args(folder=tmp_path, seeds=1, first_seed=3), variant)
+        python, path, *words = shlex.split(job.command)
+        assert (python, path, job.seed) == ("python", rlvr_policy.__file__, 3)
+        read[variant] = command_line.parse_args(rlvr_policy.PRESETS, words)
+        rlvr_arguments.check_arguments(read[variant])
+    assert read["dr_grpo"] == dataclasses.replace(rlvr_policy.PRESETS["arithmetic"], log_interval=0)
+    assert {name: args.ppo.advantage for name, args in read.items() if name != "dr_grpo"} == {
+        "gae": "gae",
+        "reinforce++": "reinforce++",
+    }
 
 
 # ---- What is measured ------------------------------------------------------------------------------------------
@@ -141,8 +125,7 @@ def test_intervals_and_p_values_are_scipys():
         low, high = test.confidence_interval(0.95)
         assert found == pytest.approx([(low + high) / 2, (high - low) / 2])
         assert lab.p_value(list(values)) == pytest.approx(test.pvalue)
-    assert lab.p_value([0.0, 0.0]) == 1 and lab.p_value([0.5, 0.5]) == 0
-    assert all(map(math.isnan, (lab.p_value([0.0]), lab.interval([1.0])[1])))
+    assert lab.p_value([0.0, 0.0]) == 1 and math.isnan(lab.p_value([0.0]))
 
 
 def test_holm_by_hand():
@@ -173,20 +156,15 @@ def test_finished_runs_are_not_run_again(tmp_path, capsys):
         lab.run(dataclasses.replace(TOY, common="--preset sums --ppo.lam 1"), args)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["report", "--folder", "nowhere"], "nowhere holds no finished run"),
-        (["draw", "--output", "nowhere"], "nowhere/runs.csv cannot be read"),
-        (["run", "--only", "ppo", "--folder", "nowhere"], "--only ppo: there are 10, 20"),
-        (["run", "--seeds", "0"], "--seeds is 0; it must be above 0"),
-        ([], ""),
-    ],
-)
-def test_bad_input_ends_in_one_line(words, message, monkeypatch, capsys, tmp_path):
+def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["toy.py", *words])
-    with pytest.raises(SystemExit) as ended:
-        lab.main(TOY, "Toys.")
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and message in said.err and len(said.err.splitlines()) == (1 if words else 0)
+    for words, message in {
+        "report --folder nowhere": "nowhere holds no finished run",
+        "draw --output nowhere": "nowhere/runs.csv cannot be read",
+        "run --only ppo": "--only ppo: there are 10, 20",
+    }.items():
+        monkeypatch.setattr("sys.argv", ["toy.py", *words.split()])
+        with pytest.raises(SystemExit) as ended:
+            lab.main(TOY, "Toys.")
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and message in said and said.count("\n") == 1

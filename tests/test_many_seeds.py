@@ -10,11 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import Launched, Result, launch
-from runs import both_arguments, metrics_of, only
 
 ROOT = Path(__file__).parent.parent
 LAUNCHER = ROOT / "benchmark/curves/many_seeds.py"
-SCRIPT = "ppo_rlhf/train_both.py"
 
 # A command that notes how it was called, leaves a run as ours do, and does what the file `behaviour` says.
 JOB = """
@@ -88,11 +86,9 @@ def test_each_seed_runs_once_in_a_folder_of_its_own(home):
     assert [call["argv"] for call in calls(home)] == [["--seed", str(seed)] for seed in (1, 2, 3)]
     assert [call["cwd"] for call in calls(home)] == [str(home / f"bench/test/seed{seed}") for seed in (1, 2, 3)]
     assert (home / "bench/test/seed2/log.txt").read_text().endswith("hello from 2\n")
-    again = start(home)
-    assert again.status == 0 and len(calls(home)) == 3
-    assert again.stdout.count("finished") == 3
     more = start(home, seeds=4)
-    assert more.status == 0 and calls(home)[3:][0]["argv"] == ["--seed", "4"] and len(calls(home)) == 4
+    assert more.status == 0 and more.stdout.count("finished") >= 4
+    assert [call["argv"] for call in calls(home)[3:]] == [["--seed", "4"]]
 
 
 def test_a_failure_is_reported_with_its_log_and_tried_again(home):
@@ -107,14 +103,15 @@ def test_a_failure_is_reported_with_its_log_and_tried_again(home):
 
 
 def test_what_was_cut_off_goes_on(home):
-    """Status 0 is not the end: a run that was told to stop ends so too."""
+    """Status 0 is not the end: a run that was told to stop ends so too. One that never began is removed."""
     (home / "behaviour").write_text("stops")
+    husk = home / "bench/test/seed1/runs/husk"
+    husk.mkdir(parents=True)
     first = start(home, seeds=1)
-    assert first.status == 1 and "started" in first.stdout
-    second = start(home, seeds=1)
-    assert second.status == 0
-    run = home / "bench/test/seed1/runs/run1"
-    assert calls(home)[1]["argv"] == ["--seed", "1", "--resume", str(run)]
+    assert first.status == 1 and "started" in first.stdout and not husk.exists()
+    assert start(home, seeds=1).status == 0
+    resumed = ["--seed", "1", "--resume", str(home / "bench/test/seed1/runs/run1")]
+    assert [call["argv"] for call in calls(home)] == [["--seed", "1"], resumed]
 
 
 def test_an_error_of_the_launcher_stops_the_commands(home):
@@ -126,13 +123,6 @@ def test_an_error_of_the_launcher_stops_the_commands(home):
     assert not processes_with("sleep 7777")
 
 
-def test_a_run_that_never_began_is_begun_anew(home):
-    husk = home / "bench/test/seed1/runs/husk"
-    husk.mkdir(parents=True)
-    assert start(home, seeds=1).status == 0
-    assert calls(home)[0]["argv"] == ["--seed", "1"] and not husk.exists()
-
-
 def test_several_at_once_share_cores_and_gpus(home):
     (home / "behaviour").write_text("meets")
     environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "PPO_RLHF_THREADS": "3"}
@@ -141,47 +131,32 @@ def test_several_at_once_share_cores_and_gpus(home):
     assert {call["PPO_RLHF_THREADS"] for call in calls(home)} == {"3"}
 
 
-def test_sigterm_reaches_the_command_and_nothing_more_starts(home):
-    (home / "behaviour").write_text("stops when told")
+@pytest.mark.parametrize("behaviour", ["stops when told", "stops at nothing"])
+def test_sigterm_reaches_the_command_and_nothing_more_starts(home, behaviour):
+    """A second one kills."""
+    (home / "behaviour").write_text(behaviour)
     launched = Launched(LAUNCHER, *arguments(home), folder=home)
     wait_for(home / "started")
     os.kill(launched.process.pid, signal.SIGTERM)
-    result = launched.wait(60)
+    if behaviour == "stops at nothing":
+        wait_for(home / "no")
+        os.kill(launched.process.pid, signal.SIGTERM)
+    result = launched.wait()
     assert result.status == 1 and len(calls(home)) == 1
-    assert record(home, 1) | {"seconds": 0} == record(home, 1) | {"seconds": 0, "finished": False, "status": None}
+    assert (record(home, 1)["finished"], record(home, 1)["status"]) == (False, None)
     assert "started" in result.stdout and "waiting" in result.stdout
-    (home / "behaviour").write_text("")
-    assert start(home).status == 0 and len(calls(home)) == 4
-
-
-def test_a_second_sigterm_kills(home):
-    (home / "behaviour").write_text("stops at nothing")
-    launched = Launched(LAUNCHER, *arguments(home, seeds=1), folder=home)
-    wait_for(home / "started")
-    os.kill(launched.process.pid, signal.SIGTERM)
-    wait_for(home / "no")
-    os.kill(launched.process.pid, signal.SIGTERM)
-    result = launched.wait(60)
-    assert result.status == 1 and record(home, 1)["status"] is None and "started" in result.stdout
     psutil.wait_procs(processes_with(f"{home}/job.py"), timeout=60)
     assert not processes_with(f"{home}/job.py")
 
 
-def test_seeds_at_a_distance(home):
-    more = ["--start_seed", "5", "--seed_step", "10"]
-    assert start(home, *more, seeds=3).status == 0
-    assert sorted(call["argv"] for call in calls(home)) == [["--seed", seed] for seed in ("15", "25", "5")]
-
-
 def test_words_of_the_command(home):
+    """Those that name a file are made absolute, and the seed is added."""
     (home / "some").mkdir()
     (home / "some/file").touch()
     command = f"{sys.executable} {home}/job.py --a some/file --b other/file some"
-    name = ["--name", "words", "--num_seeds", "1", "--start_seed", "7", "--folder", "bench", "--command", command]
-    assert launch(LAUNCHER, *name, folder=home).status == 0
-    absolute = f"{home}/some/file"
-    expected = ["--a", absolute, "--b", "other/file", "some", "--seed", "7"]
-    assert calls(home)[0]["argv"] == expected
+    assert start(home, "--command", command, "--start_seed", "5", "--seed_step", "10", seeds=2).status == 0
+    expected = ["--a", f"{home}/some/file", "--b", "other/file", "some", "--seed"]
+    assert [call["argv"] for call in calls(home)] == [[*expected, "5"], [*expected, "15"]]
 
 
 @pytest.mark.parametrize(
@@ -208,27 +183,3 @@ def test_other_commands_and_other_commits_are_refused(home):
     other = start(home, seeds=1)
     assert other.status == 2 and "was begun at commit 0123456" in other.stderr
     assert start(home, "--any_commit", seeds=1).status == 0
-
-
-def test_a_real_run_that_is_killed_goes_on_and_gives_the_same_numbers(tiny_world, tmp_path):
-    """kill -9 to launcher and script at once, in the middle of PPO."""
-    command = f"{sys.executable} {ROOT / SCRIPT} {' '.join(both_arguments(tiny_world))} --policy.save_interval 1"
-    whole, cut = (["--name", name, "--num_seeds", "1", "--folder", "bench", "--command", command] for name in "wc")
-    assert launch(LAUNCHER, *whole, folder=tmp_path).status == 0
-    launched = Launched(LAUNCHER, *cut, folder=tmp_path)
-    checkpoints = tmp_path / "bench/c/seed1/runs"
-    deadline = time.time() + 120
-    while not list(checkpoints.glob("train_policy*/checkpoints/2")):
-        assert time.time() < deadline
-        time.sleep(0.005)
-    children = psutil.Process(launched.process.pid).children()
-    launched.process.kill()
-    for child in children:
-        child.kill()
-    psutil.wait_procs(children, timeout=60)
-    assert launch(LAUNCHER, *cut, folder=tmp_path).status == 0
-    for kind in ("train_reward", "train_policy"):
-        expected, given = (metrics_of(only(tmp_path / f"bench/{name}/seed1/runs", f"{kind}*")) for name in "wc")
-        assert given == expected
-    job = json.loads((tmp_path / "bench/c/seed1/job.json").read_text())
-    assert job["starts"] == 2 and job["finished"]

@@ -1,6 +1,5 @@
 """Problems as other projects keep them, answers that no verifier can represent, and reasoning-gym's generators."""
 
-import csv
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -34,41 +33,34 @@ def read(path: Path | str, split: str = "train", verifier: str = "gsm8k_strict",
 
 def written(path: Path, rows: list[dict]) -> Path:
     """The rows in the form that the name asks for."""
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0]])
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
+    if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        {"question": "2+2?", "answer": "so #### 4"},
         {"question": "2+2?", "answer": 4},
         {"problem": "2+2?", "solution": "#### 4"},
         {"prompt": "2+2?", "completion": " 2 and 2\n#### 4"},
         {"prompt": [{"role": "user", "content": "2+2?"}], "completion": [{"role": "assistant", "content": "#### 4"}]},
         VERL,
     ],
-    ids=["GSM8K", "integer", "MATH", "TRL", "TRL, messages", "verl"],
+    ids=["integer", "MATH", "TRL", "TRL, messages", "verl"],
 )
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_the_forms_of_a_row(tmp_path, row, suffix):
     found = read(written(tmp_path / f"rows{suffix}", [row]), test_problems="other.jsonl")
     assert (found.texts, found.answers, found.unscorable) == (["2+2?"], ["4"], 0)
 
 
 def test_csv_holds_texts_and_a_file_holds_rows_out(tmp_path):
-    path = written(tmp_path / "rows.csv", [{"question": f'{i}, "x"\n+0?', "answer": i} for i in range(100)])
-    train, test = read(path), read(path, "test")
+    lines = ["question,answer", *(f'"{i}, ""x""\n+0?",{i}' for i in range(100))]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    train, test = (read(tmp_path / "rows.csv", split) for split in ("train", "test"))
     assert len(train) == 98 and test.answers == ["49", "99"] and test.texts[0] == '49, "x"\n+0?'
 
 
@@ -80,23 +72,12 @@ def test_other_columns_are_named_with_dots(tmp_path):
 
 
 def test_a_conversation_is_rendered_with_its_system_message(tmp_path):
-    turns = [
-        SYSTEM,
-        {"role": "user", "content": "2?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "+2?"},
-    ]
-    path = written(tmp_path / "rows.jsonl", [{"prompt": turns, "answer": 4}])
-    chat = {
-        "prompt_format": "chat",
-        "prompt_suffix": " Say.",
-        "test_problems": "x.jsonl",
-        "system_prompt": "Be kind.",
-    }
-    (text,) = read(path, **chat).texts
-    expected = [*turns[:3], {"role": "user", "content": "+2? Say."}]
+    user, assistant = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}
+    row = {"prompt": [SYSTEM, user, assistant, {"role": "user", "content": "+2?"}], "answer": 4}
+    chat = {"prompt_format": "chat", "prompt_suffix": " Say.", "system_prompt": "Be kind."}
+    (text,) = read(written(tmp_path / "rows.jsonl", [row]), **chat, test_problems="other.jsonl").texts
+    expected = [SYSTEM, user, assistant, {"role": "user", "content": "+2? Say."}]
     assert text == byte_tokenizer().apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
-    assert "Be kind." not in text and text.index("Be brief.") < text.index("2?") < text.index("+2? Say.")
 
 
 @pytest.mark.parametrize(
@@ -104,10 +85,6 @@ def test_a_conversation_is_rendered_with_its_system_message(tmp_path):
     [
         ({"question": "a"}, r"rows\.jsonl, line 1 has nothing under 'answer'; it has 'question'"),
         ({"prompt": [SYSTEM], "answer": "4"}, "the last message is the system's; it must be the user's"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "line 1, 'prompt', a message's content, must be a text or a number; it is .*image",
-        ),
         ({"prompt": ["2?"]}, "line 1, 'prompt', must be a text, a number, or messages"),
     ],
 )
@@ -117,15 +94,7 @@ def test_what_is_no_problem_ends_in_one_line(tmp_path, row, message):
     assert "\n" not in str(raised.value) and str(raised.value).startswith("--task.problems ")
 
 
-def test_a_file_that_is_another(tmp_path):
-    (tmp_path / "rows.parquet").write_text("no")
-    with pytest.raises(InputError, match=r"rows\.parquet: cannot be read"):
-        read(tmp_path / "rows.parquet")
-    with pytest.raises(InputError, match=r"rows\.txt: unknown; .* files: \.jsonl, \.parquet, \.csv, \.json"):
-        read(tmp_path / "rows.txt")
-
-
-CUT = ["3/4", "12:30", "2024-05-01", "50%", "2 1/2", "10-15", "1e6", "7 and 8", "1,2", "5 or 6", "1.234.567"]
+CUT = ["3/4", "12:30", "2 1/2", "10-15", "7 and 8", "1,2"]
 
 
 def test_golds_that_are_no_number_are_left_out_and_counted(tmp_path):
@@ -159,37 +128,23 @@ def create_dataset(name, **config):
 """
 
 
-class Counting(Worker):
-    """Notes what it is asked."""
-
-    def __init__(self, computing: float):
-        super().__init__("ppo_rlhf.lib.reasoning_gym_calls:call", computing=computing, seconds=600)
-        self.asked = []
-
-    def ask(self, *request):
-        self.asked.append(request[0])
-        return super().ask(*request)
-
-
 @pytest.fixture
-def workers(tmp_path, monkeypatch) -> Iterator[dict[str, Counting]]:
-    """Fresh processes that make and score, and an empty cache."""
+def workers(tmp_path, monkeypatch) -> Iterator[list[str]]:
+    """Fresh processes that make and score, and an empty cache; what they are asked."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    found = {name: Counting(computing) for name, computing in (("MAKER", 60), ("SCORER", 2))}
-    for name, worker in found.items():
-        monkeypatch.setattr(problem_rows, name, worker)
-    yield found
+    asked, ask = [], Worker.ask
+    monkeypatch.setattr(Worker, "ask", lambda self, *request: asked.append(request[0]) or ask(self, *request))
+    found = {"MAKER": 60, "SCORER": 2}  # seconds of processor time
+    for name, computing in found.items():
+        found[name] = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=computing, seconds=600)
+        monkeypatch.setattr(problem_rows, name, found[name])
+    yield asked
     for worker in found.values():
         worker.close()
 
 
 @pytest.fixture
-def gym(workers):
-    pytest.importorskip("reasoning_gym", reason="it is the extra `gym`")
-
-
-@pytest.fixture
-def library(workers, tmp_path, monkeypatch) -> dict[str, Counting]:
+def library(workers, tmp_path, monkeypatch) -> list[str]:
     """A stand-in for reasoning-gym."""
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym/__init__.py").write_text(LIBRARY)
@@ -203,25 +158,20 @@ def library(workers, tmp_path, monkeypatch) -> dict[str, Counting]:
 SUMS = "reasoning_gym:sums,size=30,most=20"
 
 
-def test_a_name_is_checked_with_one_problem(library):
-    for name in ("reasoning_gym:sums", "reasoning_gym:sums,size=10_000_000"):
-        problem_rows.check_name(name, "problems")
-    assert library["MAKER"].asked == ["describe"] * 2
-
-
 def test_problems_are_made_once_and_those_held_out_are_not_trained_on(library, tmp_path):
-    """Once for a version of the library."""
+    """Once for a version of the library. A name is checked with one problem."""
+    problem_rows.check_name("reasoning_gym:sums,size=10_000_000", "problems")
+    assert library == ["describe"]
+    library.clear()
     train, test = (read(SUMS, split, verifier="reasoning_gym") for split in ("train", "test"))
-    assert library["MAKER"].asked == ["describe"] + ["make"] * 530 + ["describe"]
+    assert library == ["describe"] + ["make"] * 530 + ["describe"]
     assert 0 < len(train) < 30 and len(test) == len({*test.texts}) and not {*train.texts} & {*test.texts}
     assert len(train) + len(test) > 300  # of 441 sums
-    assert read(SUMS, verifier="reasoning_gym").texts == train.texts and not library["SCORER"].asked
     (tmp_path / "reasoning_gym-0.1.dist-info/METADATA").write_text("Name: reasoning-gym\nVersion: 0.2\n")
-    library["MAKER"].close()
-    library["MAKER"].asked.clear()
-    for name in (f"{SUMS},seed=1", SUMS):
-        read(name, verifier="exact")
-    assert library["MAKER"].asked == (["describe"] + ["make"] * 530) * 2
+    problem_rows.MAKER.close()
+    library.clear()
+    read(SUMS, verifier="exact")
+    assert library == ["describe"] + ["make"] * 530
 
 
 def test_what_fails_while_it_is_made_ends_in_one_line(library):
@@ -235,15 +185,12 @@ def test_a_response_that_attacks_its_scorer_gets_nothing(library, tmp_path):
         gold = read(f"reasoning_gym:{task},size=5", verifier="reasoning_gym").answers[0]
         attacks = (
             f"__import__('os').mkdir('{tmp_path}/{task}')",
-            "__import__('sys').exit(0)",
             "__import__('os')._exit(0)",
-            "(",
             "2**(2**40)",
         )
         assert rewards.reasoning_gym(f"({gold})", gold) == rewards.reasoning_gym(gold, gold) == 1.0
         for attack in attacks:
             assert rewards.reasoning_gym(attack, gold) in (0.0, 0.05)
-        assert rewards.reasoning_gym("1+1.0", gold) == 0.05
     assert (tmp_path / "sums").exists(), "the attack would work where nothing is known of a scorer"
     assert not (tmp_path / "countdown").exists()
 
@@ -251,53 +198,42 @@ def test_a_response_that_attacks_its_scorer_gets_nothing(library, tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("6*(98 - 54) - 34 - 66", True),
-        ("-5*X**9 - 2*X**6/3 + C", True),
         ("exp(x)*asin(x)/sqrt(2.5) - log(x)", True),
         ("_ Q _\nQ _ _", True),
         ("[[1, 0], [0, 1]]", True),
-        ("", True),
         ("x.y", False),
-        ("(1). real", False),
-        ("x.\ny", False),
         ("__import__", False),
-        ("open(1)", False),
         ("eval(x)", False),
-        ("S('x')", False),
         ('S("x")', False),
         ("f`x`", False),
-        ("x if y else z", False),
         ("[x for x in y]", False),
-        ("x := 1", False),
         ("\N{FULLWIDTH LATIN SMALL LETTER X}", False),
-        ("\N{MATHEMATICAL ITALIC SMALL X}", False),
         ("\\", False),
-        ("sinx(1)", False),
     ],
 )
 def test_what_is_arithmetic(text, expected):
     assert bool(problem_rows.ARITHMETIC.fullmatch(text)) is expected
 
 
-@pytest.mark.parametrize("name", ["task.problems", "task.test_problems"])
-@pytest.mark.parametrize("judge", ["verifier", "format"])
-def test_a_task_that_evaluates_text_needs_a_flag(name, judge):
-    task = dataclasses.replace(problems.TaskArgs(), **{name.split(".")[1]: "reasoning_gym:countdown,size=9"})
+@pytest.mark.parametrize("name", ["problems", "test_problems"])
+def test_a_task_that_evaluates_text_needs_a_flag(name):
+    task = dataclasses.replace(problems.TaskArgs(), **{name: "reasoning_gym:countdown,size=9"})
 
     def check(**changes) -> None:
         shaping = dataclasses.replace(rlvr_arguments.RewardsArgs(), **changes)
         preset = rlvr_arguments.PRESETS["gsm8k"]
         rlvr_arguments.check_arguments(dataclasses.replace(preset, task=task, rewards=shaping))
 
-    with pytest.raises(InputError, match=rf"^--{name} reasoning_gym:countdown,size=9: .* risk .*evaluate_text$"):
-        check(**{judge: "reasoning_gym"})
-    check(**{judge: "reasoning_gym"}, evaluate_text=True)
+    for judge in ("verifier", "format"):
+        with pytest.raises(InputError, match=rf"^--task.{name} reasoning_gym:countdown,size=9: .*evaluate_text$"):
+            check(**{judge: "reasoning_gym"})
+        check(**{judge: "reasoning_gym"}, evaluate_text=True)
     check(verifier="exact")
-    with pytest.raises(InputError, match="evaluate_text True does nothing without a task"):
-        check(verifier="exact", evaluate_text=True)
 
 
-def test_the_generator_s_own_scores(gym):
+def test_the_generator_s_own_scores(workers):
+    """Less than 1 is a share for what is nearly correct."""
+    pytest.importorskip("reasoning_gym", reason="it is the extra `gym`")
     found = read("reasoning_gym:spell_backward,size=5,seed=3", verifier="reasoning_gym")
     score = rewards.load_verifier("reasoning_gym", "rewards.verifier")
     gold = found.answers[0]
@@ -308,20 +244,10 @@ def test_the_generator_s_own_scores(gym):
     assert rewards.is_right(torch.tensor([0.3, 0.0]), "gsm8k_strict").tolist() == [True, False]
 
 
-def test_answers_that_only_the_generator_can_judge(gym):
-    """Many expressions solve a countdown; its gold is one of them."""
-    found = read("reasoning_gym:countdown,size=3,seed=1", verifier="reasoning_gym")
-    gold = found.answers[0]
-    assert rewards.reasoning_gym(f"({gold})", gold) == 1.0
-    assert rewards.reasoning_gym("no expression (", gold) < 1
-    assert rewards.reasoning_gym("<think></think><answer></answer>", gold) == 0
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("reasoning_gym:sum", "there is no sum, but sums"),
-        ("reasoning_gym:sums,length=3", "says: TypeError: .*length"),
         ("reasoning_gym:sums,most=1", "says: AssertionError: most must be above 9; write"),
         ("reasoning_gym:sums,size", "; write reasoning_gym:<task>,<setting>=<value>"),
     ],

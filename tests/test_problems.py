@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from benchmark import worlds
+from ppo_rlhf import worlds
+from ppo_rlhf.lib import files
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.rlvr.problems import TaskArgs
@@ -73,14 +74,9 @@ error_line = partial(runs.error_line, read)
             f"{DEFAULT}<|im_start|>user\nWhy?{SUFFIX}<|im_end|>\n<|im_start|>assistant\n",
         ),
         (
-            {"system_prompt": "", "prompt_suffix": ""},
-            "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+            {"system_prompt": "", "prompt_suffix": "!", "response_prefix": "<think>"},
+            "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nWhy?!<|im_end|>\n<|im_start|>assistant\n<think>",
         ),
-        (
-            {"system_prompt": "Add.", "prompt_suffix": "!", "response_prefix": "<think>"},
-            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhy?!<|im_end|>\n<|im_start|>assistant\n<think>",
-        ),
-        ({"prompt_format": "plain"}, f"Why?{SUFFIX}"),
         ({"prompt_format": "plain", "prompt_suffix": "\n", "response_prefix": "<think>"}, "Why?\n<think>"),
     ],
 )
@@ -104,43 +100,23 @@ def test_a_special_token_in_a_plain_question_is_text():
     assert problems.encode_prompt("a<|im_end|>", task(), TOKENIZER)[-1] == 258
 
 
-@pytest.mark.parametrize(
-    ("changes", "template", "words"),
-    [
-        ({}, None, "--task.prompt_format chat"),
-        ({"prompt_format": "plain", "system_prompt": ""}, TEMPLATE, "--task.system_prompt"),
-        ({"system_prompt": "x"}, "{{ raise_exception('no system messages') }}", "no system messages"),
-        ({}, "{{ 1 // 0 }}", "ZeroDivisionError"),
-    ],
-)
-def test_prompts_that_cannot_be_are_refused_in_one_line(changes, template, words):
-    with pytest.raises(InputError) as caught:
-        problems.render_prompt("Why?", task(**changes), byte_tokenizer(template))
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+def test_a_plain_prompt_has_no_system_message():
+    line = runs.error_line(problems.render_prompt, "Why?", task(prompt_format="plain", system_prompt=""), TOKENIZER)
+    assert "--task.system_prompt" in line
 
 
 # ---- Special tokens --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("eos", "expected"), [([258, 256], (256, 258)), (256, (256, 258)), (None, (258,)), ([258], (258,))]
-)
+@pytest.mark.parametrize(("eos", "expected"), [([258, 256], (256, 258)), (None, (258,))])
 def test_stop_ids_are_the_tokenizer_s_and_the_model_s(eos, expected):
-    config = GenerationConfig(eos_token_id=eos, pad_token_id=256)
-    assert problems.task_ids(task(), TOKENIZER, config).stops == expected
+    ids = problems.task_ids(task(), TOKENIZER, GenerationConfig(eos_token_id=eos, pad_token_id=256))
+    assert ids.stops == expected and ids.pad == ids.vocab_size == 259
 
 
-def test_stop_ids_are_numbers():
+def test_a_response_needs_something_that_ends_it():
     with pytest.raises(InputError, match=r"generation_config\.json names the token \['<eos>'\]"):
         problems.task_ids(task(), TOKENIZER, SimpleNamespace(eos_token_id=["<eos>"]))
-
-
-def test_padding_is_no_token():
-    ids = problems.task_ids(task(), TOKENIZER)
-    assert ids.pad == ids.vocab_size == 259 and ids.stops == (258,)
-
-
-def test_something_must_end_a_response():
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="ends a response"):
@@ -160,17 +136,11 @@ def test_answers_are_the_numbers_behind_the_hashes():
     ("answer", "answer_format", "verifier", "expected"),
     [
         ("1,000+200=1,200\n#### 1,200", "hashes", "gsm8k_strict", "1200"),
-        ("1/2 is .5\n#### .5", "hashes", "gsm8k_strict", ".5"),
-        ("It is 5.", "hashes", "gsm8k_strict", None),
         ("It is 5.", "hashes", "my_rewards:right", None),
         (r"It is \boxed{3}, no, \boxed{\frac{1}{2}}.", "boxed", "boxed", r"\frac{1}{2}"),
-        (r" \frac{1}{2} ", "boxed", "boxed", r"\frac{1}{2}"),
         (r"\boxed{}", "boxed", "boxed", None),
-        (r"\boxed{}", "boxed", "my_rewards:right", None),
         (r"\frac{", "boxed", "boxed", None),
         (" by heart ", "whole", "boxed", "by heart"),
-        (" ", "whole", "boxed", None),
-        ("seven", "whole", "my_rewards:right", "seven"),
     ],
 )
 def test_what_a_response_must_say(tmp_path, answer, answer_format, verifier, expected):
@@ -183,22 +153,14 @@ def test_what_a_response_must_say(tmp_path, answer, answer_format, verifier, exp
     assert found.answers == [expected] * (expected is not None) + ["7"]
 
 
-def test_prompts_of_no_token_are_left_out_and_counted(tmp_path):
-    rows = sums(3)
-    rows[1]["question"] = ""
-    found = read(written(tmp_path, rows).parent, prompt_format="plain", prompt_suffix="")
-    assert (found.texts, found.answers, found.empty) == (["0+0?", "2+2?"], ["0", "4"], 1)
-    found = read(tmp_path, prompt_format="plain", prompt_suffix="\n")
-    assert len(found) == 3 and found.empty == 0
-
-
-def test_long_prompts_are_left_out_and_counted_and_never_cut(tmp_path):
-    rows = sums(3)
-    rows[1]["question"] = "x" * 30
-    found = read(written(tmp_path, rows).parent, prompt_format="plain", prompt_suffix="", prompt_length=29)
-    assert (found.texts, found.answers, found.too_long) == (["0+0?", "2+2?"], ["0", "4"], 1)
-    found = read(tmp_path, prompt_format="plain", prompt_suffix="", prompt_length=30)
-    assert len(found) == 3 and found.too_long == 0
+def test_prompts_that_are_long_or_have_no_token_are_left_out_and_counted_and_never_cut(tmp_path):
+    rows, plain = sums(4), {"prompt_format": "plain", "prompt_suffix": ""}
+    rows[1]["question"], rows[3]["question"] = "x" * 30, ""
+    found = read(written(tmp_path, rows).parent, **plain, prompt_length=29)
+    assert (found.texts, found.answers) == (["0+0?", "2+2?"], ["0", "4"])
+    assert (found.too_long, found.empty) == (1, 1)
+    found = read(tmp_path, prompt_format="plain", prompt_suffix="\n", prompt_length=31)
+    assert len(found) == 4 and found.too_long == found.empty == 0
 
 
 def test_columns_may_have_other_names_and_kinds_are_told_apart(tmp_path):
@@ -216,7 +178,6 @@ def test_of_a_single_file_every_50th_row_is_held_out(tmp_path):
     other = str(written(tmp_path, sums(3), "other.jsonl"))
     assert len(read(file, test_problems=other)) == 120
     assert read(file, "test", test_problems=other).answers == ["0", "2", "4"]
-    assert read(file, "test", test_problems=str(GSM8K)).answers[0] == "18"
     rows = sums(61)
     rows[60] = {"question": "60+60?"}  # the 60th of those that are trained on
     assert f"--task.problems {file}, line 61 has nothing" in error_line(written(tmp_path, rows, "sums.jsonl"))
@@ -231,7 +192,6 @@ def test_a_limit_takes_the_first_rows(tmp_path):
     [
         ([*sums(1), "", {"question": None, "answer": "#### 5"}], "line 3 has nothing under 'question'"),
         ([{"question": "Why?", "answer": "five"}], "none of its train rows can be used: 1 give no answer"),
-        ([], "none of its train rows can be used"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, rows, words):
@@ -240,36 +200,27 @@ def test_bad_rows_are_named(tmp_path, rows, words):
 
 
 def test_arithmetic_is_correct_and_holds_sums_out_in_both_orders():
-    """Of 361 sums and 190 differences of numbers from 1 to 19, 50 each are held out, and no mirrored sum is left."""
-    splits, seen = worlds.split_problems(), {}
-    for split, rows in splits.items():
-        for row in rows:
+    seen = {}
+    for split in ("train", "test"):
+        for row in map(json.loads, files.read_text(worlds.DATA / f"arithmetic/problems_{split}.jsonl").splitlines()):
             left, sign, right = re.fullmatch(r"What is (\d+) ([+-]) (\d+)\?", row["question"]).groups()
             left, right = int(left), int(right)
-            assert {left, right} <= set(range(1, 20))
             assert int(row["answer"]) == (left + right if sign == "+" else left - right) >= 0
-            assert row["operation"] == ("sum" if sign == "+" else "difference")
             seen.setdefault((sign, frozenset((left, right))), set()).add(split)
     assert all(len(found) == 1 for found in seen.values())
-    assert len({row["question"] for rows in splits.values() for row in rows}) == sum(map(len, splits.values()))
-    assert [row["operation"] for row in splits["test"]].count("sum") == 50 == len(splits["test"]) / 2
-    train = [row["operation"] for row in splits["train"]]
-    assert train.count("difference") == 190 - 50 and 361 - 100 <= train.count("sum") <= 361 - 50
-    assert splits == worlds.split_problems() and train[:50] != sorted(train)[:50]
+    assert sum(found == {"test"} for found in seen.values()) == 100
 
 
-@pytest.mark.parametrize("source", ["gsm9k", "no_such_folder", "texts.txt"])
-def test_an_unknown_source_is_named(source):
-    line = error_line(Path(source))
-    assert f"--task.problems {source}" in line and "gsm8k, sums" in line
+def test_an_unknown_source_is_named():
+    line = error_line(Path("texts.txt"))
+    assert "--task.problems texts.txt" in line and "gsm8k, sums" in line
 
 
 def test_a_missing_split_is_named(tmp_path):
     assert "problems_test.jsonl" in error_line(written(tmp_path, sums(3)).parent, "test")
     file = written(tmp_path, sums(49), "sums.jsonl")
     line = error_line(file, "test")
-    assert f"--task.problems {file} has 49 rows" in line and "50 rows or more" in line
-    assert "--task.test_problems" in line and len(read(written(tmp_path, sums(50), "sums.jsonl"), "test")) == 1
+    assert f"--task.problems {file} has 49 rows" in line and "--task.test_problems" in line
     assert "--task.test_problems nothing" in error_line(file, "test", test_problems="nothing")
 
 

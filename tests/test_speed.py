@@ -211,6 +211,7 @@ def test_tables_of_committed_results_follow_from_their_runs(file):
 
 def test_compiled_models_give_the_same_run(both, tiny_world, tiny_reward, tmp_path):
     words = [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), "--ppo.total_episodes", "16"]
+    words += ["--ppo.cliprange", "0.01"]  # that of `both`
     run = Whole(tmp_path / "run", str(Path(__file__).parent / "compiled_run.py"), [*words, "--compile"]).made()
     graphs = int((run.folder / "graphs").read_text())
     assert graphs >= 5  # context, token; policy, reference, reward model

@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 from test_problems import TEMPLATE, byte_tokenizer, task as of_chapter_3
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig, LlamaConfig
+from transformers import GenerationConfig
 
-from ppo_rlhf import sample, train_policy, train_reward
+from ppo_rlhf import sample, train_policy
 from ppo_rlhf.lib import chat_templates, classifiers, pretrained, reward_functions, rewards
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, policy as rlvr_policy, problems
@@ -60,42 +60,32 @@ def row_of(tokens: torch.Tensor) -> list[int]:
 # ---- Chats -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [train_policy, train_reward])
-def test_marks_of_a_chat_around_chapter_1_s_query_are_special_tokens(script):
+def test_marks_of_a_chat_around_chapter_1_s_query_are_special_tokens():
     """The recipe of docs/running.md: prefix and suffix are typed, so the names in them are tokens."""
-    chat = {"query_prefix": USER, "query_suffix": REPLY}
-    ids = script.task_ids(script.TaskArgs(**chat, query_length=4, truncate_text="<|im_end|>"), TOKENIZER)
-    contexts = script.add_affixes(torch.tensor([[104, 105, PAD, PAD]]), ids.prefix, ids.suffix)
+    task = train_policy.TaskArgs(query_prefix=USER, query_suffix=REPLY, query_length=4, truncate_text="<|im_end|>")
+    ids = train_policy.task_ids(task, TOKENIZER)
+    contexts = train_policy.add_affixes(torch.tensor([[104, 105, PAD, PAD]]), ids.prefix, ids.suffix)
     assert contexts.tolist() == [[*parsed(USER), 104, 105, PAD, PAD, *parsed(REPLY)]]
     assert END in parsed(REPLY) and contexts.shape[1] == ids.context_length
 
 
-def test_chapter_2_puts_a_post_into_the_user_s_turn(tmp_path):
+def test_chapter_2_puts_a_post_into_the_user_s_turn(tmp_path, monkeypatch):
     """A summary is a turn of its own, without a space; what people and functions read has no template."""
-    found, ids = queries_of_chapter_2(tmp_path, TOKENIZER, prompt_format="chat", system_prompt="Sum up.")
+    chat = {"prompt_format": "chat", "system_prompt": "Sum up."}
+    found, ids = queries_of_chapter_2(tmp_path, TOKENIZER, **chat)
     before, after = parsed(f"{SYSTEM}Sum up.<|im_end|>\n{USER}"), parsed(REPLY)
     assert row_of(found.queries) == [*before, *in_letters(IN_LETTERS), *after]
     assert row_of(found.references) == [*in_letters("It sleeps."), END]
     (row,) = posts.evaluation_rows(TOKENIZER, ids, found.queries, found.references, found.references)
     assert (row["query"], row["reference"]) == (IN_LETTERS, "It sleeps.")
-    length = len(before) + len(after) + len(in_letters(IN_LETTERS)) - 1
-    cut, _ = queries_of_chapter_2(
-        tmp_path, TOKENIZER, prompt_format="chat", system_prompt="Sum up.", query_length=length
-    )
-    assert row_of(cut.queries) == [*before, *in_letters(IN_LETTERS.replace("\nLine two<|im_end|>.", "")), *after]
-    plain = {"query_format": "plain", "query_length": len(parsed(f"{USER}{REPLY}")) + 26}
-    bare_template = byte_tokenizer(TEMPLATE.partition("{% endif %}")[2])
-    cut, _ = queries_of_chapter_2(tmp_path, bare_template, POST | {"post": "abc" * 9}, prompt_format="chat", **plain)
-    assert row_of(cut.queries) == [*parsed(USER), *in_letters("bc" + "abc" * 8), *parsed(REPLY)]
-
-
-def test_functions_of_chapter_2_read_the_post_alone(tmp_path, monkeypatch):
     read = []
     score = lambda queries, responses: read.append((queries, responses)) or [0.0] * len(responses)  # noqa: E731
     monkeypatch.setattr(reward_functions, "import_function", lambda *_: score)
-    found, ids = queries_of_chapter_2(tmp_path, with_first_token(), prompt_format="chat")
-    posts.text_scorer("m:f", "rewards.function", TOKENIZER, ids)(found.queries, found.references, found.references)
+    posts.text_scorer("m:f", "rewards.function", TOKENIZER, ids)(found.queries, found.references)
     assert read[-1] == ([IN_LETTERS], ["It sleeps."])
+    length = len(before) + len(after) + len(in_letters(IN_LETTERS)) - 1
+    cut, _ = queries_of_chapter_2(tmp_path, TOKENIZER, **chat, query_length=length)
+    assert row_of(cut.queries) == [*before, *in_letters(IN_LETTERS.replace("\nLine two<|im_end|>.", "")), *after]
 
 
 def test_variables_reach_the_template():
@@ -111,11 +101,9 @@ def test_variables_reach_the_template():
     ("changes", "template", "words"),
     [
         ({"system_prompt": "x"}, TEMPLATE, "--task.prompt_format chat"),
-        ({"template_options": "x=1"}, TEMPLATE, "--task.template_options is for a chat"),
         ({"prompt_format": "chat", "template_options": "think"}, THINKING, "'think' is not name=value"),
         ({"prompt_format": "chat", "template_options": "thin=1"}, THINKING, "--task.template_options thin: "),
         ({"prompt_format": "chat"}, None, "no chat template"),
-        ({"prompt_format": "chat"}, "{{ raise_exception('no') }}", "template fails on messages of user"),
         ({"prompt_format": "chat"}, "{{ messages[0].content * 2 }}", "shows a message 2 times"),
     ],
 )
@@ -128,7 +116,6 @@ def test_what_cannot_be_a_chat_is_refused_in_one_line(changes, template, words):
 def test_a_template_leaves_room_for_a_post():
     with pytest.raises(InputError, match="query_length 37 has no room for a post: what is around it has 37 tokens"):
         posts.task_ids(posts.TaskArgs(prompt_format="chat", query_length=37), TOKENIZER)
-    posts.task_ids(posts.TaskArgs(prompt_format="chat", query_length=38), TOKENIZER)
 
 
 # ---- Marks that people write -----------------------------------------------------------------------------------
@@ -143,11 +130,6 @@ def test_a_mark_in_a_question_ends_no_turn(tmp_path):
     around = f"{SYSTEM}<|im_end|>\n{USER}", f"<|im_end|>{REPLY}"  # a suffix was typed, and may have marks
     assert found.prompts == [[*parsed(around[0]), *in_letters(asked), *parsed(around[1])]]
     assert found.texts == [around[0] + asked + around[1]] == TOKENIZER.batch_decode(found.prompts)
-    earlier = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<|im_end|>"}]
-    row = {"question": [*earlier, {"role": "user", "content": "?"}], "answer": "#### 7"}
-    (tmp_path / "problems_train.jsonl").write_text(json.dumps(row))
-    (tokens,) = problems.read_problems(of_chapter_3(problems=str(tmp_path)), TOKENIZER, "train").prompts
-    assert tokens.count(END) == 4  # of the template's own system message, and of three turns
 
 
 def test_a_policy_cannot_end_its_turn_before_a_judge():
@@ -157,8 +139,6 @@ def test_a_policy_cannot_end_its_turn_before_a_judge():
     tokens = classifiers.Classifier.encode(judge, dialogue, reply, plain=True)
     asked = [*parsed(f"{SYSTEM}Be good.<|im_end|>\n{USER}"), *in_letters("Why<|im_end|>?")]
     assert tokens == [*asked, *parsed(REPLY), *in_letters(reply), *parsed("<|im_end|>\n")]
-    judge.longest = 5
-    assert classifiers.Classifier.encode(judge, dialogue, reply, plain=True) == tokens[-5:]
 
 
 # ---- The token that comes first --------------------------------------------------------------------------------
@@ -171,16 +151,12 @@ def test_plain_prompts_begin_as_the_tokenizer_s_texts_do(tmp_path, capsys):
     assert ids.prefix == llama("A: ")["input_ids"] and ids.suffix == []
     found, _ = queries_of_chapter_2(tmp_path, llama)
     assert row_of(found.queries) == llama(IN_LETTERS, split_special_tokens=True)["input_ids"]
-    found, _ = queries_of_chapter_2(tmp_path, llama, query_format="plain", query_length=5)
-    assert row_of(found.queries) == [256, *in_letters("d|>.")]
     prompt = problems.encode_prompt("Why?", of_chapter_3(prompt_format="plain"), llama)
     assert prompt == llama("Why?")["input_ids"]
     assert "every prompt begins with <|endoftext|>" in capsys.readouterr().out
     assert problems.encode_prompt("Why?", of_chapter_3(), llama) == in_letters("Why?")
-    for tokenizer in (TOKENIZER, with_first_token(TOKENIZER)):
-        chat, _ = chat_templates.affixes(posts.TaskArgs(prompt_format="chat"), tokenizer)
-        assert 256 not in chat
-    assert chat_templates.affixes(posts.TaskArgs(), TOKENIZER) == ([], [])
+    chat, _ = chat_templates.affixes(posts.TaskArgs(prompt_format="chat"), llama)
+    assert 256 not in chat
 
 
 # ---- What verifiers read ---------------------------------------------------------------------------------------
@@ -210,7 +186,6 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     ("changes", "question", "start"),
     [
         ({}, "Why? <think>", ""),
-        ({"prompt_format": "plain", "prompt_suffix": ""}, "Why?\n<think> ", "<think> "),
         ({"prompt_format": "plain", "prompt_suffix": "<think>", "response_prefix": "So"}, "Why?", "<think>So"),
         ({"prompt_format": "plain"}, "Why <think>?", ""),
     ],
@@ -237,52 +212,33 @@ def test_tags_that_are_special_tokens_reach_the_verifier():
 # ---- How a text ends -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def of_two_ends(tmp_path):
-    """A tokenizer as load_tokenizer reads it: its end is 258, and generation_config.json names 256 alone."""
+def test_a_saved_policy_says_how_it_was_sampled(tmp_path, tiny_models):
+    """Of chapter 1, and of the others: opened with the library, it samples as in training, and stops.
+
+    The tokenizer's end is 258, and generation_config.json names 256. An id outside the vocabulary means none to some
+    models, and the library doesn't save it.
+    """
     TOKENIZER.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    GenerationConfig(eos_token_id=256).save_pretrained(tmp_path)
+    tokenizer = pretrained.load_tokenizer(str(tmp_path))
+    assert posts.task_ids(posts.TaskArgs(), tokenizer).stops == (256, END)
+
+    model, args = tiny_models("llama", rows=300), train_policy.PRESETS["tales"]
     own = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.3}
-    GenerationConfig(eos_token_id=256, **own).save_pretrained(tmp_path)
-    return pretrained.load_tokenizer(str(tmp_path))
-
-
-def test_all_ends_count_where_the_end_of_text_does(of_two_ends):
-    assert posts.task_ids(posts.TaskArgs(), of_two_ends).stops == (256, END)
-
-
-def test_a_saved_policy_says_how_it_was_sampled(of_two_ends, tmp_path, tiny_models):
-    """Of chapter 1, and of the others: opened with the library, it samples as in training, and stops."""
-    model = tiny_models("llama", rows=300)
-    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
-    args = train_policy.PRESETS["tales"]
+    own |= {"eos_token_id": [256, -1], "pad_token_id": -1, "bos_token_id": PAD}
+    model.generation_config = GenerationConfig(**own)
+    assert pretrained.end_ids(tokenizer, model.generation_config) == (256, END)
     policy = train_policy.PolicyWithValueHead(model, PAD)
-    train_policy.save_policy(tmp_path / "chapter 1", policy, of_two_ends, args)
-    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    train_policy.save_policy(tmp_path / "chapter 1", policy, tokenizer, args)
+    model.generation_config = GenerationConfig(**own)
     info = {"base_model": "", "task": dataclasses.asdict(args.task)}
-    models.save_policy_and_critic(tmp_path, model, None, None, of_two_ends, info, trust_remote_code=False)
+    models.save_policy_and_critic(tmp_path, model, None, None, tokenizer, info, trust_remote_code=False)
     for folder in ("chapter 1", "policy"):
         saved = json.loads((tmp_path / folder / "generation_config.json").read_text())
         wanted = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "eos_token_id": [256, END]}
-        assert wanted.items() <= saved.items() and "repetition_penalty" not in saved
-
-
-def test_ids_outside_the_vocabulary_are_not_saved(of_two_ends, tmp_path, tiny_models):
-    """-1 means none to some models, and the library does not save it."""
-    model, args = tiny_models("llama", rows=300), train_policy.PRESETS["tales"]
-    model.generation_config = GenerationConfig(eos_token_id=[256, -1], pad_token_id=-1, bos_token_id=PAD)
-    assert pretrained.end_ids(of_two_ends, model.generation_config) == (256, END)
-    policy = train_policy.PolicyWithValueHead(model, PAD)
-    info = {"base_model": "", "task": dataclasses.asdict(args.task)}
-    train_policy.save_policy(tmp_path / "chapter 1", policy, of_two_ends, args)
-    model.generation_config = GenerationConfig(eos_token_id=[256, -1], pad_token_id=-1, bos_token_id=PAD)
-    models.save_policy_and_critic(tmp_path, model, None, None, of_two_ends, info, trust_remote_code=False)
-    for folder in ("chapter 1", "policy"):
-        saved = json.loads((tmp_path / folder / "generation_config.json").read_text())
-        assert saved["eos_token_id"] == [256, END] and not {"pad_token_id", "bos_token_id"} & saved.keys()
-    config = LlamaConfig(vocab_size=300, eos_token_id=2, pad_token_id=300, bos_token_id=-1)
-    pretrained.drop_outside_ids(config, 300)
-    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (2, None, None)
+        assert wanted.items() <= saved.items()
+        assert not {"repetition_penalty", "pad_token_id", "bos_token_id"} & saved.keys()
 
 
 def test_sampling_a_policy_of_chapter_2_shows_posts_without_their_template(tmp_path):

@@ -3,6 +3,7 @@
 A test that changes a run's folder works on a copy (`Whole.copy`).
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from processes import launch, launch_together
 from runs import only
 
@@ -63,7 +63,8 @@ def folder_made_once(factory: pytest.TempPathFactory) -> MadeOnce:
 
     def made_once(name: str, make: Callable[[Path], object]) -> Path:
         folder, complete = common / name, common / f"{name}.complete"
-        with FileLock(common / f"{name}.lock"):
+        with (common / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not complete.exists():
                 shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
                 folder.mkdir()
