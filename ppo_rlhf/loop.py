@@ -54,7 +54,7 @@ from ppo_rlhf.train_policy import (
     read_tokens,
 )
 
-Text = str | Sequence[int]  # a text, or its token ids
+Text = str | Sequence[int] | Tensor  # a text, or its token ids, which are taken as they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +246,7 @@ class PPO:
         Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
         don't fit the batch, or if the batch is older than the last step.
         """
+        scores = [float(score) for score in scores]
         self._check(batch, scores)
         args, rollout = self.args, batch.rollout
         of_episodes = torch.tensor(scores).to(rollout.logprobs)  # (batch,)
@@ -279,13 +280,13 @@ class PPO:
         self.steps += 1
         return metrics
 
-    def _check(self, batch: Batch, scores: Sequence[float]) -> None:
+    def _check(self, batch: Batch, scores: list[float]) -> None:
         count, problem = len(batch.responses), ""
         wrong = [score for score in scores if not abs(score) <= reward_functions.LARGEST_SCORE]
         if len(scores) != count:
             problem = f"there are {len(scores)} scores for {count} responses"
         elif wrong:
-            problem = f"score {list(scores).index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
+            problem = f"score {scores.index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
         elif batch.step != self.steps:
             problem = f"the batch is of step {batch.step}, but the policy has made {self.steps}; make it again"
         elif count % self.args.nminibatches:
@@ -349,10 +350,12 @@ class PPO:
         if isinstance(rows, str) or not len(rows):
             raise InputError(f"{what} must be a list with a text, or a list of token ids, for each episode")
         start = pretrained.start_of_plain(self.tokenizer) if what == "queries" else []
-        encoded = [
-            [*start, *self.tokenizer.encode(row, add_special_tokens=False)] if isinstance(row, str) else list(row)
-            for row in rows
-        ]
+        encoded = []
+        for row in rows:
+            if isinstance(row, str):
+                encoded.append([*start, *self.tokenizer.encode(row, add_special_tokens=False)])
+            else:
+                encoded.append(row.tolist() if isinstance(row, Tensor) else list(row))
         for number, row in enumerate(encoded, 1):
             if not row:
                 raise InputError(f"{what}: number {number} has no token")
