@@ -272,5 +272,6 @@ def test_weights_that_are_not_finite_are_never_saved(run):
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(accelerator, monkeypatch):
-    monkeypatch.setattr(run_module.time, "time", lambda: 1_000_000.5)
+    clock = SimpleNamespace(time=lambda: 1_000_000.5, monotonic=time.monotonic)
+    monkeypatch.setattr(run_module, "time", clock)
     assert [start(accelerator).folder.name[-7:] for _ in range(3)] == ["1000000", "1000001", "1000002"]
