@@ -9,6 +9,7 @@ Comments and docstrings are no tokens, so that nobody saves by deleting an expla
 lines. A run is counted by the functions of ppo_rlhf that it enters in other files than its own; give few episodes.
 """
 
+import importlib
 import io
 import runpy
 import subprocess
@@ -52,6 +53,8 @@ def print_outside(script: Path) -> None:
     def note(frame: FrameType, event: str, _: Any) -> None:
         entered.add(frame.f_code)
 
+    for library in ("torch", "transformers", "accelerate", "datasets", "torch.utils.tensorboard"):
+        importlib.import_module(library)  # once sys.setprofile looks on, this takes three times as long
     sys.setprofile(note)
     try:
         runpy.run_path(str(script), run_name="__main__")

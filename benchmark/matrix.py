@@ -9,7 +9,7 @@ same script, up to the first failure. Left out are tests that edit the code or l
 check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was put, a test file, its first test that failed, and how many did.
-Stopped and started again, it goes on with the mistakes that have no row.
+If it is started again, it goes on with the mistakes that have no row yet.
 """
 
 import csv
@@ -43,6 +43,8 @@ def failures(folder: Path, files: list[str], *options: str) -> list[tuple[str, s
         capture_output=True,
         text=True,
     )
+    if done.returncode not in (0, 1, 5):  # 5: the options leave no test of these files
+        raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stderr[-1000:]}")
     return FAILED.findall(done.stdout)
 
 

@@ -1,11 +1,10 @@
-"""What tests compare with: formulas as slow loops over what counts, and processes that are threads."""
+"""What tests of tensors share: numbers, masks with garbage beyond the end, and processes that are threads."""
 
 import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30)  # what a masked place may hold
@@ -67,78 +66,13 @@ def on_processes(count: int, function: Callable[[Process], object]) -> list:
         return list(pool.map(run, range(count)))
 
 
-# ---- Loops that never see what is beyond the end. lengths: how many tokens of each response count ----------------
-
-
 def states(length: int, width: int) -> int:
     """How many values of a response count: one more than tokens, where there is a column for it."""
     return length + 1 if length < width else width
 
 
-def slow_mask(lengths: list[int], width: int) -> torch.Tensor:
-    return torch.tensor([[t < length for t in range(width)] for length in lengths])
-
-
 def masks_of(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens and of the values."""
-    return slow_mask(lengths, width), slow_mask([states(length, width) for length in lengths], width)
-
-
-def entries(x, lengths: list[int]) -> list[float]:
-    return [float(x[i, t]) for i, length in enumerate(lengths) for t in range(length)]
-
-
-def slow_whiten(x, lengths: list[int], keep_mean: bool = False) -> np.ndarray:
-    found, whitened = entries(x, lengths), np.zeros(x.shape)
-    mean = math.fsum(found) / len(found)
-    deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in found) / len(found) + 1e-8)
-    for i, length in enumerate(lengths):
-        for t in range(length):
-            whitened[i, t] = (float(x[i, t]) - mean) / deviation + (mean if keep_mean else 0)
-    return whitened
-
-
-def slow_gae(rewards, values, lengths: list[int], gamma: float, lam: float) -> np.ndarray:
-    """The closed form on the states of each response: A_t = sum over k of (gamma lam)^k delta_{t+k}."""
-    advantages = np.zeros(values.shape)
-    for i, length in enumerate(lengths):
-        last = states(length, values.shape[1])
-        for t in range(last):
-            for k in range(last - t):
-                after = float(values[i, t + k + 1]) if t + k + 1 < last else 0.0
-                delta = float(rewards[i, t + k]) + gamma * after - float(values[i, t + k])
-                advantages[i, t] += (gamma * lam) ** k * delta
-    return advantages
-
-
-def slow_policy_loss(new, old, advantages, lengths, cliprange) -> tuple[float, float, float, np.ndarray]:
-    """Loss, clipped share, approxkl, and the gradient of the loss in the new log-probs."""
-    losses, clipped, squares, gradient = [], [], [], np.zeros(new.shape)
-    count = sum(lengths)
-    for i, length in enumerate(lengths):
-        for t in range(length):
-            difference, advantage = float(new[i, t]) - float(old[i, t]), float(advantages[i, t])
-            ratio = math.exp(difference)
-            free = -advantage * ratio
-            bound = -advantage * min(max(ratio, 1 - cliprange), 1 + cliprange)
-            losses.append(max(free, bound))
-            clipped.append(bound > free)
-            squares.append(difference**2)
-            gradient[i, t] = 0.0 if bound > free else -advantage * ratio / count
-    return np.mean(losses), np.mean(clipped), np.mean(squares) / 2, gradient
-
-
-def slow_value_loss(new, old, returns, lengths, cliprange) -> tuple[float, float, np.ndarray]:
-    """Loss, clipped share, and the gradient of the loss in the new values; lengths: of the states."""
-    losses, clipped, gradient = [], [], np.zeros(new.shape)
-    for i, length in enumerate(lengths):
-        for t in range(length):
-            value, before, target = float(new[i, t]), float(old[i, t]), float(returns[i, t])
-            free, bound = (
-                (value - target) ** 2,
-                (min(max(value, before - cliprange), before + cliprange) - target) ** 2,
-            )
-            losses.append(max(free, bound) / 2)
-            clipped.append(bound > free)
-            gradient[i, t] = 0.0 if bound > free else (value - target) / sum(lengths)
-    return np.mean(losses), np.mean(clipped), gradient
+    """Of the tokens and of the values. lengths: how many tokens of each response count."""
+    counted = (lengths, [states(length, width) for length in lengths])
+    tokens, values = (torch.arange(width) < torch.tensor(counts).unsqueeze(1) for counts in counted)
+    return tokens, values

@@ -156,17 +156,15 @@ class Launched:
         self.process = server.Process(target=_run, args=(str(SCRIPTS / script), list(arguments), *where, pictures))
         self.process.start()
 
-    def stdout(self) -> str:
-        """What it has printed so far."""
-        return Path(self._paths[0]).read_text(errors="replace") if Path(self._paths[0]).exists() else ""
-
     def wait(self, timeout: float = 300) -> Result:
         self.process.join(timeout)
-        if self.process.exitcode is None:
+        ended = self.process.exitcode is not None
+        if not ended:
             self.process.kill()
-            said = self.stdout()[-1000:] + Path(self._paths[1]).read_text(errors="replace")[-1000:]
-            raise TimeoutError(f"no end after {timeout} seconds; so far it said {said}")
         texts = [Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in self._paths]
+        if not ended:
+            said = "".join(text[-1000:] for text in texts)
+            raise TimeoutError(f"no end after {timeout} seconds; so far it said {said}")
         return Result(self.process.exitcode, *texts)
 
 
@@ -175,25 +173,17 @@ def launch(script: str | Path, *arguments: str, folder: Path, pictures: bool = F
     return Launched(script, *arguments, folder=folder, pictures=pictures, **environment).wait()
 
 
-def start_together(
+def launch_together(
     count: int, script: str | Path, *arguments: str, folder: Path, **environment: str
-) -> list[Launched]:
-    """Run a script as so many processes that find each other, with the environment that torchrun gives them."""
+) -> list[Result]:
+    """Run a script to its end as so many processes that find each other, with the environment of torchrun."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **environment}
-    return [
-        Launched(script, *arguments, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(count)
-    ]
-
-
-def launch_together(
-    count: int, script: str | Path, *arguments: str, folder: Path, **environment: str
-) -> list[Result]:
-    """Run a script as so many processes to their end."""
-    return [launched.wait() for launched in start_together(count, script, *arguments, folder=folder, **environment)]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    launched = [Launched(script, *arguments, folder=folder, **shared, **rank) for rank in ranks]
+    return [process.wait() for process in launched]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from benchmark import worlds
 from ppo_rlhf.lib import learning_curves
 from ppo_rlhf.lib.errors import InputError
 
+ROOT = Path(__file__).parent.parent
+
 TINY_WORLD = worlds.Tales(
     stories=300,
     width=16,

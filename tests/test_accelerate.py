@@ -3,18 +3,18 @@
 import datetime
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands import launch as launcher
 from accelerate.commands.config.config_args import load_config_from_file
 from processes import launch_together
+from runs import ROOT
 
 from ppo_rlhf.lib import processes
 from ppo_rlhf.lib.errors import InputError
 
-FOLDER = Path(__file__).parent.parent / "benchmark/accelerate"
+FOLDER = ROOT / "benchmark/accelerate"
 CONFIGS = {  # processes, nodes
     "one_gpu": (1, 1),
     "ddp": (8, 1),

@@ -3,11 +3,10 @@
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
+from runs import ROOT
 
-ROOT = Path(__file__).parent.parent
 ARCHIVE = json.loads((ROOT / "benchmark/results/archive.json").read_text())
 
 

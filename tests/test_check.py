@@ -15,11 +15,11 @@ import pytest
 import torch
 from mistakes import text_of
 from processes import ForkingPopen, Result, launch, read_by_nobody
+from runs import ROOT
 
 from ppo_rlhf.check import __main__ as command, cases, child, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/check.md").read_text()
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from processes import launch
-from refusals import Damage, edit, remove, write
+from refusals import Damage, edit, write
 from runs import error_line
 
 from benchmark.curves import compare
@@ -54,19 +53,18 @@ def test_two_published_implementations_agree(tmp_path, run):
     assert verdict.groupby("task")["metric"].nunique().to_dict() == {"sentiment": 17, "descriptiveness": 17}
 
 
-@pytest.mark.parametrize("metric", ["objective/kl", "ppo/loss/value"])
 @pytest.mark.parametrize("shift, judgement", [(-2.0, "outside"), (0.3, "inside")])
-def test_a_shifted_curve_does_not_agree(metric, shift, judgement):
+def test_a_shifted_curve_does_not_agree(shift, judgement):
     """shift: in the larger of the two published deviations."""
     curves, theirs = compare.published(DETAILS), compare.published(OPENAI)
     place = pd.MultiIndex.from_frame(curves[["task", "metric", "update"]])
     other = theirs.set_index(["task", "metric", "update"])["std"].reindex(place).to_numpy()
     std = np.fmax(curves["std"], other).ffill()
-    curves.loc[curves["metric"] == metric, "mean"] += shift * std
+    curves.loc[curves["metric"] == "objective/kl", "mean"] += shift * std
     verdict = compare.compare(curves, theirs, compare.METRICS)
     judged = verdict[verdict["verdict"] != "not judged"]
-    assert set(judged[judged["metric"] == metric]["verdict"]) == {judgement}
-    assert set(judged[judged["metric"] != metric]["verdict"]) == {"inside"}
+    assert set(judged[judged["metric"] == "objective/kl"]["verdict"]) == {judgement}
+    assert set(judged[judged["metric"] != "objective/kl"]["verdict"]) == {"inside"}
     assert ("are outside" in compare.summary(verdict)[-1]) == (judgement == "outside")
 
 
@@ -210,10 +208,6 @@ BAD = [  # what the line says, what is done to the folder of a run, and the two 
     ("other arguments than another seed of sentiment: exp_name", another(2, exp_name="no-kl"), "[ab]/*"),
     ("the seeds of sentiment differ in length", another(2, 22), "[ab]/*"),
     ("objective/kl of sentiment has gaps", write("metrics.csv", "step,objective/kl\n0,1\n1,\n"), "a/*"),
-    ("holds something that is not a number", write("metrics.csv", "step,objective/kl\n0,much\n"), "a/*"),
-    ("none of these runs is finished", edit("meta.json", "finished", to=False), "a/*"),
-    ("no run folder, no curves.csv and none of", remove("meta.json"), "nowhere/*"),
-    ("is not a table of curves: it has no column", write("../../table.csv", "a,b\n1,2\n"), "table.csv"),
     (
         "the two sides have no task and metric in common",
         edit("meta.json", "args", "preset", to="mine"),
@@ -227,8 +221,3 @@ BAD = [  # what the line says, what is done to the folder of a run, and the two 
 def test_bad_input(tmp_path, run, message, damage, ours, theirs):
     damage(write_run(tmp_path / "a", 1, line()))
     assert message in error_line(run, ours, theirs=theirs)
-
-
-def test_the_script_ends_with_status_2_and_one_line(tmp_path):
-    result = launch(Path(compare.__file__), "--ours", "nowhere/*", folder=tmp_path)
-    assert result.status == 2 and result.stderr.count("\n") == 1, result

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import random
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,17 +113,18 @@ def test_read_text_file(tmp_path, name, content, expected):
     assert list(text_sources.load_texts(str(path))) == expected
 
 
-@pytest.mark.parametrize("source", [".", "s.json"])
-def test_every_fiftieth_story_is_held_out(tmp_path, source):
+def splits_of(source: Path) -> list[list[str]]:
+    return [list(text_sources.load_texts(str(source), split)) for split in ("train", "test", "all")]
+
+
+def test_every_fiftieth_story_is_held_out(tmp_path):
+    """Of a file, and of a folder that has no texts of its own for tests."""
     stories = [f"story {number}" for number in range(120)]
-    write(tmp_path / "stories.txt", "\n".join(stories) + "\n")
-    write(tmp_path / "s.json", json.dumps(stories))
-    train, test, both = (
-        list(text_sources.load_texts(str(tmp_path / source), split)) for split in ("train", "test", "all")
-    )
-    assert test == ["story 49", "story 99"]
-    assert train == [story for story in stories if story not in ("story 49", "story 99")]
-    assert both == stories
+    file = write(tmp_path / "stories.txt", "\n".join(stories))
+    train = [story for story in stories if story not in ("story 49", "story 99")]
+    assert splits_of(file) == splits_of(tmp_path) == [train, ["story 49", "story 99"], stories]
+    write(tmp_path / "stories_test.txt", "one\ntwo\n")
+    assert splits_of(tmp_path) == [stories, ["one", "two"], [*stories, "one", "two"]]
 
 
 @pytest.mark.parametrize(
@@ -154,12 +156,21 @@ def connections(monkeypatch):
     return hosts
 
 
-def test_texts_that_the_hub_does_not_give(monkeypatch, connections):
+@pytest.mark.parametrize(
+    ("find", "name", "message"),
+    [
+        (text_sources.load_texts, "books", "--task.query_dataset books.*hub"),
+        (label_files.find_label_file, "sentiment/no.json", "--label_dataset sentiment/no.json.*hub"),
+        (label_files.find_label_file, "/no/such.json", "--label_dataset /no/such.json(?!.*hub)"),
+        (pretrained.load_tokenizer, "models/a-run/sft", "--base_model models/a-run/sft: no such folder(?!.*hub)"),
+    ],
+)
+def test_what_is_not_there_is_named_and_nobody_is_asked_for_it(monkeypatch, connections, find, name, message):
+    """The tests set HF_HUB_OFFLINE. Of a folder, nothing is said of the hub."""
     nowhere = hub.HubFiles(repository="nobody/no-such-texts", names=("none.txt",))
     monkeypatch.setitem(published_texts.HUB_FILES, "books", nowhere)
-    message = error_line(text_sources.load_texts, "books")
-    assert "--task.query_dataset books" in message
-    assert not connections  # the tests set HF_HUB_OFFLINE
+    more = ["dummy"] * (find is label_files.find_label_file)
+    assert re.match(message, error_line(find, name, *more)) and not connections
 
 
 def test_a_folder_may_have_an_at_sign_in_its_name(in_a_fresh_folder, tiny_tokenizer, tiny_models):
@@ -167,13 +178,6 @@ def test_a_folder_may_have_an_at_sign_in_its_name(in_a_fresh_folder, tiny_tokeni
     tiny_models("gpt2").save_pretrained("model@refs")
     tiny_tokenizer.save_pretrained("model@refs")
     assert len(pretrained.load_tokenizer("model@refs")) == len(tiny_tokenizer)
-
-
-@pytest.mark.parametrize("path", ["models/a-run/sft", "~/model", "model/"])
-def test_of_a_model_that_is_meant_to_be_a_folder_nothing_is_said_of_the_hub(connections, path):
-    message = error_line(pretrained.load_tokenizer, path)
-    assert message.startswith(f"--base_model {path}: no such folder; give the folder") and "hub" not in message
-    assert not connections
 
 
 # ---- Paths -----------------------------------------------------------------------------------------------------
@@ -244,15 +248,6 @@ def batch_texts(stream: QueryStream, size: int) -> list[str]:
     return as_texts(stream.next_batch(size, PAD))
 
 
-def test_a_folder_may_have_texts_of_its_own_for_tests(tmp_path):
-    write(tmp_path / "stories.txt", "\n".join(f"train {number}" for number in range(60)))
-    write(tmp_path / "stories_test.txt", "one\ntwo\n")
-    splits = {split: list(text_sources.load_texts(str(tmp_path), split)) for split in ("train", "test", "all")}
-    assert splits["test"] == ["one", "two"]
-    assert len(splits["train"]) == 60  # none of these is held out
-    assert splits["all"] == splits["train"] + splits["test"]
-
-
 def test_the_order_of_queries_depends_on_nothing_but_their_number(make_stream):
     texts = [f"t{number}" for number in range(30)]
     order = list(range(30))
@@ -288,23 +283,12 @@ def test_the_first_queries_are_no_more_than_there_are(make_stream):
     assert stream.position == position
 
 
-def test_unusable_texts_are_skipped_and_counted(make_stream, monkeypatch):
+def test_unusable_texts_are_skipped_and_counted(make_stream):
     texts = ["x.good one.", "no stop", "x.", "x.much too long."]
     stream = make_stream(texts, start_text=".", end_text=".", query_length=9)
     assert stream.position == 0
     assert sorted(batch_texts(stream, 4)) == ["good one.", "good one.", "x.", "x."]
     assert stream.position - 4 in (2, 3, 4)
-    monkeypatch.setattr(text_sources, "load_texts", lambda *_: ["", "ab", ""])
-    stream = make_stream([])
-    assert batch_texts(stream, 3) == ["ab"] * 3
-    assert stream.position - 3 >= 4
-
-
-def test_task_ids():
-    task = TaskArgs(query_length=6, query_prefix="ab", query_suffix="c", truncate_text=".")
-    ids = train_policy.task_ids(task, Letters())
-    assert (ids.pad, ids.eos, ids.stop) == (95, -1, 14)
-    assert (ids.prefix, ids.suffix, ids.context_length) == ([65, 66], [67], 9)
 
 
 def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny_tokenizer, tmp_path):
@@ -326,36 +310,31 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
     assert typed[0].context == [28, 23, 1, 2, 24, 25]
 
 
-def test_texts_are_decoded_without_padding():
-    assert posts.to_texts(Letters(), torch.tensor([[65, PAD, 66], [PAD, PAD, PAD]]), PAD) == ["ab", ""]
-
-
 # ---- Functions -------------------------------------------------------------------------------------------------
 
-CALLS = []
+
+def of_three(queries, responses, references):
+    return responses
 
 
-def remember(queries, responses, references):
-    CALLS.append((list(queries), list(responses), list(references)))
-    for given in (queries, responses, references):
-        given.clear()  # these lists are its own
-    return [1.0] * len(CALLS[-1][1])
+@pytest.mark.parametrize("with_references", [True, False])
+def test_a_scoring_function_sees_texts_up_to_their_end(monkeypatch, with_references):
+    seen = []
 
+    def remember(*texts):
+        seen.extend(map(list, texts))
+        for lists in texts:
+            lists.clear()  # they are its own
+        return [1.0, 2.0]
 
-def test_a_scoring_function_sees_texts_up_to_their_end(monkeypatch):
+    monkeypatch.setattr(reward_functions, "import_function", lambda *_: lambda q, r, a: remember(q, r, a))
     monkeypatch.setattr(Letters, "eos_token_id", 67, raising=False)
-    name = ("test_data:remember", "rewards.function", Letters(), PAD)
+    score = reward_functions.text_scorer("m:f", "f", Letters(), PAD, with_references=with_references)
     queries, responses = torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[66, 67, 68], [66, 68, PAD]])
-    references = torch.tensor([[66, 68], [PAD, PAD]])
-    score = reward_functions.text_scorer(*name, with_references=True)
-    assert score(queries, responses, references).tolist() == [1.0, 1.0]
-    assert CALLS[-1] == (["a", "ab"], ["b", "bd"], ["bd", ""])
-    reward_functions.text_scorer(*name)(queries, responses)
-    assert CALLS[-1] == (["a", "ab"], ["b", "bd"], [None, None])
-
-
-def two(queries, responses):
-    return [2.0] * len(responses)
+    references = [torch.tensor([[66, 68], [PAD, PAD]])] * with_references
+    assert score(queries, responses, *references).tolist() == [1.0, 2.0]
+    # After a trial with other texts.
+    assert seen[-3:] == [["a", "ab"], ["b", "bd"], ["bd", ""] if with_references else [None, None]]
 
 
 def wrapped(function):
@@ -370,12 +349,10 @@ def wrapped(function):
 @pytest.mark.parametrize(
     ("function", "positional", "by_name"),
     [
-        (wrapped(two), "qr", {}),
-        (functools.wraps(remember)(wrapped(remember)), "qra", {}),
+        (wrapped(of_three), "qr", {}),
+        (functools.wraps(of_three)(wrapped(of_three)), "qra", {}),
         (lambda q, r, /, *rest, **options: r, "qr", {}),
-        (lambda q, r, a, more=1: r, "qra", {}),
         # Names count more than places.
-        (lambda completions, ground_truth, **columns: completions, "ra", {}),
         (lambda completions, prompts, answer: prompts, "rqa", {}),
         (lambda completions, scale=1.0, answer=None: scale, "r", {"answer": "a"}),
         (lambda *texts, answers, **columns: answers, "", {"answers": "a"}),
@@ -391,11 +368,9 @@ def test_a_function_gets_what_its_parameters_are_named_after(function, positiona
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda completions, guess: 1.0, "missing a required argument: 'guess'"),
         (lambda texts: texts, "too many positional arguments"),
         (lambda q, r: [1.0], "returned 1 scores for 2 responses"),
         (lambda q, r: "12", "returned a str"),
-        (lambda q, r: [1.0, float("nan")], "returned nan for text 2"),
         (lambda q, r: [1e300, 1.0], "returned 1e+300 for text 1"),  # infinite in float32
     ],
 )
@@ -404,25 +379,3 @@ def test_what_a_function_does_wrong_is_said_in_one_line(function, words):
     said = error_line(reward_functions.scores_of, function, "--rewards.function m:f", *texts)
     assert said.startswith("--rewards.function m:f ") and words in said
     assert ("argument" in words) == all(name in said for name in reward_functions.NAMES)
-
-
-# ---- Labels ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "on_the_hub"), [("sentiment/no_such.json", True), ("/no/such.json", False)])
-def test_a_missing_label_file_is_named(connections, name, on_the_hub):
-    message = error_line(label_files.find_label_file, name, "dummy")
-    assert f"--label_dataset {name}" in message and ("hub" in message) == on_the_hub
-    assert not connections
-
-
-def test_a_world_says_which_labels_it_has(tmp_path):
-    there = [tmp_path / "labels" / name / "offline_5k.json" for name in ("sentiment", "descriptiveness")]
-    for path in there:
-        path.parent.mkdir(parents=True)
-        write(path, "[]")
-        write(path.with_suffix(".meta.json"), "{}")
-    message = error_line(label_files.find_label_file, "politeness/offline_5k.json", str(tmp_path))
-    assert "--label_dataset politeness/offline_5k.json" in message
-    assert message.endswith("has descriptiveness/offline_5k.json, sentiment/offline_5k.json")
-    assert label_files.find_label_file("sentiment/offline_5k.json", str(tmp_path)) == there[0]

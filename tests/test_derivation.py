@@ -5,10 +5,10 @@ import re
 import statistics
 from collections.abc import Callable
 from operator import itemgetter
-from pathlib import Path
 
 import pytest
 import torch
+from runs import ROOT
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib import traces
@@ -16,7 +16,6 @@ from ppo_rlhf.lib.files import read_json
 from ppo_rlhf.report import derivation
 from ppo_rlhf.rlvr import algebra
 
-ROOT = Path(__file__).parent.parent
 FILES = ("one_update", "tldr_policy_update", "rlvr_policy_update")
 RECORDED = {chapter: read_json(ROOT / f"benchmark/results/{name}.json") for chapter, name in enumerate(FILES, 1)}
 
@@ -150,24 +149,23 @@ def test_each_place_of_a_step_exists():
 def chapter_1() -> dict:
     """The recorded update of chapter 1 as a trace has it, with the moments of the whole batch."""
     told, settings = RECORDED[1], RECORDED[1]["settings"]
-    names = ("gamma", "lam", "cliprange", "cliprange_value", "vf_coef")
-    ppo = {"whiten_rewards": True} | {name: settings[name] for name in names}
-    logprobs, ref_logprobs, values = (double(told[name]) for name in ("logprobs", "ref_logprobs", "values"))
-    scores = torch.where(torch.tensor(told["stopped"]), double(told["raw_scores"]), settings["penalty_reward_value"])
-    rewards, _, _ = train_policy.compute_rewards(scores, logprobs, ref_logprobs, settings["kl_coef"])
+    logged, gamma, lam = told["train_policy"], settings["gamma"], settings["lam"]
+    rewards = double(logged["rewards"])
     whitened = train_policy.whiten(rewards, keep_mean=True)
-    advantages, _ = train_policy.compute_gae(whitened, values, settings["gamma"], settings["lam"])
+    advantages, _ = train_policy.compute_gae(whitened, double(told["values"]), gamma, lam)
     shared = {"kl_coef": settings["kl_coef"], **dict.fromkeys(("tokens", "values"), rewards.numel())}
     for name, x in (("reward", rewards), ("advantage", advantages)):
         shared |= {f"{name}_mean": x.mean().item(), f"{name}_deviation": (x.var(correction=0) + 1e-8).sqrt().item()}
     episodes = []
-    for i, score in enumerate(scores.tolist()):
+    for i, stopped in enumerate(told["stopped"]):
         tokens = {name: told[name][i] for name in ("logprobs", "ref_logprobs", "values")}
-        tokens["rewards"] = told["train_policy"]["rewards"][i]
+        tokens["rewards"] = logged["rewards"][i]
         epochs = {name: [epoch[name][i] for epoch in told["epochs"]] for name in ("new_logprobs", "new_values")}
+        score = told["raw_scores"][i] if stopped else settings["penalty_reward_value"]
         parts = {"tokens": tokens, "epochs": epochs, "statistics": shared, "numbers": {"scores": score}}
         episodes.append({"places": list(range(len(tokens["values"]))), **parts})
-    return {"script": "train_policy", "args": {"ppo": ppo}, "episodes": episodes, "logged": told["train_policy"]}
+    args = {"ppo": {"whiten_rewards": True, **settings}}
+    return {"script": "train_policy", "args": args, "episodes": episodes, "logged": logged}
 
 
 @pytest.mark.parametrize("chapter", [1, 2, 3])
@@ -188,24 +186,24 @@ def test_the_recorded_runs_computed_the_same(chapter):
                 compared += 1
     assert compared >= 48
 
-    tokens = [[of_token for found in epoch for of_token in found] for epoch in epochs]
+    def total(flag: str, number: Callable[[dict], float]) -> float:
+        """The sum over the tokens with a flag, averaged over the epochs."""
+        return math.fsum(number(x) for epoch in epochs for row in epoch for x in row if x[flag]) / len(epochs)
 
-    def mean(flag: str, number: Callable[[dict], float], total: bool = False) -> float:
-        """Of the epochs: sums, or means over the tokens with a flag."""
-        of_epochs = [[number(of_token) for of_token in epoch if of_token[flag]] for epoch in tokens]
-        return statistics.fmean(sum(row) if total else statistics.fmean(row) for row in of_epochs)
+    def mean(flag: str, number: Callable[[dict], float]) -> float:
+        return total(flag, number) / total(flag, lambda x: 1)
 
     found = {
-        "loss/policy": mean("learns", itemgetter("share"), total=True),
+        "loss/policy": total("learns", itemgetter("share")),
         "policy/clipfrac": mean("learns", lambda x: x["clipped"] > x["unclipped"]),
         "val/ratio": mean("learns", itemgetter("ratio")),
-        "objective/kl": mean("learns", itemgetter("kl"), total=True) / len(episodes),
+        "objective/kl": total("learns", itemgetter("kl")) / len(episodes),
         "objective/scores": statistics.fmean(one[0]["score"] for one in epochs[0]),
     }
     if chapter == 1:
         found["returns/mean"] = mean("valued", itemgetter("returns"))
     if chapter < 3:
-        found["loss/value"] = mean("value_learns", itemgetter("value_share"), total=True)
+        found["loss/value"] = total("value_learns", itemgetter("value_share"))
         found["val/clipfrac"] = mean("value_learns", lambda x: x["value_clipped"] > x["value_free"])
     for name, value in found.items():
         ours = {f"ppo/{name}", f"{name}_avg", name.replace("scores", "score"), name} & told["logged"].keys()

@@ -16,7 +16,7 @@ from ppo_rlhf import sample, train_both
 from ppo_rlhf.tldr.models import load_reward_model
 
 
-def test_a_run_leaves_what_the_readme_says(both) -> None:
+def test_a_run_leaves_what_the_readme_says(both):
     for kind, steps in (("reward", 5), ("policy", 4)):
         run = both.run(f"train_{kind}")
         meta = meta_of(run)
@@ -34,7 +34,7 @@ def test_a_run_leaves_what_the_readme_says(both) -> None:
     assert "wall_time" in meta and meta["versions"]["torch"] == torch.__version__
 
 
-def test_the_policy_opens_as_an_ordinary_language_model(both, tiny_world: Path) -> None:
+def test_the_policy_opens_as_an_ordinary_language_model(both, tiny_world: Path):
     folder = both.model("policy")
     before = AutoModelForCausalLM.from_pretrained(tiny_world / "model")
     after = AutoModelForCausalLM.from_pretrained(folder)
@@ -49,7 +49,7 @@ def test_the_policy_opens_as_an_ordinary_language_model(both, tiny_world: Path) 
     assert json.loads((folder / "ppo_rlhf.json").read_text())["reward_model"].startswith("models/train_reward__")
 
 
-def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both) -> None:
+def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both):
     folder = both.model("reward")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = ["Mara found a bell.", "All night there was joy and luck near the mill."]
@@ -61,7 +61,7 @@ def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both) -> No
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
 
 
-def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world: Path) -> None:
+def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world: Path):
     """Each once, although it asks for more than there are. Of a single one the scores have no deviation."""
     stories = (tiny_world / "stories.txt").read_text().splitlines()
     rows = rows_of(both.run("train_policy") / "comparison.jsonl")
@@ -76,7 +76,7 @@ def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world: Path)
     assert "On 1 held-out query, PPO took its score" in of_one and "standard deviations" not in of_one
 
 
-def test_torchrun_with_two_processes_gives_the_run_of_one(both, both_on_two) -> None:
+def test_torchrun_with_two_processes_gives_the_run_of_one(both, both_on_two):
     """test_invariance.py has the ways to divide a batch."""
     for kind in ("reward", "policy"):
         one, two = both.run(f"train_{kind}"), both_on_two.run(f"train_{kind}")
@@ -98,7 +98,7 @@ def length(queries, responses):
 """
 
 
-def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tiny_models, tmp_path: Path) -> None:
+def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tiny_models, tmp_path: Path):
     """Although it changes the current folder once the run has begun, the run is in one place.
 
     The base model is one with rotary positions, in bfloat16.
@@ -123,7 +123,7 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tiny_m
     assert only(tmp_path, "models/*/policy/model.safetensors")
 
 
-def test_sample_prints_and_writes_a_comparison(both, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_sample_prints_and_writes_a_comparison(both, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(both.folder)
     policy, file = str(both.model("policy")), tmp_path / "rows.jsonl"
     rows = sample.sample(sample.Args(policy=policy, n=3, out=str(file)))
@@ -147,7 +147,7 @@ def test_sample_without_the_reward_model_and_of_any_model(both, tiny_world: Path
     assert [row["policy"] for row in rows] == [row["base"] for row in without] and not any(row["kl"] for row in rows)
 
 
-def test_sample_calls_a_users_monitor_by_its_name(both, tmp_path: Path, monkeypatch) -> None:
+def test_sample_calls_a_users_monitor_by_its_name(both, tmp_path: Path, monkeypatch):
     copy = both.copy(tmp_path / "copy")
     (copy.folder / "my_rewards.py").write_text("def words(queries, responses):\n    return [2.0] * len(responses)\n")
     monkeypatch.chdir(copy.folder)
@@ -161,7 +161,7 @@ def test_sample_calls_a_users_monitor_by_its_name(both, tmp_path: Path, monkeypa
     assert "The function words, which PPO never saw, went from +2.00 to +2.00." in train_both.summary(rows, *metas)
 
 
-def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path) -> None:
+def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path):
     sizes = "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.whiten_groups 2 --ppo.noptepochs 1 --save_interval 1"
     function = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --rewards.normalize_samples 16"
     function += " --ppo.lr 1000"

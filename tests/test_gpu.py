@@ -10,10 +10,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from processes import Launched
+from runs import ROOT
 
 from benchmark.cost import gpu
 
-ROOT = Path(__file__).parent.parent
 PEER = "/nowhere/bin/python"  # an interpreter that does not exist
 
 

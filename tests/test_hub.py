@@ -16,7 +16,7 @@ import pytest
 import torch
 from runs import error_line
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from test_problems import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.interoperability import hub_check
@@ -25,6 +25,7 @@ from ppo_rlhf.lib import label_files, pretrained, text_sources
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import all as tldr_all, posts
 
+CHAPTER_2 = tldr_all.PRESETS["tldr"]
 LABELS = {
     "sentiment": ("sentiment/offline_5k", 64, 24),
     "descriptiveness": ("descriptiveness/offline_5k", 64, 24),
@@ -116,7 +117,7 @@ def write_data_sets(cache: Path) -> None:
 
 
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_ctx": 64,
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 259, "n_positions": 64, "n_ctx": 64,
     "n_embd": 16, "n_layer": 1, "n_head": 2, "activation_function": "gelu_new", "bos_token_id": 256,
     "eos_token_id": 256, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
 }  # fmt: skip
@@ -158,12 +159,7 @@ def write_model(cache: Path, typed: str) -> list[float]:
         save_file(state, folder / "model.safetensors", {"format": "pt"})
     write_json(folder / "config.json", config)
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*letters, "<|endoftext|>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
     if config is NEOX:
         settings = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPTNeoXTokenizer", "model_max_length": 2048}
         write_json(folder / "tokenizer_config.json", settings)
@@ -223,20 +219,14 @@ def test_labels_and_queries_of_chapter_1(name):
     tokenizer = pretrained.load_tokenizer(preset.base_model)
     labels = label_files.read_labels(preset.reward.label_dataset, preset.task, tokenizer)
     assert labels.queries.shape == (2, query_length) and labels.samples.shape == (2, 4, response_length)
-    assert labels.targets.tolist() == [3, 0] and labels.queries[0, :3].tolist() == [1, 2, 257]
+    assert labels.targets.tolist() == [3, 0] and labels.queries[0, :3].tolist() == [1, 2, 259]
     queries = train_policy.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
     for query in posts.to_texts(tokenizer, queries, len(tokenizer)):
         assert query.endswith((", he said.", "\n\n", "Two", "caf\u00e9", "!"))
 
 
-@pytest.fixture
-def of_chapter_2():
-    preset = tldr_all.PRESETS["tldr"]
-    return preset.task, pretrained.load_tokenizer(preset.base_model)
-
-
-def test_posts(of_chapter_2):
-    task, tokenizer = of_chapter_2
+def test_posts():
+    task, tokenizer = CHAPTER_2.task, pretrained.load_tokenizer(CHAPTER_2.base_model)
     for split, title in (("train", "train"), ("validation", "valid"), ("test", "test")):
         found = posts.read_posts(task, tokenizer, split)
         query = f"SUBREDDIT: r/cats\n\nTITLE: A {title} cat\n\nPOST: It slept.\nIt ate.\n\nTL;DR:"
@@ -255,8 +245,8 @@ CAT = "SUBREDDIT: r/cats\n\nTITLE: A cat\n\nPOST: It slept.\n\nTL;DR:"
         ("validation", True, ["Article:\nRain fell.\n\nTL;DR:", " Rain.", " Sun."], "None"),
     ],
 )
-def test_comparisons(split, articles, texts, confidence, of_chapter_2):
-    task, tokenizer = of_chapter_2
+def test_comparisons(split, articles, texts, confidence):
+    task, tokenizer = CHAPTER_2.task, pretrained.load_tokenizer(CHAPTER_2.base_model)
     found = posts.read_comparisons(task, tokenizer, split, articles=articles)
     columns = (
         posts.to_texts(tokenizer, rows, len(tokenizer)) for rows in (found.queries, found.chosen, found.rejected)
@@ -310,15 +300,12 @@ class Hub:
 
 
 def test_hub_check_finds_what_is_missing(cache, tmp_path, monkeypatch, capsys):
+    """Three of 19: a file, the weights of a model, and a key of a row."""
     hub = Hub()
     hub.cache = Path(shutil.copytree(cache, tmp_path / "hub"))
     for name in ("HfApi", "HfFileSystem"):
         monkeypatch.setattr(hub_check, name, lambda: hub)
-    assert "this needs a network" in error_line(hub_check.main, hub_check.Args())
     monkeypatch.setattr(hub_check, "hub_is_reachable", lambda: True)
-    with pytest.raises(SystemExit, match="0"):
-        hub_check.main(hub_check.Args())
-    assert capsys.readouterr().out.splitlines()[-1] == "all 19 are there"
     (folder_of(hub.cache, "ccdv/cnn_dailymail") / "dailymail_stories.tgz").unlink()
     (folder_of(hub.cache, "EleutherAI/pythia-1b-deduped", kind="models") / "model.safetensors").unlink()
     rows = folder_of(hub.cache, "vwxyzjn/lm-human-preferences") / "tldr/valid-subset.json"

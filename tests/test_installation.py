@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from runs import ROOT
 from test_house import needs
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONSTRAINTS = ROOT / ".ci/constraints.py"
 
@@ -42,13 +42,13 @@ def declared(extras: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", EXTRAS)
-def test_every_library_that_is_imported_is_declared(folder: str) -> None:
+def test_every_library_that_is_imported_is_declared(folder: str):
     own = {"ppo_rlhf", "benchmark", "tests"}
     used = {canonicalize_name(OTHER_NAMES.get(name, name)) for name in imported(ROOT / folder) - own - ELSEWHERE}
     assert "torch" in used and used - declared(EXTRAS[folder]) == set()
 
 
-def test_what_is_declared_is_imported() -> None:
+def test_what_is_declared_is_imported():
     """Apart from the tools that are commands, tensorboard, which torch imports, and trackio, a name of a tracker."""
     used = {name for folder in EXTRAS for name in imported(ROOT / folder)}
     everything = declared(list(PROJECT["optional-dependencies"]))
@@ -56,7 +56,7 @@ def test_what_is_declared_is_imported() -> None:
     assert everything - {canonicalize_name(OTHER_NAMES.get(name, name)) for name in used} - tools == set()
 
 
-def test_constraints_leave_to_torch_what_torch_pins(capsys: pytest.CaptureFixture) -> None:
+def test_constraints_leave_to_torch_what_torch_pins(capsys: pytest.CaptureFixture):
     """Two versions of a CUDA package, with overlapping markers, once made the project impossible to install."""
     runpy.run_path(str(CONSTRAINTS))
     lines = [Requirement(line) for line in capsys.readouterr().out.splitlines()]
@@ -73,13 +73,13 @@ Version = namedtuple("Version", "major minor micro")
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 15)])
-def test_another_python_is_refused_in_one_line(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_python_is_refused_in_one_line(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "version_info", Version(*version, 0))
     with pytest.raises(SystemExit, match=r"this is Python 3\.\d+; ppo_rlhf needs 3.11 to 3.14: .*PYTHON=python3.13"):
         runpy.run_path(str(CONSTRAINTS))
 
 
-def test_no_page_or_message_installs_the_package_by_its_name() -> None:
+def test_no_page_or_message_installs_the_package_by_its_name():
     """The name is not on the index, so another package could answer to it. An extra that is named exists."""
     patterns = ("ppo_rlhf/**/*.py", "docs/**/*.md", "benchmark/**/*.md", "README.md")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]

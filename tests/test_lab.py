@@ -154,17 +154,3 @@ def test_finished_runs_are_not_run_again(tmp_path, capsys):
     assert not list((tmp_path / "runs").glob("*/*/log.txt"))
     with pytest.raises(InputError, match="another command's run"):
         lab.run(dataclasses.replace(TOY, common="--preset sums --ppo.lam 1"), args)
-
-
-def test_bad_input_ends_in_one_line(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for words, message in {
-        "report --folder nowhere": "nowhere holds no finished run",
-        "draw --output nowhere": "nowhere/runs.csv cannot be read",
-        "run --only ppo": "--only ppo: there are 10, 20",
-    }.items():
-        monkeypatch.setattr("sys.argv", ["toy.py", *words.split()])
-        with pytest.raises(SystemExit) as ended:
-            lab.main(TOY, "Toys.")
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and message in said and said.count("\n") == 1

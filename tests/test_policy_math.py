@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from oracles import gradients, numbers
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
@@ -57,72 +56,36 @@ def tiny_policy(tiny_models, architecture: str = "gpt2") -> PolicyWithValueHead:
 # ---- Functions -------------------------------------------------------------------------------------------------
 
 
-@given(horizon=st.integers(1, 10**18), episodes=st.integers(1, 10**19))
-@settings(deadline=None)
-def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(horizon, episodes):
-    """And the least one that will do is offered."""
+@pytest.mark.parametrize("least", [2, 101, 10**18 + 3])
+def test_a_horizon_with_which_the_coefficient_could_fall_to_0_is_refused(least):
+    """And the least one that will do is offered. The least factor of an update is 1 - episodes / (5 * horizon)."""
 
     def check(horizon: int) -> None:
-        command_line.check_controller(command_line.AdaptiveKLArgs(target=6.0, horizon=horizon), episodes)
+        command_line.check_controller(command_line.AdaptiveKLArgs(target=6.0, horizon=horizon), 5 * (least - 1))
 
-    try:
-        check(horizon)
-    except InputError as refused:
-        offer = int(str(refused).split("--rewards.adaptive_kl.horizon ")[2].split()[0])
-        assert offer > horizon
-        check(offer)
-        with pytest.raises(InputError):
-            check(offer - 1)
-    else:
-        assert 5 * horizon > episodes  # the least factor of an update is 1 - episodes / (5 * horizon)
+    check(least)
+    with pytest.raises(InputError, match=f" --rewards.adaptive_kl.horizon {least} "):
+        check(least - 1)
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------
 
 
-def make_rollout(episodes: int) -> Rollout:
-    """Random episodes with padding in the queries, and log-probs near those that a flat policy would have."""
-    query_responses = token_ids(0, episodes, QUERY + RESPONSE)
-    query_responses[::3, 2:4] = PAD
-    query_responses[1::3, 4:QUERY] = PAD
-    logprobs, values, rewards = (numbers(seed, episodes, RESPONSE).float() for seed in (1, 2, 3))
-    return Rollout(context_responses=query_responses, logprobs=0.5 * logprobs - 3, values=values, rewards=rewards)
-
-
 def test_gradients_of_a_step_are_gone_in_the_next_pass(tiny_models):
     policy, held = tiny_policy(tiny_models), []
+    zeros = dict.fromkeys(("logprobs", "values", "rewards"), torch.zeros(8, RESPONSE))
+    rollout = Rollout(context_responses=token_ids(0, 8, QUERY + RESPONSE), **zeros)
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-3)
     policy.register_forward_pre_hook(lambda *_: held.append(sum(p.grad is not None for p in policy.parameters())))
     permutations = draw_permutations(1, 0, 2, range(2), 4)
-    ppo_update(policy, optimizer, make_rollout(8), permutations, PpoArgs(noptepochs=2), PAD, TEMPERATURE)
+    ppo_update(policy, optimizer, rollout, permutations, PpoArgs(noptepochs=2), PAD, TEMPERATURE)
     assert held == [0, 0]
-
-
-def test_micro_batches_give_the_same_weights_and_metrics(tiny_models):
-    """Also those of 3 and 1 rows, of which the last is smaller."""
-    rollout, permutations = make_rollout(8), draw_permutations(1, 0, 4, range(1), 8)
-
-    def updated(micro_batch: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        policy = tiny_policy(tiny_models)
-        optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-3)
-        ppo = PpoArgs(whiten_groups=1, local_micro_batch_size=micro_batch)
-        metrics = ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, TEMPERATURE)
-        return torch.nn.utils.parameters_to_vector(policy.parameters()).detach(), metrics
-
-    weights, metrics = updated(8)
-    for micro_batch in (3, 1):
-        found_weights, found_metrics = updated(micro_batch)
-        assert_close(found_weights, weights, atol=1e-6, rtol=0)
-        assert_close(found_metrics, metrics, atol=1e-5, rtol=1e-5)
-    start = torch.nn.utils.parameters_to_vector(tiny_policy(tiny_models).parameters())
-    assert (weights - start).abs().max() > 1e-3
 
 
 def test_permutations_visit_each_episode_once_and_belong_to_the_group():
     permutations = draw_permutations(1, 0, 3, range(4), 16)
-    assert permutations.shape == (3, 4, 16)
-    assert all(sorted(order.tolist()) == list(range(16)) for order in permutations.flatten(0, 1))
-    assert len({tuple(order.tolist()) for order in permutations.flatten(0, 1)}) == 12
+    orders = permutations.view(12, 16)
+    assert (orders.sort(1).values == torch.arange(16)).all() and len(orders.unique(dim=0)) == 12
     assert torch.equal(draw_permutations(1, 0, 3, range(2, 4), 16), permutations[:, 2:])
 
 
@@ -172,8 +135,8 @@ def test_what_padding_holds_does_not_matter(tiny_models, architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_of_padding_give_no_nan(tiny_models, architecture):
     policy = tiny_policy(tiny_models, architecture)
-    tokens = torch.cat([padded_at([0, 1]), torch.full((1, QUERY + RESPONSE), PAD)])
-    tokens[0, : QUERY - 1] = PAD
+    tokens = torch.full((2, QUERY + RESPONSE), PAD)
+    tokens[0, QUERY - 1 :] = 1
     outputs = policy(tokens, PAD, QUERY, TEMPERATURE)
     sum(output.sum() for output in outputs).backward()
     sampled = generate(policy.lm_backbone, tokens, uniform(2, 3), PAD, VOCAB, TEMPERATURE)
@@ -209,10 +172,9 @@ def test_dropout_and_gelu_change_where_a_model_is_loaded_and_not_where_it_is_sav
         assert settings == [0.25, 0.0, "gelu_new"]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_embedding_of_a_padding_token_learns(tiny_models, tmp_path, architecture):
+def test_the_embedding_of_a_padding_token_learns(tiny_models, tmp_path):
     """The library would leave it out of the gradient. What is saved names it as before."""
-    model, token = tiny_models(architecture), UNPADDED[0, 1].item()
+    model, token = tiny_models("llama"), UNPADDED[0, 1].item()
     model.config.pad_token_id = model.generation_config.pad_token_id = token
     model.save_pretrained(tmp_path / "base")
     loaded = load_pretrained(str(tmp_path / "base"), torch.float64)
@@ -224,16 +186,16 @@ def test_the_embedding_of_a_padding_token_learns(tiny_models, tmp_path, architec
     assert config_of(tmp_path / "saved")["pad_token_id"] == generation["pad_token_id"] == token
 
 
-ODD_SETTINGS = [
-    {"output_attentions": True, "output_hidden_states": True},
-    {"return_dict": False},
-    {"_attn_implementation": "flex_attention"},  # which would end the interpreter on a CPU
-    {"pad_token_id": VOCAB},  # beyond the embedding
-    {"pad_token_id": -1},
-]
-
-
-@pytest.mark.parametrize("settings", ODD_SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"output_hidden_states": True, "return_dict": False},
+        {"_attn_implementation": "flex_attention"},  # which would end the interpreter on a CPU
+        {"pad_token_id": VOCAB},  # beyond the embedding
+        {"pad_token_id": -1},
+    ],
+    ids=str,
+)
 def test_odd_settings_of_a_base_model_do_not_keep_it_from_training(tiny_models, tmp_path, settings):
     model, found = tiny_models("llama"), []
     for name, of_config in (("plain", {}), ("odd", settings)):
@@ -289,7 +251,6 @@ SUPPORTED = {
     "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16},
     "falcon": {},
     "mistral": HEADS | {"sliding_window": 11},
-    "mixtral": HEADS | {"num_local_experts": 2},
     "gemma2": GEMMA2,
     "lfm2": HEADS,
 }
@@ -319,8 +280,6 @@ def test_soft_capped_models_have_the_librarys_logprobs(tmp_path):
         expected = (logits / TEMPERATURE).log_softmax(2).gather(2, responses.unsqueeze(2)).squeeze(2)
         assert_close(sampled, expected, atol=1e-5, rtol=0)
         assert_close(read, expected, atol=1e-5, rtol=0)
-    loaded.save_pretrained(tmp_path / "again")
-    assert config_of(tmp_path / "again").items() >= {k: v for k, v in GEMMA2.items() if "softcapping" in k}.items()
 
 
 def test_a_model_of_pictures_and_texts_is_refused(tmp_path):
@@ -332,10 +291,10 @@ def test_a_model_of_pictures_and_texts_is_refused(tmp_path):
 @pytest.mark.parametrize("spread", [1e-3, 1e3])
 def test_logits_are_the_same_to_a_thousandth_of_their_spread(spread):
     logits, noise = spread * numbers(0, 1, 5, 50_000), spread * numbers(1, 1, 5, 50_000)
-    one_position = torch.arange(5).eq(3).view(1, 5, 1)
     assert same_logits(logits + 5e-4 * noise, logits)
-    assert not same_logits(logits + 2e-3 * noise * one_position, logits)
-    assert not same_logits(logits.masked_fill(one_position, math.nan), logits)
+    for wrong in (2e-3 * spread, math.nan):
+        noise[0, 3] = wrong
+        assert not same_logits(logits + noise * torch.eye(5)[3].view(1, 5, 1), logits)
 
 
 # ---- Sampling --------------------------------------------------------------------------------------------------
@@ -365,9 +324,8 @@ def test_sampler_agrees_with_the_forward_pass_whatever_the_padding(tiny_models, 
 def test_eos_does_not_end_a_response(tiny_models):
     model, eos = tiny_models("gpt2"), VOCAB - 1
     prefer(model, eos)
-    contexts = token_ids(0, 50, 3).int()
-    responses, _, _ = generate(model, contexts, uniform(50, 7), PAD, VOCAB, 1.0)
-    assert responses.tolist() == [[eos] * 7] * 50 and responses.dtype == torch.int32
+    responses, _, _ = generate(model, token_ids(0, 2, 3), uniform(2, 7), PAD, VOCAB, 1.0)
+    assert responses.tolist() == [[eos] * 7] * 2
 
 
 @pytest.mark.parametrize("sample", [generate, partial(tldr_responses.generate_until, stop_ids=())])

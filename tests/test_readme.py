@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from runs import explained_metrics
+from runs import ROOT, explained_metrics
 
 from benchmark import lab
 from ppo_rlhf import train_both, train_policy
 from ppo_rlhf.lib import command_line
 from ppo_rlhf.lib.files import flatten
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmark/**/*.md"))]
 TEXTS = {page: page.read_text() for page in PAGES}
 README, CHAPTER1 = TEXTS[ROOT / "README.md"], TEXTS[ROOT / "docs/chapter1.md"]

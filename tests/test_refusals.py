@@ -392,20 +392,20 @@ def check_refused(row: Row, folder: Path, run: Callable[[Row, Path], Result] = r
 
 
 @pytest.mark.parametrize("row", REFUSALS.values(), ids=REFUSALS)
-def test_bad_input_ends_in_one_line_and_leaves_nothing(row: Row, copy) -> None:
+def test_bad_input_ends_in_one_line_and_leaves_nothing(row: Row, copy):
     assert row.words
     check_refused(row, copy(row))
 
 
 @pytest.mark.parametrize("name", IN_A_PROCESS)
-def test_bad_input_in_a_process_of_its_own(name: str, copy) -> None:
+def test_bad_input_in_a_process_of_its_own(name: str, copy):
     def start(row: Row, folder: Path) -> Result:
         return launch(row.script, *row.arguments, folder=folder, PYTHONDONTWRITEBYTECODE="1", **row.environment)
 
     check_refused(REFUSALS[name], copy(REFUSALS[name]), start)
 
 
-def test_each_of_two_processes_says_it(copy) -> None:
+def test_each_of_two_processes_says_it(copy):
     """Either may be the only one in which something is wrong."""
 
     def start(row: Row, folder: Path) -> Result:
@@ -418,13 +418,13 @@ def test_each_of_two_processes_says_it(copy) -> None:
 
 
 @pytest.mark.parametrize("row", GOOD.values(), ids=GOOD)
-def test_nothing_is_wrong_with_the_undamaged_files(row: Row, copy) -> None:
+def test_nothing_is_wrong_with_the_undamaged_files(row: Row, copy):
     result = run(row, copy(row))
     assert result.status == 0 and "error" not in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("command", [policy, reward, sft, summary_reward, summary_policy, rlvr])
-def test_what_cannot_be_saved_is_refused_before_the_training(command, copy, monkeypatch) -> None:
+def test_what_cannot_be_saved_is_refused_before_the_training(command, copy, monkeypatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("no file for this")
 

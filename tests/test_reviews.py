@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import error_line, meta_of, metrics_of, only, rows_of
+from runs import error_line, metrics_of, only, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf import sample, train_reward, worlds
-from ppo_rlhf.lib import command_line
-from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, posts
+from ppo_rlhf import sample, worlds
+from ppo_rlhf.lib import command_line, learning_curves
+from ppo_rlhf.tldr import policy as tldr_policy, posts
 from ppo_rlhf.worlds import reviews, smollm
 
 pytest.importorskip("vaderSentiment")
@@ -151,17 +151,15 @@ def test_what_pip_does_not_get_is_said_in_one_line(stand_in, tmp_path):
 
 
 def test_posts_are_the_beginnings_of_sentences_that_have_one(stand_in):
-    world, rows = stand_in[1], {}
-    for split in ("train", "validation", "test"):
-        rows[split] = rows_of(world / f"posts_{split}.jsonl")
-        for row in rows[split]:
-            assert len(row["post"].split(" ")) == 6 and row["summary"].startswith(" ")
-    whole = [row["post"] + row["summary"] for split in rows.values() for row in split]
+    world = stand_in[1]
+    rows = {split: rows_of(world / f"posts_{split}.jsonl") for split in ("train", "validation", "test")}
+    found = [(row["post"], row["summary"]) for split in rows.values() for row in split]
+    assert all(len(post.split(" ")) == 6 for post, _ in found)
     # 56 of the 64 sentences have ten words.
-    assert sorted(whole) == sorted(text_of(n) for n in range(1, SENTENCES + 1) if n % 8)
-    assert (world / "stories.txt").read_text().splitlines() == [row["post"] for row in rows["train"]]
-    held_out = rows["validation"] + rows["test"]
-    assert (world / "stories_test.txt").read_text().splitlines() == [row["post"] for row in held_out]
+    assert sorted(map("".join, found)) == sorted(text_of(n) for n in range(1, SENTENCES + 1) if n % 8)
+    for name, splits in {"stories": ["train"], "stories_test": ["validation", "test"]}.items():
+        posts_of_splits = [row["post"] for split in splits for row in rows[split]]
+        assert (world / f"{name}.txt").read_text().splitlines() == posts_of_splits
 
 
 def test_comparisons_prefer_what_somebody_rated_higher(stand_in):
@@ -199,84 +197,30 @@ def test_a_comparison_takes_single_ratings_of_the_first_half():
 PLAIN = posts.TaskArgs(query_format="plain", query_length=4, response_length=8, comparison_length=6)
 
 
-def folder_of(tmp_path: Path, **rows: list[dict]) -> posts.TaskArgs:
-    for name, some in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    return dataclasses.replace(PLAIN, posts=str(tmp_path), comparisons=str(tmp_path))
-
-
 def test_plain_queries_and_summaries_are_read_as_they_are(tmp_path, tiny_tokenizer):
     """Nothing is added and nothing is removed, not even space at an end; a long query loses its beginning."""
+    task = dataclasses.replace(PLAIN, posts=str(tmp_path), comparisons=str(tmp_path))
     rows = [{"post": "ab ", "summary": "cd"}, {"post": "abcdef", "summary": " a."}]
-    found = posts.read_posts(folder_of(tmp_path, posts_train=rows), tiny_tokenizer, "train")
+    (tmp_path / "posts_train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = posts.read_posts(task, tiny_tokenizer, "train")
     assert found.queries.tolist() == [[29, 0, 1, 27], [2, 3, 4, 5]]
     assert found.references[:, :4].tolist() == [[2, 3, 28, 29], [27, 0, 26, 28]]
-
-
-def test_a_plain_comparison_may_have_no_query(tmp_path, tiny_tokenizer):
-    row = {"info": {"post": ""}, "summaries": [{"text": "a"}, {"text": "b c"}], "choice": 1}
-    found = posts.read_comparisons(folder_of(tmp_path, comparisons_train=[row]), tiny_tokenizer, "train")
-    assert found.queries.tolist() == [[29] * 4] and found.chosen.tolist() == [[1, 27, 2, 28, 29, 29]]
-
-
-def test_a_plain_post_needs_a_query(tmp_path, tiny_tokenizer):
-    task = folder_of(tmp_path, posts_train=[{"post": "", "summary": "a"}])
-    assert "has an empty query" in error_line(posts.read_posts, task, tiny_tokenizer, "train")
-
-
-def test_a_prompt_of_sample_is_a_plain_query(tiny_tokenizer):
     ids = posts.task_ids(PLAIN, tiny_tokenizer)
     (query,) = sample.read_queries(PLAIN, ids, tiny_tokenizer, prompts=["ab "])
     assert query.context == [0, 1, 27]
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------
-
-TINY = {
-    "sft": "--sft.num_train 16 --sft.batch_size 8 --sft.lr 0.01 --sft.eval_posts 4",
-    "reward": "--reward.num_train 16 --reward.batch_size 8 --reward.normalize_posts 8",
-    "policy": "--policy.ppo.total_episodes 16 --policy.ppo.batch_size 8 --policy.eval_posts 4 --policy.lora.rank 2",
-}
-
-
-@pytest.fixture(scope="module")
-def stages(stand_in, tmp_path_factory) -> tuple[Path, Path]:
-    """All three stages of `--preset reviews`: where they ran, and the model that SFT saved."""
-    folder = tmp_path_factory.mktemp("stages")
-    args = tldr_all.parse(["--preset", "reviews", *" ".join(TINY.values()).split()])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return folder, folder / tldr_all.train(args)[0]
+def test_only_a_plain_comparison_may_have_no_query(tmp_path, tiny_tokenizer):
+    task = dataclasses.replace(PLAIN, posts=str(tmp_path), comparisons=str(tmp_path))
+    row = {"info": {"post": ""}, "summaries": [{"text": "a"}, {"text": "b c"}], "choice": 1}
+    (tmp_path / "comparisons_train.jsonl").write_text(json.dumps(row))
+    found = posts.read_comparisons(task, tiny_tokenizer, "train")
+    assert found.queries.tolist() == [[29] * 4] and found.chosen.tolist() == [[1, 27, 2, 28, 29, 29]]
+    (tmp_path / "posts_train.jsonl").write_text(json.dumps({"post": "", "summary": "a"}))
+    assert "has an empty query" in error_line(posts.read_posts, task, tiny_tokenizer, "train")
 
 
-def test_all_stages_of_chapter_2(stand_in, stages):
-    """Queries are plain, a perfect judge is told of, and the monitor is logged."""
-    runs = {kind: only(stages[0], f"runs/tldr_{kind}*") for kind in ("reward", "policy")}
-    validation = rows_of(stand_in[1] / "posts_validation.jsonl")[:4]
-    for row, post in zip(rows_of(runs["policy"] / "evaluation.jsonl"), validation, strict=True):
-        for ours, theirs in (("query", "post"), ("reference", "summary")):  # the tokenizer's texts have more spaces
-            assert "".join(row[ours].split()) == "".join(post[theirs].split())
-    results = meta_of(runs["reward"])["results"]
-    assert results["ceiling"] == 1.0 and results["cut"] == 0
-    assert "eval/rm/validation/accuracy/batch/ratings" in results
-    updates = metrics_of(runs["policy"])
-    assert len(updates) == 2 and all(abs(row["objective/vader"]) <= 1 for row in updates)
-
-
-def test_a_reward_model_learns_from_ratings_as_texts(stand_in, tmp_path, monkeypatch):
-    """Two steps of chapter 1's preset, on the ratings of sentences of both lengths."""
-    monkeypatch.chdir(tmp_path)
-    flags = "--preset reviews --num_train 16 --batch_size 8 --normalize_samples 16 --rollout_batch_size 16 --lr 0.01 "
-    flags += "--task.response_length 16"  # the stand-in has a token for each letter, and reads 64
-    reward = train_reward.train(command_line.parse_args(train_reward.PRESETS, flags.split()))
-    assert (tmp_path / reward / "ppo_rlhf.json").exists()
-    run = only(tmp_path, "runs/*")
-    assert len(metrics_of(run)) == 2
-    results = meta_of(run)["results"]
-    assert abs(results["test_corr"]) <= 1 and results["test_loss"] > 0
-
-
-# ---- The scale of a function -----------------------------------------------------------------------------------
+# ---- A run ------------------------------------------------------------------------------------------------------
 
 SEEN: list[list[float]] = []  # what the function below has returned
 
@@ -286,10 +230,14 @@ def letters(queries: list[str], responses: list[str]) -> list[float]:
     return SEEN[-1]
 
 
-def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stages, tmp_path, monkeypatch):
-    """On summaries of the base model they have mean 0 and deviation 1, and a resumed run keeps that scale."""
+def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, tmp_path, monkeypatch):
+    """On summaries of the base model they have mean 0 and deviation 1, and a resumed run keeps that scale.
+
+    The run is one of chapter 2's preset: queries are plain, and the preset's monitor is logged.
+    """
     monkeypatch.chdir(tmp_path)
-    flags = f"--preset reviews --base_model {stages[1]} --rewards.function {__name__}:letters "
+    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
+    flags = f"--preset reviews --base_model {stand_in[0]} --rewards.function {__name__}:letters "
     flags += "--rewards.normalize_samples 12 --rewards.missing_eos none --ppo.batch_size 8 --ppo.total_episodes 16 "
     flags += "--save_interval 1 --eval_interval 0 --eval_posts 2 --trace_interval 0 --lora.rank 2"
     SEEN.clear()
@@ -302,6 +250,12 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stages, tmp
     for row, said in zip(metrics_of(run), updates, strict=True):
         assert row["objective/function_score"] == pytest.approx(statistics.fmean(said), rel=1e-6)
         assert row["objective/scores"] == pytest.approx((statistics.fmean(said) - mean) / std, abs=1e-4)
+        assert abs(row["objective/vader"]) <= 1
+    held_out = rows_of(stand_in[1] / "posts_validation.jsonl")[:2]
+    for row, post in zip(rows_of(run / "evaluation.jsonl"), held_out, strict=True):
+        assert "".join(row["query"].split()) == "".join(
+            post["post"].split()
+        )  # the tokenizer's texts have more spaces
 
     SEEN.clear()
     longer = f"--resume {run} --ppo.total_episodes 24"

@@ -31,6 +31,7 @@ from ppo_rlhf.rlvr import (
     policy as rlvr_policy,
     problems,
     samplers,
+    vllm_sampler,
 )
 from ppo_rlhf.rlvr.asynchronous import Args, correct
 from ppo_rlhf.tldr import models, responses as tldr_responses
@@ -90,52 +91,41 @@ def check_equal(folder: Path, expected: Path) -> None:
     assert weights[0] == weights[1] != {}
 
 
-class Kept(samplers.TorchSampler):
-    def begin(self, *arguments):
-        samplers.TorchSampler.__init__(self, *arguments)
+class Kept:
+    def begin(self, args, ids, threads):
+        sampler = vllm_sampler.VLLMSampler if args.engine == "vllm" else samplers.TorchSampler
+        self.sampler = sampler(args, ids, threads)
+
+    def sample(self, **piece):
+        return self.sampler.sample(**piece)
 
 
 @pytest.fixture(scope="module")
-def spare() -> list:
-    """The worker that the last run has left."""
-    return []
+def worker(cluster):
+    """A process that samples for run after run: PyTorch takes longer to import than a run."""
+    return ray.remote(Kept).remote()
 
 
 @pytest.fixture
-def kept(cluster, spare, monkeypatch):
-    """A process that samples for run after run: PyTorch takes longer to import than a run."""
+def kept(worker, monkeypatch):
+    def begin(library, setup):
+        ray.get(worker.begin.remote(setup.args, setup.ids, torch.get_num_threads()))
+        return [worker]
 
-    def start_or_take(library, setup):
-        if spare:
-            ray.get(spare[0].begin.remote(setup.args, setup.ids, torch.get_num_threads()))
-        else:
-            spare.extend(start(library, setup))
-        return spare
-
-    start = rlvr_async.start_workers
-    monkeypatch.setattr(samplers, "TorchSampler", Kept)
-    monkeypatch.setattr(rlvr_async, "start_workers", start_or_take)
+    monkeypatch.setattr(rlvr_async, "start_workers", begin)
 
 
 class Dies(samplers.TorchSampler):
-    """The first process that is asked for a fifth piece dies in the middle of it, by kill -9."""
+    """The first process that is asked for a fifth piece dies, by kill -9."""
 
     place = ""  # a file that says that one has died
-    calls = tokens = 0
+    calls = 0
 
     def sample(self, **piece):
         self.calls += 1
         if self.calls == 5 and not os.path.exists(self.place):
             open(self.place, "w").close()
-            read = self.model.base_model.forward
-
-            def read_a_little(*arguments, **options):
-                self.tokens += 1
-                if self.tokens > 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return read(*arguments, **options)
-
-            self.model.base_model.forward = read_a_little
+            os.kill(os.getpid(), signal.SIGKILL)
         return samplers.TorchSampler.sample(self, **piece)
 
 
@@ -188,9 +178,8 @@ def test_a_batch_is_sampled_by_the_weights_of_two_updates_before(
     check_equal(folder, two_updates_late)
     assert (tmp_path / "died").exists()
     rows = numbers_of(folder)
-    assert (
-        [row["async/staleness_max"] for row in rows] == [0, 1, 2, 2] == [row["async/staleness_mean"] for row in rows]
-    )
+    for name in ("max", "mean"):
+        assert [row[f"async/staleness_{name}"] for row in rows] == [0, 1, 2, 2]
     assert rows[0]["async/largest_gap"] < 1e-5 < 1e-2 < rows[3]["async/largest_gap"]
     assert rows[0]["async/ess"] == pytest.approx(1, abs=1e-5) and rows[3]["async/ess"] < 0.999
 
@@ -234,23 +223,26 @@ def test_a_score_that_fails_in_a_second_round_costs_no_update(tiny_sums, monkeyp
 
 
 def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
-    """With bypass the ratio is new / mu; responses that were rejected whole have no advantages and returns."""
-    words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.99 --rejection_high 1.01 "
-    words += "--trace_interval 1 --trace_episodes 16"
+    """With bypass the ratio is new / mu. A response is rejected whole, or is not blamed for what became unlikely.
+
+    In one step per update, the newest policy is the learner's.
+    """
+    words = "--staleness 2 --correction bypass --rejection sequence --rejection_low 0.97 --rejection_high 1.03 "
+    words += "--off_policy_mask 0.01 --ppo.nminibatches 1 --ppo.noptepochs 1 --trace_interval 1 --trace_episodes 16"
     run = only(train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split()), "runs/*")
-    partly = 0
+    partly_rejected = partly_masked = 0
     for update, row in enumerate(metrics_of(run)):
         x = {name: tensor.numpy() for name, tensor in traces.read(run, update).tokens.items()}
         scored, in_loss = x["scored"], x["mask"]
         log_ratios = (x["logprobs"] - x["sampler_logprobs"]) * scored
         means = log_ratios.sum(1, keepdims=True) / scored.sum(1, keepdims=True)
-        np.testing.assert_array_equal(in_loss, scored & (np.abs(np.exp(means) - 1) <= 0.01))
-        partly += 0 < in_loss.sum() < scored.sum()
-        np.testing.assert_allclose(x["ratio"][scored], np.exp(x["new_logprobs"] - x["sampler_logprobs"])[scored])
-        beyond = (x["advantages"] > 0) & (x["ratio"] > 1.2) | (x["advantages"] < 0) & (x["ratio"] < 0.8)
-        np.testing.assert_array_equal(x["clipped"], beyond & in_loss)
+        np.testing.assert_array_equal(in_loss, scored & (np.abs(np.exp(means) - 1) <= 0.03))
+        masked = in_loss & (means < -0.01) & (x["advantages"] < 0)
+        assert row["async/masked_share"] == pytest.approx(masked.sum() / in_loss.sum(), abs=1e-9)
         assert row["val/mean"] == pytest.approx(x["values"][in_loss].mean(), rel=1e-6, abs=1e-9)
-    assert partly
+        partly_rejected += 0 < in_loss.sum() < scored.sum()
+        partly_masked += 0 < masked.sum() < in_loss.sum()
+    assert partly_rejected and partly_masked
     one_run, recorded = page.read_run(run), 0
     settings = page.settings_of(one_run)
     steps = derivation.steps_of(settings)
@@ -260,20 +252,6 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
             assert not line.wrong, line
             recorded += bool(line.step.recorded)
     assert recorded > 100
-
-
-def test_the_off_policy_mask_leaves_out_blame_of_what_became_unlikely(kept, tiny_sums, tmp_path):
-    """In one step per update, the newest policy is the learner's."""
-    words = "--staleness 2 --correction bypass --off_policy_mask 0.002 --ppo.nminibatches 1 --ppo.noptepochs 1 "
-    words += "--trace_interval 1 --trace_episodes 16"
-    run, some = only(train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split()), "runs/*"), 0
-    for number, row in enumerate(metrics_of(run)):
-        x = {name: tensor.numpy() for name, tensor in traces.read(run, number).tokens.items()}
-        gaps = ((x["sampler_logprobs"] - x["logprobs"]) * x["mask"]).sum(1) / x["mask"].sum(1)
-        masked = (gaps[:, None] > 0.002) & (x["advantages"] < 0) & x["mask"]
-        assert row["async/masked_share"] == pytest.approx(masked.sum() / x["mask"].sum(), abs=1e-9)
-        some += 0 < masked.sum() < x["mask"].sum()
-    assert some
 
 
 def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
@@ -290,7 +268,7 @@ def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
         assert any(0 < row[f"async/{name}"] < 1 for row in expected)
 
 
-def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(cluster, tiny_sums, monkeypatch, tmp_path):
+def test_a_run_with_vllm_corrects_what_is_rounded_otherwise(kept, tiny_sums, monkeypatch, tmp_path):
     """A stand-in for vLLM. test_vllm_sampler.py has what it is asked."""
     words = ["--engine", "vllm", "--staleness", "0", "--ppo.total_episodes", "32"]
     monkeypatch.syspath_prepend(FAKE)
@@ -331,6 +309,17 @@ def test_what_no_new_worker_could_mend_ends_the_run(cluster, worker, error, word
         rlvr_async.SamplerAhead.wait(sampler, 3)
 
 
+def test_workers_share_the_gpus_and_are_of_the_engine():
+    """Three on two GPUs: two share one."""
+    library = SimpleNamespace(
+        cluster_resources=lambda: {"GPU": 2},
+        remote=lambda num_gpus, **_: lambda sampler: SimpleNamespace(remote=lambda *_: (sampler, num_gpus)),
+    )
+    for engine, sampler in (("vllm", vllm_sampler.VLLMSampler), ("built-in", samplers.TorchSampler)):
+        setup = SimpleNamespace(args=Args(engine=engine, workers=3), ids=None)
+        assert rlvr_async.start_workers(library, setup) == [(sampler, 0.5)] * 3
+
+
 def test_without_ray_or_its_cluster_a_run_ends_in_one_line(monkeypatch):
     def init(**_):
         raise ConnectionError("nobody is there")
@@ -358,12 +347,6 @@ def test_a_sampler_takes_whole_weights_and_samples_by_no_others(tiny_sums):
     ):
         with pytest.raises(RuntimeError, match=f"are not the model's: see .*({first}|module.x)"):
             sampler.sample(wrong, 0, **piece, temperature=1.0)
-    found = []
-    for version, scale in ((0, 1.0), (1, 3.0), (2, 1.0)):
-        scaled = {name: scale * x for name, x in weights.items()}
-        found.append(sampler.sample(scaled, version, **piece, temperature=1.0))
-    assert (found[0][1] != found[1][1]).any()
-    assert all((one == other).all() for one, other in zip(found[0], found[2], strict=True))
 
 
 def test_a_sampler_must_find_the_learners_log_probs():
@@ -443,21 +426,15 @@ def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_
     trained, metrics = correction.episodes, correction.metrics
     assert trained.loss_mask.equal(kept) and trained.mask.any(1).tolist() == [True, True, False]
     assert trained.mask[:2].equal(LIVE[:2]) and metrics["async/rejected_share"] == pytest.approx(4 / 8)
-    sizes = {"rejection_low": 0.2, "rejection_high": 3.2}
-    assert correct(stale_batch(), args_of(rejection="token", **sizes), 5, ALONE).episodes.mask.any(1).sum() == 2
-    # Geometric means: 0.75 ** (1 / 3) = 0.91, 1 and 4.
-    by_response = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.9), 5, ALONE).episodes
-    assert by_response.loss_mask.any(1).tolist() == [True, True, False] and by_response.loss_mask[:2].all()
-    by_response = correct(stale_batch(), args_of(rejection="sequence", rejection_low=0.95), 5, ALONE).episodes
-    assert by_response.loss_mask.any(1).tolist() == [False, True, False]
+    wider = args_of(rejection="token", rejection_low=0.2, rejection_high=3.2)
+    assert correct(stale_batch(), wider, 5, ALONE).episodes.mask.any(1).sum() == 2
 
 
 def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing():
     batch = dataclasses.replace(stale_batch(), mask=torch.zeros_like(LIVE), loss_mask=torch.zeros_like(LIVE))
     correction = correct(batch, args_of(rejection="token"), 5, ALONE)
     assert not correction.episodes.loss_mask.any() and not correction.weights.any()
-    numbers = {name: value for name, value in correction.metrics.items() if "staleness" not in name}
-    assert len(numbers) == 12 and set(numbers.values()) == {0.0}
+    assert {value for name, value in correction.metrics.items() if "staleness" not in name} == {0.0}
 
 
 # ---- Arguments, metrics ----------------------------------------------------------------------------------------

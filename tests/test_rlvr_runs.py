@@ -15,7 +15,7 @@ import torch
 from processes import launch, launch_together
 from runs import explained_metrics, interrupt, meta_of, metrics_of, only, rows_of, samples_of, sums_arguments
 from safetensors.torch import load_file
-from test_problems import byte_tokenizer
+from test_problems import GSM8K, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_rlhf import sample, train_reward
@@ -30,8 +30,6 @@ from ppo_rlhf.rlvr import (
 )
 from ppo_rlhf.rlvr.arguments import PRESETS
 from ppo_rlhf.tldr import models
-
-GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 
 
 @pytest.fixture(scope="session")
@@ -56,20 +54,18 @@ def tiny_qwen(tmp_path_factory) -> Path:
 def test_a_run_leaves_metrics_samples_evaluation_and_models(critic, tiny_sums):
     this_run = critic.run()
     rows = metrics_of(this_run)
-    header = (this_run / "metrics.csv").read_text().splitlines()[0].split(",")
-    assert len(set(header)) == len(header)
     assert [row["episode"] for row in rows] == [16, 32, 48, 64] == [row["train/used_episodes"] for row in rows]
     assert all(row["val/first_ratio_gap"] < 1e-9 and row["objective/sampler_gap"] == 0 for row in rows)
     assert rows[0]["objective/kl"] == 0 < abs(rows[3]["objective/kl"])
+    assert rows[0]["policy/grad_norm"] > 0
+    assert rows[1]["objective/kl"] == pytest.approx(0, abs=1e-12)  # the policy waits for the critic
     assert rows[0]["val/mean"] == 0 and rows[3]["val/mean"] != 0  # the critic's head starts at 0 [V70]
     assert rows[0]["objective/kl_coef"] == 0.1 != rows[1]["objective/kl_coef"]
     for row in rows:
         total = row["objective/scores"] - row["objective/kl_coef"] * row["objective/kl"]
         assert row["objective/rlhf_reward"] == pytest.approx(total)
         assert row["val/sequence_lengths_min"] <= row["val/sequence_lengths"] <= row["val/sequence_lengths_max"] <= 20
-        assert 0 < row["policy/entropy_avg"] < math.log(400) and row["policy/grad_norm"] > 0
-    meta, first = meta_of(this_run), rows_of(tiny_sums / "problems_train.jsonl")[0]
-    assert meta["finished"] and meta["first_prompt"] == first["question"] + "\n"
+    meta = meta_of(this_run)
     solved, held_out = rows_of(this_run / "evaluation.jsonl"), rows_of(tiny_sums / "problems_test.jsonl")
     assert [row["prompt"] for row in solved] == [row["question"] + "\n" for row in held_out[:8]]
     results, right = meta["results"], [row["right_samples"] / 2 for row in solved]
@@ -82,13 +78,6 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(critic, tiny_sums):
     assert any((p != start.get_parameter(name)).any() for name, p in policy.named_parameters())
     AutoTokenizer.from_pretrained(critic.model("policy"))
     assert models.load_reward_model(critic.model("value"), torch.float32).reward_head.weight.abs().max() > 0
-
-
-def test_the_policy_waits_for_the_critic(critic):
-    first, second, *_ = metrics_of(critic.run())
-    assert first["policy/kl_old_new"] == pytest.approx(0, abs=1e-12) and first["policy/grad_norm"] > 0
-    assert second["objective/kl"] == pytest.approx(0, abs=1e-12)  # after one update, in which it did not move
-    assert second["policy/approxkl_avg"] > 0
 
 
 @pytest.mark.parametrize("kind", ["critic", "groups"])
@@ -270,11 +259,10 @@ def test_the_reward_model_scores_a_text_as_if_alone_and_must_be_finite(critic, t
     args = command_line.parse_args(PRESETS, [*sums_arguments(tiny_sums), *words.split()])
     accelerator = SimpleNamespace(device=torch.device("cpu"))
     score, weight = rlvr_policy.load_sources(args, None, ids, accelerator)["reward_model"]
-    queries = torch.tensor([[400, 400, 5], [6, 7, 8], [400, 9, 10], [11, 12, 13], [400, 400, 14]])
-    responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400], [4, 5, 6], [7, 8, 0]])
+    queries = torch.tensor([[400, 400, 5], [6, 7, 8], [400, 9, 10]])
+    responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400]])
     texts, model = {"queries": queries, "responses": responses}, models.load_reward_model(folder, torch.float64)
-    rows = torch.cat([queries, responses], 1)
-    alone = [model(row[row != 400][None], 400).item() for row in rows]
+    alone = [model(row[row != 400][None], 400).item() for row in torch.cat([queries, responses], 1)]
     assert weight == 3.0 and score([], [], [], **texts).tolist() == pytest.approx(alone, rel=1e-9)
     nan = lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan)  # noqa: E731
     monkeypatch.setattr(train_reward.RewardModel, "forward", nan)
@@ -296,8 +284,8 @@ def test_filtered_groups_count_as_episodes_but_are_not_trained_on(run_once, monk
     rows = run_once(f"{words} --rewards.verifier own_functions:three_groups")
     assert [row["train/used_episodes"] for row in rows] == [16, 32]
     assert [row["episode"] for row in rows] == [32, 48]
-    ages = [float((number - of_batch).double().mean()) for number, of_batch in enumerate(versions)]
-    assert [row["train/staleness_mean"] for row in rows] == ages and ages[1] > 0
+    assert [of_batch.tolist() for of_batch in versions] == [[0] * 16, [0] * 8 + [1] * 8]  # the older ones first
+    assert [row["train/staleness_mean"] for row in rows] == [0, 0.5]
     # The ratio of groups that were left over doesn't start at 1, and so they are not in this number.
     assert all(row["val/first_ratio_gap"] < 1e-9 for row in rows)
     with pytest.raises(InputError, match=r"10 rounds of generation did not fill a batch: only 0 of 16"):
@@ -318,6 +306,16 @@ def test_presets_of_gsm8k_run_from_the_first_line_to_the_last(tiny_qwen, tmp_pat
     prompt = rows_of(only(tmp_path, "runs/*") / "evaluation.jsonl")[0]["prompt"]
     assert prompt.startswith("<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n")
     assert "<|im_end|>\n<|im_start|>assistant\n" in prompt
+    # sample.py makes the same prompt of a question. Without an answer there is no verdict.
+    chosen = sample.Args(policy=str(only(tmp_path, "models/*/policy")), prompt=("1+1?",))
+    comparison = sample.Comparison(chosen)
+    (query,) = comparison.queries(prompts=chosen.prompt)
+    message = {"role": "user", "content": "1+1?" + problems.TASKS["gsm8k"].prompt_suffix}
+    chat = AutoTokenizer.from_pretrained(tiny_qwen).apply_chat_template([message], add_generation_prompt=True)
+    assert query.context == chat["input_ids"]
+    assert comparison.ids.stops == (256, 258)  # those of the model's generation config
+    (row,) = sample.sample(chosen)
+    assert set(row) == {"query", "base", "policy", "base log-prob", "policy log-prob", "kl"}
 
 
 # ---- Reading what a policy writes: sample.py -------------------------------------------------------------------
@@ -334,34 +332,12 @@ def test_the_likeliest_solutions_are_those_of_the_evaluation(critic, in_a_fresh_
     assert {row["policy score"] for row in rows} == {0.0, 1.0}
 
 
-def test_a_question_becomes_the_prompt_of_the_run(tiny_qwen, tmp_path):
-    """In the tokenizer's chat template; without an answer there is no verdict."""
-    policy = tmp_path / "models/run/policy"
-    shutil.copytree(tiny_qwen, policy)
-    task = dataclasses.replace(problems.TASKS["gsm8k"], problems=str(GSM8K), prompt_length=160, response_length=4)
-    info = {"kind": "policy", "base_model": str(tiny_qwen), "vocab_size": 259, "task": dataclasses.asdict(task)}
-    info |= {"function": "gsm8k_strict", "monitor": "", "reward_model": ""}
-    (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    comparison = sample.Comparison(sample.Args(policy=str(policy)))
-    (query,) = comparison.queries(prompts=["1+1?"])
-    message = {"role": "user", "content": "1+1?" + task.prompt_suffix}
-    chat = AutoTokenizer.from_pretrained(tiny_qwen).apply_chat_template([message], add_generation_prompt=True)
-    assert query.context == chat["input_ids"]
-    assert comparison.ids.stops == (256, 258)  # those of the model's generation config
-    (row,) = sample.sample(sample.Args(policy=str(policy), prompt=("1+1?",)))
-    assert set(row) == {"query", "base", "policy", "base log-prob", "policy log-prob", "kl"} and row["kl"] == 0
-
-
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 DOUBTFUL = {
     "--ppo.advantage grpo --rewards.kl_coef 1e-5": "--ppo.advantage grpo divides by the group's standard deviation",
     "--ppo.loss gspo": "a clip range above 0.01 never acts",
-    "--ppo.advantage dr_grpo": "Dr. GRPO only with --ppo.loss_aggregation seq-mean-token-sum-norm",
-    "--rewards.kl_coef 0.1 --rewards.adaptive_kl.target 3 --rewards.kl_estimator k2": "k2 does not estimate",
     "--rewards.kl_coef 0.1 --rewards.kl_loss_coef 0.1": "--rewards.kl_loss_coef both penalise the KL",
-    "--ppo.advantage maxrl --rewards.kl_coef 0.1": "--ppo.advantage maxrl divides by the mean of the scores",
-    "--ppo.advantage maxrl --rewards.kl_loss_coef 0.1": "",
     "--ppo.loss gspo --ppo.cliprange_low 3e-4 --ppo.cliprange_high 4e-4": "",
     "--ppo.advantage dr_grpo --ppo.loss_aggregation seq-mean-token-sum-norm --rewards.kl_coef 0.1": "",
     "--ppo.advantage grpo --rewards.kl_coef 0.1 --ppo.filter_groups": "",
@@ -411,18 +387,13 @@ def test_every_metric_is_explained(critic):
 
 
 def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
-    """By kind and by number of samples; a dash where nothing was measured before. Solutions keep their lines."""
-    before = {"eval/boxed": 0.25, "eval/boxed_steps_2": 0.125, "eval/length": 7.0}
+    """A dash where nothing was measured before; a problem that was solved by some samples and not by others."""
+    before = {"eval/boxed": 0.25, "eval/length": 7.0}
     after = before | {"eval/boxed": 0.75, "eval/pass@1": 0.5}
-    row = {"prompt": "1+1?\n", "answer": "2", "a_right_sample": "1+1=2\n#### 2", "a_wrong_sample": "#### 3"}
-    rows = [row, row | {"prompt": "2+2?\n", "a_wrong_sample": None}]
+    row = {"prompt": "1+1?\n", "answer": "2", "a_right_sample": "#### 2", "a_wrong_sample": "#### 3"}
+    rows = [row | {"prompt": "2+2?\n", "a_wrong_sample": None}, row]
     places = {"folder": tmp_path / "runs/r", "model_folder": tmp_path / "models/r"}
     this_run = SimpleNamespace(is_main=True, rows=[before, after], meta={"wall_time": 90.0}, **places)
     rlvr_metrics.report(this_run, "boxed", "steps", after, rows)
-    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert any("1+1?" in line for line in said) and not any("2+2?" in line or "⏎" in line for line in said)
-    for words, values in (("likeliest response", "25.0% 75.0%"), ("steps 2", "12.5% 12.5%"), ("pass@1", "- 50.0%")):
-        assert any(words in line and line.endswith(values) for line in said), words
-    this_run.is_main = False
-    rlvr_metrics.report(this_run, "boxed", "steps", after, rows)
-    assert not capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "25.0% 75.0%" in said and "- 50.0%" in said and "1+1?" in said and "2+2?" not in said

@@ -1,11 +1,9 @@
 """rlvr/tools.py: conversations with a tool, what they leave out of the training, and tools that misbehave."""
 
 import dataclasses
-import json
 import math
 import random
 import re
-import shutil
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from processes import launch_together
-from runs import TINY_TOOLS, error_line, explained_metrics, interrupt, metrics_of, only
-from test_rlvr_math import batch_from
+from runs import TINY_TOOLS, error_line, explained_metrics, metrics_of, only, rows_of
 from transformers import AutoTokenizer
 
 from benchmark import worlds
@@ -30,7 +26,6 @@ from ppo_rlhf.rlvr import (
     problems,
     tools as rlvr_tools,
 )
-from ppo_rlhf.tldr import responses as tldr_responses
 
 # ---- Conversations ---------------------------------------------------------------------------------------------
 
@@ -102,7 +97,8 @@ def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools, monkey
     setup = setup_with(tiny_tools)
     (end,) = setup.tokenizer.encode("]")
     responses = torch.tensor([[end, 3, end, 5, end], [3, end, end, 5, 6], [3, 4, 5, 6, end], [end, 4, end, end, 6]])
-    from_tool = torch.tensor([[0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    from_tool = torch.zeros(4, 5, dtype=torch.bool)
+    from_tool[0, 1] = from_tool[1, 2] = True
     assert rlvr_metrics.answered_calls(setup, responses, from_tool).tolist() == [2, 1, 0, 2]
 
 
@@ -121,121 +117,47 @@ def arguments(world: Path) -> list[str]:
     return [*ARGUMENTS.split(), "--base_model", f"{world}/model", "--task.problems", str(world)]
 
 
-@pytest.fixture
-def episodes(tiny_tools, tmp_path, monkeypatch):
-    """A rollout of sixteen episodes, of which the first two were written by hand, with its setup and networks."""
+def test_masks_scores_and_kl_of_conversations(tiny_tools, tmp_path, monkeypatch):
+    """Of sixteen episodes, of which the first two are written by hand; a punishment rises to 1 at 24 tokens."""
     monkeypatch.chdir(tmp_path)
-    args = command_line.parse_args(rlvr_tools.PRESETS, arguments(tiny_tools))
+    words = [*arguments(tiny_tools), "--rewards.overlong_buffer", "24"]
+    args = command_line.parse_args(rlvr_tools.PRESETS, words)
     setup, actor_critic, reference = rlvr_policy.load(args)
     with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
         actor_critic.critic.reward_head.weight.copy_(torch.linspace(-1, 1, 16)[None])
         actor_critic.lm_backbone.base_model.embed_tokens.weight.mul_(1.2)
-    tokenizer, talk = setup.tokenizer, talk_of(setup)
-    ids = [talk.call_end, *setup.ids.stops]
-    one, two = (tokenizer.encode(text) for text in ("[7+5]", "#### 12"))
-    own = [one, two + ids[1:], tokenizer.encode("[7]")]
-    assert one[-1] == ids[0] and talk.answer(one) == tokenizer.encode("12")
-    error = talk.answer(own[2])
-    assert tokenizer.decode(error) == "error: failed" or tokenizer.decode(error) == "7"
+    encode, answer, (stop,) = setup.tokenizer.encode, talk_of(setup).answer, setup.ids.stops
+    one, other = encode("[7+5]"), encode("[7+]")
+    ours = [[*encode("#### 12"), stop], []]  # after the answer; the second response has one call too many
     tool = tools.load_tool(args.tools.tool, "tools.tool")
     sampler, draw = rlvr_tools.sampler_with_tool(setup, actor_critic, tool), rlvr_policy.draw_problems(setup, 0, 0)
     with actor_critic.sampling():
         samples = sampler.sample(draw)
-        ((responses, logprobs),) = samples.answers
-        written = [one + tokenizer.encode("12") + own[1], own[2] + error]
-        masks = [[1] * len(one) + [0, 0] + [1] * len(own[1]), [1] * len(own[2]) + [0] * len(error)]
-        for row, tokens in enumerate(written):
-            responses[row] = setup.ids.pad
-            responses[row, : len(tokens)] = torch.tensor(tokens)
-        # The log-probs that the sampler would have recorded of what was written by hand.
-        whole = torch.cat([draw.requests[0].contexts, responses], 1)
-        told = (whole, responses, setup.ids.pad, 1.0, setup.ids.pad)
-        read = tldr_responses.response_statistics(actor_critic.lm_backbone, *told)[0]
-        for row, mask in enumerate(masks):
-            of_tool = ~torch.tensor(mask).bool()
-            logprobs[row] = read[row].masked_fill(torch.arange(24) >= len(mask), 0)
-            logprobs[row, : len(mask)].masked_fill_(of_tool, math.nan)
-        networks = {"actor_critic": actor_critic, "reference": reference}
-        rollout = rlvr_policy.make_rollout(setup, samples, **networks)
+    ((responses, logprobs),) = samples.answers
     expected = torch.zeros(2, 24, dtype=torch.bool)
-    for row, mask in enumerate(masks):
-        expected[row, : len(mask)] = torch.tensor(mask).bool()
-    return setup, actor_critic, reference, rollout, expected
+    for row, (call, rest) in enumerate(zip((one, other), ours, strict=True)):
+        said = answer(call)
+        mask = torch.tensor([1] * len(call) + [0] * len(said) + [1] * len(rest)).bool()
+        responses[row], logprobs[row], expected[row, : len(mask)] = setup.ids.pad, 0, mask
+        responses[row, : len(mask)] = torch.tensor([*call, *said, *rest])
+        logprobs[row, : len(mask)].masked_fill_(~mask, math.nan)
+    samples = samples._replace(on_policy=False)  # the learner reads them anew
+    rollout = rlvr_policy.make_rollout(setup, samples, actor_critic=actor_critic, reference=reference)
 
-
-def test_masks_scores_and_kl_of_conversations(episodes):
-    _, _, _, rollout, expected = episodes
     for mask in (rollout.mask, rollout.loss_mask):
         assert torch.equal(mask[:2], expected)
     assert rollout.stopped[:2].tolist() == [True, False]
-    assert not (rollout.from_tool[2:] & rollout.mask[2:]).any()
+    assert rollout.from_tool[:2].any(1).all() and not (rollout.from_tool & rollout.mask).any()
+    # The punished lengths include the tool's tokens.
+    lengths = (expected | rollout.from_tool[:2]).sum(1)
+    torch.testing.assert_close((rollout.raw_scores - rollout.scores)[:2], lengths / 24, check_dtype=False)
     rewards, non_score_rewards, kl = rlvr_policy.token_rewards(rollout, 0.1, "k1")
     # The score is on the last token that the policy wrote: in the second row that is the end of its call.
-    places = [int(row.nonzero()[-1]) for row in expected]
-    assert (
-        expected[0, places[0] - 1] and not expected[1, places[1] + 1] and rollout.responses[1, places[1] + 1] != 400
-    )
-    for row, place in enumerate(places):
+    for row in range(2):
+        place = int(expected[row].nonzero()[-1])
         assert rewards[row, place] - non_score_rewards[row, place] == rollout.scores[row]
-    assert (kl[~rollout.mask] == 0).all() and (rewards[~rollout.mask] == 0).all() and (kl[rollout.mask] != 0).any()
-    for name in ("logprobs", "ref_logprobs", "values"):
-        assert (getattr(rollout, name)[~rollout.mask] == 0).all() and getattr(rollout, name)[rollout.mask].all()
-
-
-def test_lengths_that_are_punished_include_the_tools_tokens(episodes):
-    """response_length includes them, too. The punishment rises to 1 at 24 tokens."""
-    setup, actor_critic, reference, rollout, expected = episodes
-    shaping = dataclasses.replace(setup.args.rewards, overlong_buffer=24)
-    setup = dataclasses.replace(setup, args=dataclasses.replace(setup.args, rewards=shaping))
-    answers = [(rollout.responses, rollout.sampler_logprobs.masked_fill(rollout.from_tool, math.nan))]
-    draw = rlvr_policy.draw_problems(setup, 0, 0)
-    samples = rlvr_policy.Samples(draw=draw, answers=answers, version=0, on_policy=True)
-    again = rlvr_policy.make_rollout(setup, samples, actor_critic=actor_critic, reference=reference)
-    lengths = (expected | rollout.from_tool[:2]).sum(1)
-    assert rollout.from_tool[:2].any(1).all()
-    torch.testing.assert_close((again.raw_scores - again.scores)[:2], lengths / 24, check_dtype=False)
-
-
-def gradients_of(
-    episodes, spoil: float | None = None, change: int | None = None, masked: bool = True
-) -> torch.Tensor:
-    """The gradient of one step. spoil: numbers of the tool's tokens; change: another answer in the first episode."""
-    setup, actor_critic, reference, rollout, expected = episodes
-    rewards = rlvr_policy.token_rewards(rollout, 0.1, "k1")
-    found = rlvr_policy.compute_advantages(rollout, rewards[0], setup.args.ppo, torch.clone)
-    batch = batch_from(rlvr_policy.Correction(episodes=rollout), rewards[0], found)
-    if spoil is not None:
-        names = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl", "weights")
-        spoilt = {name: getattr(batch, name).masked_fill(~batch.mask, spoil) for name in names}
-        batch = dataclasses.replace(batch, **spoilt)
-    if change is not None:
-        tokens = batch.query_responses.clone()
-        tokens[0, -24 + int((~expected[0]).nonzero()[0])] = change
-        batch = dataclasses.replace(batch, query_responses=tokens)
-    if not masked:
-        batch = dataclasses.replace(batch, mask=batch.responses != setup.ids.pad, loss_mask=batch.responses != 400)
-    optimizers = {"policy": torch.optim.SGD(actor_critic.parameters(), lr=0.0)}
-    rlvr_policy.update(
-        setup,
-        batch,
-        actor_critic=actor_critic,
-        reference=reference,
-        optimizers=optimizers,
-        minibatches=torch.arange(16)[None, None],
-        policy_learns=True,
-    )
-    return torch.cat([p.grad.flatten() for p in actor_critic.parameters() if p.grad is not None])
-
-
-def test_the_tools_tokens_are_context_and_nothing_else(episodes):
-    gradient = gradients_of(episodes)
-    assert gradient.isfinite().all() and gradient.any()
-    for spoil in (math.nan, 1e9):  # no number of theirs reaches the gradient
-        assert torch.equal(gradients_of(episodes, spoil), gradient)
-    # But they are read: with another answer, the tokens after it have other log-probs.
-    assert not torch.allclose(gradients_of(episodes, change=7), gradient)
-    # The check rejects a loss over all tokens.
-    assert not torch.allclose(gradients_of(episodes, masked=False), gradient)
+    for numbers in (rewards, kl, rollout.logprobs, rollout.ref_logprobs, rollout.values):
+        assert (numbers[~rollout.mask] == 0).all() and (numbers[rollout.mask] != 0).any()
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------
@@ -259,11 +181,8 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     rows = metrics_of(whole_run)
     assert len(rows) == 3 and all(row["val/tool_tokens"] > row["val/tool_calls"] > 0 for row in rows)
     assert all(row["objective/sampler_gap"] < 1e-9 and row["val/first_ratio_gap"] < 1e-9 for row in rows)
-    assert (
-        {name for name in rows[0] if "tool" in name} == {"val/tool_calls", "val/tool_tokens"} <= explained_metrics(3)
-    )
-    solved = [json.loads(line) for line in (whole_run / "evaluation.jsonl").read_text().splitlines()]
-    assert any(re.search(r"\](error: |\d)", str(row)) for row in solved)
+    assert {name for name in rows[0] if "tool" in name} <= explained_metrics(3)
+    assert any(re.search(r"\](error: |\d)", str(row)) for row in rows_of(whole_run / "evaluation.jsonl"))
     trace = traces.read(whole_run, 0)
     assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
     # Before an answer, the next value is that of the token after it: the tool's tokens have none.
@@ -274,7 +193,7 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
         assert not any(line.wrong for line in chain(*derivation.lines_of(episode, steps, numbers)))
 
 
-def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
+def test_sample_says_that_a_policy_had_a_tool(whole_run, in_a_fresh_folder, capsys):
     policy = only(whole_run.parent.parent, "models/*/policy")
     with pytest.raises(InputError, match="own_functions:letters"):
         sample.Comparison(sample.Args(policy=str(policy)))
@@ -283,22 +202,11 @@ def test_sample_says_that_a_policy_had_a_tool(whole_run, capsys):
     assert "was trained with the tool" in said and "here nothing answers its calls" in said
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(whole_run, tmp_path, monkeypatch):
-    folder = Path(shutil.copytree(whole_run.parents[1], tmp_path / "copy"))
-    shutil.rmtree(folder / "models")
-    copy = only(folder, "runs/*")
-    interrupt(copy)
-    run_in(folder, monkeypatch, "--resume", str(copy))
-    assert metrics_of(copy) == metrics_of(whole_run)
-    path = "models/*/policy/model.safetensors"
-    assert only(folder, path).read_bytes() == only(whole_run.parents[1], path).read_bytes()
-
-
-def test_passes_and_processes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path):
+def test_passes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path, monkeypatch):
+    """Also how many conversations go on together."""
     chunks = ["--ppo.local_micro_batch_size", "2", "--ppo.local_rollout_batch_size", "4"]
-    for result in launch_together(2, "rlvr/tools.py", *arguments(tiny_tools), *chunks, folder=tmp_path):
-        assert result.status == 0, result.stderr
-    for row, expected in zip(metrics_of(only(tmp_path, "runs/*")), metrics_of(whole_run), strict=True):
+    in_chunks = run_in(tmp_path / "run", monkeypatch, *arguments(tiny_tools), *chunks)
+    for row, expected in zip(metrics_of(in_chunks), metrics_of(whole_run), strict=True):
         assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -335,35 +243,27 @@ def tool(call):
 """
 
 
-def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, monkeypatch):
+def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, monkeypatch, capsys):
+    """Its first failure is shown in one line, whatever the exception says; the model reads none of it."""
     monkeypatch.chdir(tmp_path)
     Path("bad_tools.py").write_text(BAD)
-    for seconds, calls in (
-        (600, {"raise": tools.FAILED, "crash": tools.FAILED, "very long": tools.TOO_LONG}),
-        (1, {"loop": tools.TOO_SLOW, "deaf": tools.TOO_SLOW}),
-    ):
-        monkeypatch.setattr(tools, "SECONDS", seconds)
-        tool = tools.load_tool("bad_tools:tool", "tools.tool")
-        for call, text in calls.items():
-            assert (call, tool(call)) == (call, text)
-    assert tool("again\n\0") == "AGAIN\n\0"
-
-
-def test_the_first_failure_of_a_tool_is_shown(tmp_path, monkeypatch, capsys):
-    """In one line, whatever the exception says; the model reads none of it."""
-    monkeypatch.setattr(tools, "SECONDS", 600)
-    monkeypatch.chdir(tmp_path)
-    Path("bad_tools.py").write_text(BAD)
-    for call, shown in {
+    shown = {
         "raise": "bad_tools:tool failed on 'raise': 'RuntimeError: secret'",
         "nothing": "bad_tools:tool failed on 'nothing': 'TypeError: it returns NoneType, not str'",
         "crash": "bad_tools:tool failed on 'crash': 'its process ended with status -11'",
         "\n": r"bad_tools:tool failed on '\n': 'bad_tools.Unspeakable: <exception str() failed>'",
-    }.items():
+    }
+    monkeypatch.setattr(tools, "SECONDS", 600)
+    for call, line in shown.items():
         tool = tools.load_tool("bad_tools:tool", "tools.tool")
         assert [tool(call), tool(call)] == [tools.FAILED] * 2
         said = capsys.readouterr().out
-        assert said.startswith(shown) and said.count("\n") == 1
+        assert said.startswith(line) and said.count("\n") == 1
+    assert tool("very long") == tools.TOO_LONG
+    monkeypatch.setattr(tools, "SECONDS", 1)
+    tool = tools.load_tool("bad_tools:tool", "tools.tool")
+    assert [tool(call) for call in ("loop", "deaf")] == [tools.TOO_SLOW] * 2
+    assert tool("again\n\0") == "AGAIN\n\0"
 
 
 def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch):

@@ -234,7 +234,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_files_with_any_damage(kind: str, folder: Path) -> None:
+def test_files_with_any_damage(kind: str, folder: Path):
     @FUZZ
     @given(damaged(kind))
     def search(file: tuple[bytes, bytes | None]) -> None:
@@ -271,7 +271,7 @@ def valid_labels(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, int]]
 
 @FUZZ
 @given(valid_labels())
-def test_valid_labels_are_read_as_they_were_written(folder: Path, written: tuple) -> None:
+def test_valid_labels_are_read_as_they_were_written(folder: Path, written: tuple):
     rows, meta = written
     labels = labels_of(folder, rows, meta, meta["vocab_size"])
 
@@ -306,7 +306,8 @@ def test_a_file_of_texts_is_that_of_their_ids(tmp_path, monkeypatch):
         (10, {"vocab_size": 11}, "a vocabulary of 11, but the tokenizer of the base model has 10;"),
         (60_000, {}, "a vocabulary of 50257, but the tokenizer of the base model has 60000;"),
         (60_000, {"vocab_size": 60_000}, "its padding id 50259 is one of the tokenizer's 60000 ids"),
+        (10, {"held_out": -1}, "held_out is -1;"),
     ],
 )
-def test_labels_of_another_tokenizer_are_refused(tmp_path, vocab_size, meta, words):
+def test_what_the_sidecar_of_labels_says_is_refused_if_it_cannot_be(tmp_path, vocab_size, meta, words):
     assert words in error_line(labels_of, tmp_path, CHOICES, meta, vocab_size)

@@ -184,7 +184,7 @@ def plant_pickles(folder: Path, marker: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
 
 
-def test_a_hostile_pickle_runs_its_code_and_is_noted(tmp_path: Path, marker: Path) -> None:
+def test_a_hostile_pickle_runs_its_code_and_is_noted(tmp_path: Path, marker: Path):
     """Opened without care. Else the other tests would prove nothing."""
     plant_pickles(tmp_path, marker)
     for name in PICKLES:
@@ -197,7 +197,7 @@ def test_a_hostile_pickle_runs_its_code_and_is_noted(tmp_path: Path, marker: Pat
         assert marker.exists() and name in notes and "unpickled io.open" in notes, name
 
 
-def test_pickles_beside_the_weights_are_not_opened(run, commands, places, work, marker) -> None:
+def test_pickles_beside_the_weights_are_not_opened(run, commands, places, work, marker):
     """In the folders of all models, of the checkpoint that a run goes on from, and in the current folder."""
     checkpoint = places["checkpoint"]
     for folder in (*places.values(), checkpoint.parent, checkpoint.parents[1], work):
@@ -230,7 +230,7 @@ def distributed_checkpoint(folder: Path, marker: Path) -> None:
 @pytest.mark.parametrize(
     "plant", [plant_pickles, index_of_honest_pickles, adapter_named_by_the_configuration, distributed_checkpoint]
 )
-def test_pickles_do_not_take_the_place_of_weights(plant, run, commands, model, tmp_path, marker) -> None:
+def test_pickles_do_not_take_the_place_of_weights(plant, run, commands, model, tmp_path, marker):
     plant(model, marker)
     (model / "model.safetensors").unlink()
     arguments = commands["train_policy.py"]
@@ -357,13 +357,13 @@ def test_a_model_that_needs_its_own_code_is_refused_unless_it_is_trusted(
     assert marker.exists()
 
 
-def test_a_configuration_does_not_fetch_code_for_attention(run, commands, model, tmp_path) -> None:
+def test_a_configuration_does_not_fetch_code_for_attention(run, commands, model, tmp_path):
     edit_json(model / "config.json", attn_implementation="kernels-community/flash-attn3")
     line = error_of(run("train_policy.py", *commands["train_policy.py"], folder=tmp_path / "here"))
     assert str(model) in line and "--trust_remote_code" in line
 
 
-def test_a_policy_does_not_choose_code_to_run(run, places, marker) -> None:
+def test_a_policy_does_not_choose_code_to_run(run, places, marker):
     """Its ppo_rlhf.json names scoring functions, and somebody samples from it in the folder that it came in."""
     policy = places["policy"]
     module = (
@@ -477,7 +477,7 @@ def here(tmp_path: Path) -> Path:
     return tmp_path / "here"
 
 
-def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_secret(tiny_world, here) -> None:
+def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_secret(tiny_world, here):
     """Of train_both with Weights & Biases; it unpickles nothing and saves no source code either."""
     plant_namesakes(here)
     driver = here.parent / "driver.py"
@@ -491,7 +491,7 @@ def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_sec
     assert ran.leaked == set() and ran.sources == set()
 
 
-def test_left_to_itself_the_tracker_saves_secrets_and_source_code(here) -> None:
+def test_left_to_itself_the_tracker_saves_secrets_and_source_code(here):
     """What the test above looks for happens on such a machine by default."""
     (here / "script.py").write_text("import wandb\nwandb.init().finish()\n")
     ran = run_among_secrets(here, here / "script.py")
@@ -499,14 +499,14 @@ def test_left_to_itself_the_tracker_saves_secrets_and_source_code(here) -> None:
     assert ran.leaked == {"uncommitted change"} and ran.sources == {"script.py", "diff.patch"}
 
 
-def test_left_to_itself_a_command_imports_from_the_current_folder(here) -> None:
+def test_left_to_itself_a_command_imports_from_the_current_folder(here):
     plant_namesakes(here)
     result = subprocess.run([sys.executable, "-c", "import tensorboard"], cwd=here, capture_output=True)
     # tensorboard; with Python 3.13 linecache, which `python -c` imports before it
     assert result.returncode == 1 and list(here.glob("*.imported"))
 
 
-def test_a_message_shows_no_password(capsys) -> None:
+def test_a_message_shows_no_password(capsys):
     """In the address of a mirror of the hub."""
     with pytest.raises(SystemExit, match="2"):
         errors.exit_with(f"cannot be pushed to https://user:{SECRETS['git remote']}@mirror.test/owner/name")

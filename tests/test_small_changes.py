@@ -1,16 +1,15 @@
 """The changes of docs/experiments.md: each does something, and the page has it and the numbers of the CSV."""
 
 import functools
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from runs import ROOT
 
 from benchmark.experiments import small_changes
 from benchmark.experiments.small_changes import CHANGES
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/experiments.md").read_text()
 RUNS = pd.read_csv(ROOT / "benchmark/results/small_changes/runs.csv", dtype={"commit": str})
 FLAGS = {

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import launch
-from runs import metrics_of, policy_arguments, world_arguments
+from runs import ROOT, metrics_of, policy_arguments, world_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -31,7 +31,6 @@ from ppo_rlhf.train_policy import (
     score_responses,
 )
 
-ROOT = Path(__file__).parent.parent
 SPEED = ROOT / "benchmark/cost/speed.py"
 VOCAB = PAD = 29
 RESPONSE, TEMPERATURE = 5, 0.7

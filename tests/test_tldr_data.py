@@ -11,7 +11,6 @@ import torch
 from runs import error_line
 from transformers import AutoTokenizer
 
-from ppo_rlhf.lib import data_files
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.posts import CUT_MARGIN, TaskArgs
 
@@ -113,104 +112,57 @@ def test_a_post_of_a_megabyte_is_cut_in_few_steps():
     assert len(encoded) < 200 and sum(encoded) < 3_500_000
 
 
-def test_a_special_token_whose_name_stands_in_a_post_is_text(tiny_tokenizer):
-    encoder = posts.Encoder(tiny_tokenizer, posts.TaskIds(pad=29, eos=28, stops=(28,)))
-    as_text = [26, 4, 14, 18, 26]  # < and > read as the full stop
-    assert encoder.summary("a<eos>b") == [27, 0, *as_text, 1, 28]
-    query = encoder.query({"article": "a<eos>b"}, TaskArgs())
-    assert query == encoder.encode("Article:\na") + as_text + encoder.encode("b\n\nTL;DR:")
-
-
-def test_rows_are_padded_on_one_side():
-    assert data_files.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=True).tolist() == [[9, 9, 5], [9, 9, 9], [6, 7, 8]]
-    assert data_files.pad_rows([[5], [], [6, 7, 8]], 3, 9, left=False).tolist() == [[5, 9, 9], [9, 9, 9], [6, 7, 8]]
-
-
 # ---- Posts [T07] -----------------------------------------------------------------------------------------
 
 
 def test_references_that_are_too_long_are_left_out_and_counted(tmp_path):
-    summaries = ["a" * 12, "b" * 13, "c", "d" * 99, "e" * 12]  # 12 letters, a space and the end: 14 tokens
+    summaries = ["a" * 12, "b" * 13, "c", "d" * 99]  # 12 letters, a space and the end: 14 tokens
     write_rows(tmp_path, "posts", "train", [changed(POST, "summary", to=text) for text in summaries])
     found = posts.read_posts(task(tmp_path), Letters(), "train")
-    assert found.too_long == 2 and len(found.queries) == 3
-    assert texts_of(found.references) == [" " + "a" * 12 + "\0", " c\0", " " + "e" * 12 + "\0"]
+    assert found.too_long == 2 and len(found.queries) == 2
+    assert texts_of(found.references) == [" " + "a" * 12 + "\0", " c\0"]
     limited = posts.read_posts(task(tmp_path), Letters(), "train", limit=2)
-    assert texts_of(limited.references) == [" " + "a" * 12 + "\0"]  # of the first two rows
+    assert len(limited) == limited.too_long == 1
     line = error_line(posts.read_posts, task(tmp_path, response_length=2), Letters(), "train")
-    assert "--task.posts" in line and "--task.response_length 2" in line and "5 are longer" in line
+    assert "--task.posts" in line and "--task.response_length 2" in line and "4 are longer" in line
 
 
 # ---- Comparisons -----------------------------------------------------------------------------------
 
 
-def read_comparisons(folder: Path, rows: list[dict[str, Any]], articles: bool = False, **changes: Any):
-    write_rows(folder, "comparisons", "validation", rows)
-    return posts.read_comparisons(task(folder, **changes), Letters(), "validation", articles=articles)
+def test_summaries_are_cut_without_their_end_and_pairs_of_one_summary_are_left_out(tmp_path):
+    """A summary has room for 12 tokens. Both are counted, the former in what is left out, too."""
 
+    def pair(rejected: str, chosen: str) -> dict[str, Any]:
+        return changed(changed(COMPARISON, "summaries", 0, "text", to=rejected), "summaries", 1, "text", to=chosen)
 
-def test_summaries_that_are_cut_have_no_end_and_are_counted(tmp_path):
-    long, longer = "a" * 11, "b" * 50  # with space and end 13 and 52 tokens, of which 12 fit
-    both = changed(changed(COMPARISON, "summaries", 0, "text", to=long), "summaries", 1, "text", to=longer)
-    one = changed(COMPARISON, "summaries", 0, "text", to=long)
-    fits = changed(COMPARISON, "summaries", 0, "text", to="a" * 10)
-    comparisons = read_comparisons(tmp_path, [both, one, fits])
-    assert comparisons.cut == 3
-    assert texts_of(comparisons.chosen) == [" " + "b" * 11, " Dry hay.\0", " Dry hay.\0"]
-    assert texts_of(comparisons.rejected) == [" " + "a" * 11, " " + "a" * 11, " " + "a" * 10 + "\0"]
-
-
-def test_pairs_of_the_same_summary_are_left_out_and_counted(tmp_path):
-    def pair(first: str, second: str) -> dict[str, Any]:
-        return changed(changed(COMPARISON, "summaries", 0, "text", to=first), "summaries", 1, "text", to=second)
-
-    same = [pair("Wet.", "Wet."), pair(" Wet.", "Wet."), pair("a" * 11 + "bcd", "a" * 11 + "x")]
-    different = [COMPARISON, pair("a" * 10 + "b", "a" * 10 + "c"), pair("a" * 11, "a" * 10)]
+    different = [COMPARISON, pair("a" * 11, "b" * 50), pair("a" * 10, "a" * 11)]
+    same = [pair(" Wet.", "Wet."), pair("a" * 11 + "bcd", "a" * 11 + "x")]
+    article = changed(COMPARISON, "info", to={"article": "Rain."})
+    write_rows(tmp_path, "comparisons", "validation", [*same, *different, article])
     (tmp_path / "world.json").write_text(json.dumps({"ceiling": 0.8125}))
-    comparisons = read_comparisons(tmp_path, [*same, *different])
-    assert comparisons.ceiling == 0.8125  # where the world says it
-    assert len(posts.read_comparisons(task(tmp_path), Letters(), "validation", 5)) == 2  # of the first five
-    assert comparisons.identical == 3 and len(comparisons) == len(comparisons.groups) == len(comparisons.queries) == 3
-    assert texts_of(comparisons.chosen) == [" Dry hay.\0", " " + "a" * 10 + "c", " " + "a" * 10 + "\0"]
-    line = error_line(read_comparisons, tmp_path, same)
+    found = posts.read_comparisons(task(tmp_path), Letters(), "validation")
+    assert (found.cut, found.identical, len(found)) == (5, 2, 3) and len(found.groups) == 3
+    assert found.ceiling == 0.8125  # where the world says it
+    assert texts_of(found.chosen) == [" Dry hay.\0", " " + "b" * 11, " " + "a" * 11]
+    assert texts_of(found.rejected) == [" Wet.\0", " " + "a" * 11, " " + "a" * 10 + "\0"]
+    of_articles = posts.read_comparisons(task(tmp_path), Letters(), "validation", articles=True)
+    assert of_articles.queries.shape == (1, 60) and found.queries.shape == (3, 80)
+    assert len(posts.read_comparisons(task(tmp_path), Letters(), "validation", limit=4)) == 2  # of the first four
+    line = error_line(posts.read_comparisons, task(tmp_path), Letters(), "validation", limit=2)
     assert "--task.comparisons" in line and "validation" in line and "different" in line
-
-
-def test_articles_stand_apart_from_posts(tmp_path):
-    article = changed(COMPARISON, "info", to={"id": "2", "article": "Rain.\nWind.", "post": None, "title": "x"})
-    article = changed(article, "batch", to="cnndm0")
-    no_article = changed(COMPARISON, "info", "article", to=None)
-    rows = [COMPARISON, article, no_article]
-    of_posts, of_articles = (read_comparisons(tmp_path, rows, articles=articles) for articles in (False, True))
-    assert len(of_posts) == 2 and of_posts.queries.shape == (2, 80)
-    assert texts_of(of_articles.queries) == ["Article:\nRain.\nWind.\n\nTL;DR:"]  # then a summary and its space
-    assert of_articles.queries.shape == (1, 60) and of_articles.chosen.shape == (1, 12)
-    assert [group["batch"] for group in of_articles.groups] == ["cnndm0"]
-    long_article = changed(article, "info", "article", to="Rain.\n" + "x" * 60)
-    assert texts_of(read_comparisons(tmp_path, [long_article], articles=True).queries) == [
-        "Article:\nRain.\n\nTL;DR:"
-    ]
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_named(tmp_path):
-    for kind, read in (("posts", posts.read_posts), ("comparisons", posts.read_comparisons)):
-        for damage in (lambda file: None, Path.touch):  # not there, and empty
-            damage(tmp_path / f"{kind}_validation.jsonl")
-            assert f"--task.{kind} {tmp_path}" in error_line(read, task(tmp_path), Letters(), "validation")
-
-
-def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
-    line = json.dumps(POST).encode()
-    (tmp_path / "posts_train.jsonl").write_bytes(b"\xef\xbb\xbf\n" + line + b"\n  \n" + line)
+def test_blank_lines_are_no_rows(tmp_path):
+    line = json.dumps(POST)
+    (tmp_path / "posts_train.jsonl").write_text(f"\n{line}\n  \n{line}")
     assert len(posts.read_posts(task(tmp_path), Letters(), "train")) == 2
 
 
-def test_an_unknown_source_and_a_hub_without_a_network_are_errors(tmp_path):
-    line = error_line(posts.load_rows, str(tmp_path / "none"), "posts", "train")
-    assert f"--task.posts {tmp_path / 'none'}" in line and "tldr, posts" in line
+def test_without_a_network_one_line_names_the_file_and_the_preset_that_needs_none():
     line = error_line(posts.load_rows, "tldr", "comparisons", "train")
     assert "--task.comparisons tldr" in line and "comparisons_train.jsonl" in line and "--preset posts" in line
 
@@ -230,21 +182,13 @@ def test_padding_is_no_token_and_a_summary_ends_with_the_end_of_text():
 
 
 def test_rows_of_an_evaluation_are_texts_without_special_tokens_and_lengths():
-    def tokens(*texts: str) -> torch.Tensor:
-        return torch.tensor([letters(text) + [PAD] * (6 - len(text)) for text in texts])
-
-    queries = torch.tensor([[PAD, PAD, *letters("ab:")], letters("TLDR:")])
-    texts, scores = (queries, tokens(" c.\0", " dddd."), tokens(" e\0", " f.\0")), torch.tensor([0.5, -1.0])
-    rows = posts.evaluation_rows(Letters(), IDS, *texts, scores=scores)
-    shown = [
-        {"query": "ab:", "response": " c.", "reference": " e", "scores": 0.5},
-        {"query": "TLDR:", "response": " dddd.", "reference": " f.", "scores": -1.0},
-    ]
-    lengths = [{"tokens": 4, "reference_tokens": 3}, {"tokens": 6, "reference_tokens": 4}]
-    assert rows == [row | more for row, more in zip(shown, lengths, strict=True)]
-    assert posts.sample_table(rows) == shown
-    rows = posts.evaluation_rows(Letters(), IDS, *texts, queries=scores)  # a function may have a parameter's name
-    assert [row["queries"] for row in rows] == scores.tolist()
+    queries = torch.tensor([[PAD, PAD, *letters("ab:")]])
+    response, reference = (torch.tensor([[*letters(text), PAD]]) for text in (" c.\0", " e\0"))
+    scores = torch.tensor([0.5])
+    # A function of the user's may have a parameter's name.
+    rows = posts.evaluation_rows(Letters(), IDS, queries, response, reference, scores=scores, queries=scores)
+    shown = {"query": "ab:", "response": " c.", "reference": " e", "scores": 0.5, "queries": 0.5}
+    assert rows == [shown | {"tokens": 4, "reference_tokens": 3}] and posts.sample_table(rows) == [shown]
 
 
 def test_rouge_by_hand():
@@ -254,9 +198,6 @@ def test_rouge_by_hand():
         return posts.rouge([dict(zip(("response", "reference"), pair, strict=True)) for pair in pairs])
 
     first = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}
-    assert rouge(("The cat sat.", "the cat ran")) == pytest.approx(first)
-    # Precision 1, recall 1/2; of the pairs, 1 and 1/3.
-    assert rouge(("a b", "a b c d")) == pytest.approx({"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3})
     # Mean over the pairs, and an empty summary has none of it.
     mean = {name: value / 2 for name, value in first.items()}
     assert rouge(("The cat sat.", "the cat ran"), ("", "a b")) == pytest.approx(mean)

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import json
-import math
 import shutil
 import statistics
 from itertools import chain, pairwise
@@ -22,8 +21,9 @@ from ppo_rlhf import sample
 from ppo_rlhf.lib import command_line, learning_curves, processes, reward_functions, several_stages
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.worlds.posts import gold_scores
 
-TRAIN, HELD_OUT = 48, 16  # posts of the tiny world, and as many comparisons
+TRAIN = 48  # posts of the tiny world, and as many comparisons
 EXACT = {"rel": 1e-9, "abs": 1e-12}
 
 
@@ -81,20 +81,11 @@ def text_logprobs(folder: Path, query: str, ids: list[int], temperature: float =
 # ---- What a run leaves -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "steps", "kept"), [("sft", 6, "46"), ("reward", 3, "23"), ("policy", 4, "24")])
-def test_a_run_leaves_its_folder(stage, steps, kept, all_three):
-    run = run_of(stage, all_three)
-    meta = meta_of(run)
-    assert meta["finished"] and meta["num_processes"] == 1 and meta["script"] == f"tldr_{stage}"
-    assert [row["step"] for row in metrics_of(run)] == list(range(steps))
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == list(kept)
-    assert (run / "learning_curves.png").exists() and len(list(run.glob("events.out.tfevents.*"))) == 1
-
-
 def test_the_tables_hold_every_held_out_post(all_three, tiny_posts):
     texts = {"query", "response", "reference", "tokens", "reference_tokens"}
     scores = {"scores", "reference_scores", "gold_scores", "reference_gold_scores"}
     for stage, columns in (("sft", texts), ("policy", texts | scores)):
+        assert (run_of(stage, all_three) / "learning_curves.png").exists()
         for split, name in (("validation", "evaluation"), ("test", "evaluation_test")):
             posts, table = rows_of(tiny_posts / f"posts_{split}.jsonl"), table_of(stage, all_three, name)
             assert [row["query"] for row in table] == [query_of(post) for post in posts]
@@ -109,20 +100,15 @@ def test_the_policy_leaves_what_was_summarised_before_its_first_update(all_three
     assert [row["query"] for row in rows] == [row["query"] for row in table_of("policy", all_three)][: len(rows)]
     for name in ("scores", "gold_scores", "reference_scores"):
         assert statistics.mean(row[name] for row in rows) == pytest.approx(first[f"eval/{name}"])
-    samples = samples_of(run_of("policy", all_three))
-    assert [row["step"] for row in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert all({"query", "response", "reference", "scores", "kl"} < set(row) for row in samples)
 
 
 def test_metrics_of_a_policy_keep_to_their_definitions(all_three):
     rows = metrics_of(run_of("policy", all_three))
     assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-9)  # it starts as the reference [T35]
     assert all(abs(row["objective/kl"]) > 1e-4 for row in rows[1:])
-    for update, row in enumerate(rows):
-        assert row["episode"] == 20 * (update + 1)
+    for row in rows:
         total = row["objective/scores"] - row["objective/kl_coef"] * row["objective/kl"]
         assert row["objective/rlhf_reward"] == pytest.approx(total)
-        assert row["val/num_eos_tokens"] == pytest.approx(20 * row["objective/eos_rate"])
         assert 0 < row["objective/eos_rate"] < 1  # so that the punishment counts for some
         assert row["val/first_ratio_gap"] < 1e-9 and row["objective/sampler_gap"] < 1e-9  # [T34]
     for row, after in pairwise(rows):  # 20 episodes of 200: a tenth of an error of 0.2 at most
@@ -131,14 +117,6 @@ def test_metrics_of_a_policy_keep_to_their_definitions(all_three):
     # Updates between evaluations repeat the last one.
     evaluations = [{name: value for name, value in row.items() if name.startswith("eval/")} for row in rows]
     assert evaluations[0] == evaluations[1] == evaluations[2] != evaluations[3]
-
-
-def test_learning_rates_follow_their_schedules(all_three):
-    for stage, name, lr, steps in (("sft", "train/sft/lr", 0.03, 6), ("reward", "train/rm/lr", 0.01, 3)):
-        expected = [lr * (1 + math.cos(math.pi * step / steps)) / 2 for step in range(steps)]
-        assert [row[name] for row in metrics_of(run_of(stage, all_three))] == pytest.approx(expected)
-    rates = [row["lr"] for row in metrics_of(run_of("policy", all_three))]
-    assert rates == pytest.approx([1e-3 * (1 - update / 4) for update in range(4)])
 
 
 # ---- The models ------------------------------------------------------------------------------------------------
@@ -168,11 +146,9 @@ def test_sample_shows_what_the_evaluations_have(all_three, tmp_path, monkeypatch
         assert row["policy gold"] == pytest.approx(trained["gold_scores"])
         ids = tokenizer(row["policy"])["input_ids"]
         ids += [tokenizer.eos_token_id] * (trained["tokens"] - len(ids))  # the end of text counts, nothing after it
-        policy, base = (
-            text_logprobs(path, row["query"], ids, 0.7).sum() for path in (folder, all_three.model("sft"))
-        )
-        assert row["kl"] == pytest.approx((policy - base).item(), abs=1e-3)
-        assert row["policy log-prob"] == pytest.approx(base.item() / len(ids), abs=1e-3)
+        ours, theirs = (text_logprobs(path, row["query"], ids, 0.7) for path in (folder, all_three.model("sft")))
+        assert row["kl"] == pytest.approx((ours - theirs).sum().item(), abs=1e-3)
+        assert row["policy log-prob"] == pytest.approx(theirs.mean().item(), abs=1e-3)
     assert any(row["base"] != row["policy"] for row in rows)
 
 
@@ -210,11 +186,8 @@ def test_references_have_a_mean_score_of_0(all_three, tiny_posts):
     assert scores["train"].mean().item() == pytest.approx(0, abs=1e-6)
     deviation = results_of("reward", all_three)["eval/rm/normalized_std"]
     assert 0 < deviation == pytest.approx(scores["train"].std(correction=0).item(), rel=1e-5)
-    rows = table_of("policy", all_three)
-    found = [row["reference_scores"] for row in rows]
+    found = [row["reference_scores"] for row in table_of("policy", all_three)]
     assert found == pytest.approx(scores["validation"].tolist(), rel=1e-5, abs=1e-6)
-    mean = statistics.mean(row["scores"] for row in rows)
-    assert results_of("policy", all_three)["validation/scores"] == pytest.approx(mean)
 
 
 def test_accuracies_are_those_of_the_table(all_three, tiny_posts):
@@ -226,15 +199,12 @@ def test_accuracies_are_those_of_the_table(all_three, tiny_posts):
     comparisons = rows_of(tiny_posts / "comparisons_validation.jsonl")
     for row, comparison in zip(table, comparisons, strict=True):
         texts = [query_of(comparison["info"]) + summary["text"] for summary in comparison["summaries"]]
-        scores = scores_of(all_three.model("reward"), texts).tolist()
-        chosen, rejected = scores[comparison["choice"]], scores[1 - comparison["choice"]]
-        found = [float(row[f"{which}_reward"]) + shift for which in ("chosen", "rejected")]
+        rejected, chosen = scores_of(all_three.model("reward"), texts).tolist()[:: 2 * comparison["choice"] - 1]
+        found = [float(row[name]) + shift for name in ("chosen_reward", "rejected_reward")]
         assert found == pytest.approx([chosen, rejected], abs=1e-6)
-        assert row["correct"] == str(int(found[0] > found[1]))
-        of_comparison = {"split": "validation", "batch": comparison["batch"]}
-        of_comparison["confidence"] = str(comparison["extra"]["confidence"])
-        for group in ("", *(f"/{name}/{value}" for name, value in of_comparison.items())):
-            groups.setdefault(f"eval/rm/validation/accuracy{group}", []).append(found[0] > found[1])
+        batch, confidence = comparison["batch"], comparison["extra"]["confidence"]
+        for group in ("", "/split/validation", f"/batch/{batch}", f"/confidence/{confidence}"):
+            groups.setdefault(f"eval/rm/validation/accuracy{group}", []).append(chosen > rejected)
     accuracies = {name: statistics.mean(right) for name, right in groups.items()}
     assert {name: value for name, value in results.items() if "accuracy" in name} == pytest.approx(accuracies)
     assert len(groups) > 6
@@ -243,9 +213,8 @@ def test_accuracies_are_those_of_the_table(all_three, tiny_posts):
 def test_the_critic_opens_as_a_classifier_that_has_learned(all_three):
     folder = all_three.model("value")
     assert AutoModelForSequenceClassification.from_pretrained(folder).config.num_labels == 1
-    before, after = (load_file(all_three.model(kind) / "reward_head.safetensors") for kind in ("reward", "value"))
-    assert not torch.equal(before["reward_head.weight"], after["reward_head.weight"])
-    assert torch.equal(before["bias"], after["bias"]) and torch.equal(before["gain"], after["gain"])
+    heads = [load_file(all_three.model(kind) / "reward_head.safetensors") for kind in ("reward", "value")]
+    assert {name for name in heads[0] if torch.equal(heads[0][name], heads[1][name])} == {"gain", "bias"}
     policy, critic = (load_file(all_three.model(kind) / "model.safetensors") for kind in ("policy", "value"))
     shared = policy.keys() & critic
     assert shared and not any(torch.equal(policy[name], critic[name]) for name in shared)  # two networks [T32]
@@ -258,12 +227,8 @@ def test_adapters_change_the_layers_they_are_in_and_nothing_else(lora, all_three
     layers = ("query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.endswith(".weight") and any(layer in name for layer in layers)}
-    assert set(before) == set(after)
     adapters = load_file(lora.model("policy") / "adapter/adapter_model.safetensors")
     assert {2} == {min(tensor.shape) for tensor in adapters.values()}  # the rank
-    checkpoint = load_file(run_of("policy", lora) / "checkpoints/4/tensors.safetensors")
-    learning = {name for name in checkpoint if name.startswith("model.lm_backbone.")}
-    assert learning and all("lora_" in name for name in learning)
 
 
 # ---- However the work is divided -------------------------------------------------------------------------------
@@ -319,11 +284,18 @@ def test_division_changes_nothing(stage, all_three, tmp_path):
         check_row({name: value + 1e-6 for name, value in row.items()}, row)
 
 
+def train(script: Any, folder: Path, words: list[str]) -> Path:
+    """A script's train() in this process; returns the folder of its run."""
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
+        script.train(command_line.parse_args(script.PRESETS, words))
+    return only(folder, "runs/*")
+
+
 def test_bfloat16_rounds_and_changes_nothing_else(lora, tmp_path):
     """The model is a GPT-NeoX, as the paper's."""
-    result = launch(lora.script, *lora.arguments, "--dtype", "bfloat16", folder=tmp_path)
-    assert result.status == 0, result.stderr
-    rows, name = metrics_of(only(tmp_path, "runs/*")), "eval/reference_scores"
+    rows = metrics_of(train(tldr_policy, tmp_path, [*lora.arguments, "--dtype", "bfloat16"]))
+    name = "eval/reference_scores"
     exact = metrics_of(run_of("policy", lora))[0][name]
     # Twice the 2^-8 by which bfloat16 rounds a number; a score is a difference of numbers of about 1.
     assert rows[0][name] != exact and rows[0][name] == pytest.approx(exact, rel=2**-7, abs=2**-7)
@@ -332,14 +304,6 @@ def test_bfloat16_rounds_and_changes_nothing_else(lora, tmp_path):
     assert all(row["objective/sampler_gap"] < 2**-5 and row["val/first_ratio_gap"] < 2**-5 for row in rows)
     for file in tmp_path.glob("models/**/*.safetensors"):
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
-
-
-def train(script: Any, folder: Path, words: list[str]) -> Path:
-    """A script's train() in this process; returns the folder of its run."""
-    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
-        script.train(command_line.parse_args(script.PRESETS, words))
-    return only(folder, "runs/*")
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
@@ -374,11 +338,10 @@ def function_arguments(posts: Path, all_three: Whole, function: str, settings: s
 
 @pytest.fixture(scope="module")
 def function_run(all_three, tiny_posts, tmp_path_factory) -> Path:
-    """Two passes over the posts and a bit, with a score of 3 and a penalty of 2 for summaries that do not end."""
-    # Batches of 18 of 48 posts: the third and the sixth lie across two passes.
+    """Six updates, with a score of 3 and a penalty of 2 for summaries that do not end."""
     settings = (
         "--rewards.missing_eos subtract --rewards.missing_eos_penalty 2 --rewards.normalize_samples 0 "
-        "--ppo.total_episodes 108 --ppo.batch_size 18 --ppo.nminibatches 1 --ppo.noptepochs 1 --ppo.lr 1e-4 "
+        "--ppo.total_episodes 72 --ppo.batch_size 12 --ppo.nminibatches 1 --ppo.noptepochs 1 --ppo.lr 1e-4 "
         "--dtype float64 --eval_posts 4 --eval_interval 3 --save_interval 0 --task.eval_temperature 1"
     )
     return train(
@@ -386,16 +349,6 @@ def function_run(all_three, tiny_posts, tmp_path_factory) -> Path:
         tmp_path_factory.mktemp("function"),
         function_arguments(tiny_posts, all_three, "constant", settings),
     )
-
-
-def test_each_pass_sees_each_post_once(function_run, tiny_posts):
-    """On one process, beyond the first pass."""
-    texts = [query_of(post) for post in rows_of(tiny_posts / "posts_train.jsonl")]
-    seen = rows_of(function_run.parents[1] / "seen.jsonl")
-    queries = [query for queries, *_ in seen for query in queries if query in texts]
-    passes = [queries[:TRAIN], queries[TRAIN : 2 * TRAIN]]
-    assert len(queries) == 108 and all(sorted(of_pass) == sorted(texts) for of_pass in passes)
-    assert len({tuple(order) for order in [texts, *passes]}) == 3  # each in an order of its own
 
 
 def test_a_function_gets_references_and_summaries_without_their_end(function_run, tiny_posts):
@@ -455,7 +408,6 @@ def test_a_monitor_replaces_nothing(all_three):
     [
         ("all_three", "sft", "tldr/all.py"),
         ("all_three", "reward", "tldr/all.py"),
-        ("all_three", "policy", "tldr/policy.py"),
         ("lora", "policy", "tldr/policy.py"),
     ],
 )
@@ -484,52 +436,28 @@ def test_a_resumed_run_gives_the_same_numbers(run, stage, script, request, tmp_p
     assert weights and all(
         (copy.folder / path).read_bytes() == (whole.folder / path).read_bytes() for path in weights
     )
-    if script == "tldr/all.py":  # its last lines, but for the time
-        said = (whole.folder / "stdout").read_text()
-        assert sentences(result.stdout) == sentences(said) and len(sentences(said)) == 6
 
 
-def sentences(text: str) -> list[str]:
-    """What the summary says, without the paths, which differ between folders, and the times."""
-    wanted = ("After supervised", "The reward model agrees", "The annotator", "The policy is", "Judged by")
-    return [line for line in text.splitlines() if line.startswith(wanted)]
-
-
-def test_all_three_stages_build_on_each_other(all_three, tiny_posts):
-    sft, reward, policy = (meta_of(run_of(stage, all_three)) for stage in SCRIPTS)
-    sft_model = f"models/{sft['name']}/sft"
-    assert sft["args"]["base_model"] == str(tiny_posts / "model")
-    assert reward["args"]["base_model"] == policy["args"]["base_model"] == sft_model
-    assert policy["args"]["rewards"]["trained_model"] == f"models/{reward['name']}/reward"
-
-
-def gold(query: str, summary: str) -> float:
-    """The gold score, with facts found as three words of the post in a row; a summary of the tiny model has none."""
-    statements = [statement.strip() for statement in summary.split(".") if statement.strip()]
-    covered = {statement for statement in statements if len(statement.split()) == 3 and statement in query}
-    return len(covered) - sum(s not in covered for s in statements) - len(summary.split()) / 10
-
-
-@pytest.mark.parametrize("shorter", ["", "sft", "policy"])
+@pytest.mark.parametrize("shorter", ["sft", "policy"])
 def test_the_summary_says_what_happened(all_three, tmp_path, capsys, shorter):
     """Where one stage has summarised fewer posts, as with --sft.eval_posts 5, those that both have are judged."""
     copy = all_three.copy(tmp_path / "copy")
-    runs, posts = {name: run_of(name, copy) for name in SCRIPTS}, 5 if shorter else HELD_OUT
-    if shorter:
-        file = runs[shorter] / "evaluation.jsonl"
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:posts]))
+    runs = {name: run_of(name, copy) for name in SCRIPTS}
+    file = runs[shorter] / "evaluation.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
     stages = several_stages.Stages(tldr_all.Args(), *runs)
     stages.folders = runs
     tldr_all.report(stages)
     said = capsys.readouterr().out
-    sft, policy = (table_of(stage, copy)[:posts] for stage in ("sft", "policy"))
-    ours = [gold(row["query"], row["response"]) for row in policy]
-    for name, theirs in {
-        "the reference summaries": [gold(row["query"], row["reference"]) for row in policy],
-        "those after SFT": [gold(row["query"], row["response"]) for row in sft],
-    }.items():
-        results = [(a > b - 1e-9) / 2 + (a > b + 1e-9) / 2 for a, b in zip(ours, theirs, strict=True)]
-        assert f"win against {name} in {statistics.mean(results):.1%} of {posts} posts" in said
+    sft, policy = (table_of(stage, copy)[:5] for stage in ("sft", "policy"))
+    queries = [row["query"] for row in policy]
+    ours, references, after_sft = (
+        gold_scores(queries, [row[side] for row in rows])
+        for rows, side in ((policy, "response"), (policy, "reference"), (sft, "response"))
+    )
+    for name, theirs in {"the reference summaries": references, "those after SFT": after_sft}.items():
+        results = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
+        assert f"win against {name} in {statistics.mean(results):.1%} of 5 posts" in said
         assert f"{statistics.mean(ours):+.2f} against {statistics.mean(theirs):+.2f}" in said
     learned = results_of("reward", copy)
     accuracy, ceiling = learned["eval/rm/validation/accuracy"], learned["ceiling"]

@@ -9,7 +9,8 @@ import huggingface_hub
 import pytest
 import wandb
 from accelerate import Accelerator
-from test_run import FakeArgs, read_events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_run import FakeArgs
 
 from ppo_rlhf.lib import run as run_module, tracking
 from ppo_rlhf.lib.errors import InputError
@@ -75,7 +76,9 @@ def test_results_are_the_last_points_of_tensorboard(monkeypatch):
     run.write_table("lengths", LENGTHS)
     run.finish(**RESULTS)
     results = {"test_accuracy": [(1, 0.75)], "validation/rouge1": [(1, 0.25)], "test_labels": [(1, 40.0)]}
-    assert read_events(run.folder) == {"objective/kl": [(0, 0.5)]} | results
+    events = EventAccumulator(str(run.folder)).Reload()
+    logged = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert logged == {"objective/kl": [(0, 0.5)]} | results
     with (run.folder / "lengths.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in LENGTHS]
 

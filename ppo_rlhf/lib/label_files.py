@@ -116,7 +116,11 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         if not isinstance(meta, dict):
             raise ValueError("must be a JSON object")
         if wrong := [name for name, kind in FACTS.items() if name in meta and not files.fits(meta[name], kind)]:
-            raise ValueError(f"{wrong[0]} is {str(meta[wrong[0]])[:60]!r}; it must be a number")
+            raise ValueError(
+                f"{wrong[0]} is {str(meta[wrong[0]])[:60]!r}; it must be a number, and a whole one of ids"
+            )
+        if meta.get("held_out", 0) < 0:
+            raise ValueError(f"held_out is {meta['held_out']}; it must be at least 0")
     if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
         raise InputError(f"{what}: must be a JSON array of objects, and not empty")
     their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)

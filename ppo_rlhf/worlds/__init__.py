@@ -35,6 +35,8 @@ def find_value(argument: str, value: str) -> str:
     """
     if value not in WORLDS.get(argument, ()):
         return value
+    if argument == "base_model" and (Path(value) / "ppo_rlhf.json").is_file():
+        return value  # a model that was trained here, in a folder of that name
     if value == "smollm2-135m":
         from ppo_rlhf.worlds import smollm
 

@@ -1,7 +1,4 @@
-"""Answers as vLLM does to what vllm_sampler.py asks of it, by PyTorch, one token at a time and without a cache.
-
-As vLLM, it bends the distribution where a setting is left out: see LLM.
-"""
+"""Answers as vLLM does to what vllm_sampler.py asks of it, by PyTorch, one token at a time and without a cache."""
 
 from types import SimpleNamespace
 
@@ -30,14 +27,25 @@ class ParallelLMHead:
         self.packed = self.layer.weight.detach().clone()
 
 
+# Without the last two, vLLM would bend the distribution by the model's generation_config.json, and would give
+# log-probs of another temperature.
+NEEDED = {
+    "revision": None,
+    "dtype": "float32",
+    "hf_overrides": {"head_dtype": "float32"},
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,
+    "generation_config": "vllm",
+    "logprobs_mode": "processed_logprobs",
+}
+
+
 class LLM:
-    def __init__(self, *, model, revision, dtype, seed, trust_remote_code, skip_tokenizer_init, enforce_eager, **own):
-        assert dtype == "float32" and skip_tokenizer_init and enforce_eager and revision is None
-        assert own["enable_chunked_prefill"] is False and own["load_format"] == "dummy"
-        assert own["hf_overrides"] == {"head_dtype": "float32"}
-        self.bent = own.get("generation_config") != "vllm"
-        self.raw = own.get("logprobs_mode") != "processed_logprobs"
-        self.length = own["max_model_len"]
+    def __init__(self, *, model, max_model_len, **settings):
+        assert settings.items() >= NEEDED.items()
+        self.length = max_model_len
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32).eval()
         self.head, self.processor = ParallelLMHead(self.model.lm_head), LogitsProcessor()
         self.head.process_weights_after_loading(None)
@@ -63,13 +71,10 @@ class LLM:
         generator, found, logprobs = torch.Generator().manual_seed(params.seed), [], []
         while len(found) < params.max_tokens and not (found and found[-1] in params.stops):
             hidden = self.model.base_model(torch.tensor([ids + found])).last_hidden_state[0, -1]
-            logits = (self.head.packed @ hidden)[: self.processor.org_vocab_size] * (1.3 if self.bent else 1)
+            logits = (self.head.packed @ hidden)[: self.processor.org_vocab_size]
             assert len(ids) + len(found) < self.length
-            processed = (logits / max(params.temperature, 1e-9)).log_softmax(0)
-            likeliest = params.temperature == 0
-            token = int(logits.argmax() if likeliest else torch.multinomial(processed.exp(), 1, generator=generator))
-            found.append(token)
-            logprobs.append(
-                {token: SimpleNamespace(logprob=float((logits.log_softmax(0) if self.raw else processed)[token]))}
-            )
+            scaled = (logits / max(params.temperature, 1e-9)).log_softmax(0)
+            drawn = torch.multinomial(scaled.exp(), 1, generator=generator) if params.temperature else logits.argmax()
+            found.append(int(drawn))
+            logprobs.append({found[-1]: SimpleNamespace(logprob=float(scaled[found[-1]]))})
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=found, logprobs=logprobs)])
