@@ -27,32 +27,26 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import command_line, errors, pretrained, processes, reward_functions
+from ppo_rlhf.lib import command_line, pretrained, processes, reward_functions
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.reward_model_files import save_reward_model
-from ppo_rlhf.tldr import models, packing
+from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.policy import (
-    ActorCritic,
+    Args,
     PpoArgs,
+    RewardsArgs,
     Rollout,
     algorithm_metrics,
     compute_rewards,
+    join_networks,
     ppo_update,
     reference_logprobs,
     respond,
 )
 from ppo_rlhf.tldr.responses import draw_minibatches
-from ppo_rlhf.train_policy import (
-    AdaptiveKLController,
-    TaskArgs,
-    episode_noise,
-    has_stop,
-    load_pretrained,
-    read_tokens,
-)
+from ppo_rlhf.train_policy import AdaptiveKLController, TaskArgs, episode_noise, has_stop, load_pretrained, padded
+from ppo_rlhf.train_reward import RewardModel
 
 Text = str | Sequence[int] | Tensor  # a text, or its token ids, which are taken as they are
 
@@ -77,22 +71,23 @@ class PPO:
         model: str | Path | PreTrainedModel,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        critic: str | Path | None = None,
+        critic: str | Path | RewardModel | None = None,
         reference: str | Path | None = None,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
         max_grad_norm: float | None = None,
-        lora: models.LoraArgs | None = None,
         response_length: int = 48,
         temperature: float = 0.7,
         kl_coef: float = 0.05,
         kl_target: float | None = None,
         kl_horizon: int = 10_000,
+        lora: models.LoraArgs | None = None,
         dtype: Literal["float32", "bfloat16", "float64"] = "float32",
         seed: int = 1,
         trust_remote_code: bool = False,
         **ppo: Any,
     ):
-        """model: a causal language model: its folder, its name on the hub, or itself, with its tokenizer.
+        """model: a causal language model, its folder or its name on the hub. A loaded one needs its tokenizer, and is
+        trained in place.
 
         critic: what the critic starts as: a reward model or critic that was trained here, a sequence classifier with
         one label, or a base model; None: the language model, with a new head. reference: None: the model as it is
@@ -104,70 +99,80 @@ class PPO:
         adapted. ppo: lr, noptepochs, nminibatches, cliprange, vf_coef, lam and whatever else chapter 2's PpoArgs
         has, but for total_episodes and batch_size. Raises InputError, a ValueError.
         """
-        self.accelerator = processes.make_accelerator()
-        device = self.accelerator.device
-        self.args = PpoArgs(**ppo)
-        command_line.check_bounds(self.args)
-        if response_length < 1 or not temperature > 0 or not kl_coef >= 0:
-            raise InputError("response_length must be at least 1, temperature above 0, and kl_coef at least 0")
-        weights = torch.float64 if dtype == "float64" else torch.float32
-        if isinstance(model, PreTrainedModel):
-            if tokenizer is None:
-                raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
-            lm_backbone = model.eval()  # without dropout
-        else:
-            tokenizer = tokenizer or pretrained.load_tokenizer(str(model), trust_remote_code)
-            lm_backbone = load_pretrained(str(model), weights, trust_remote_code)
-        self.base_model = str(getattr(model, "name_or_path", model))
-        self.tokenizer, self.dtype, self.seed = tokenizer, dtype, seed
-        self.response_length, self.temperature = response_length, temperature
-        self.pad_id, self.stop_ids = pretrained.vocabulary_size(tokenizer), pretrained.end_ids(tokenizer)
-        # What is copied is copied first: afterwards, these models read rows without padding.
-        adapted = lora is not None and lora.rank > 0
-        if adapted and reference is not None:
+        loaded = model if isinstance(model, PreTrainedModel) else None
+        name = str(loaded.name_or_path if loaded else model)
+        if loaded and tokenizer is None:
+            raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
+        lora = lora or models.LoraArgs()
+        if lora.rank and reference is not None:
             raise InputError("with lora, the reference is the policy without its adapters; leave it out")
-        if critic is None and isinstance(model, PreTrainedModel):
-            value_model = models.with_new_head(copy.deepcopy(lm_backbone.base_model), seed)
+        adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
+        rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
+        self.args = Args(
+            base_model=name,
+            rewards=rewards,
+            ppo=PpoArgs(**ppo),
+            lora=lora,
+            dtype=dtype,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
+        self.task = TaskArgs(
+            response_length=response_length,
+            temperature=temperature,
+            start_text=None,
+            end_text=None,
+            truncate_text=None,
+        )
+        for args in (self.args, self.task):
+            command_line.check_bounds(args)
+        self.accelerator = processes.make_accelerator()
+        self.tokenizer = tokenizer or pretrained.load_tokenizer(name, trust_remote_code)
+        self.pad_id, self.stop_ids = pretrained.vocabulary_size(self.tokenizer), pretrained.end_ids(self.tokenizer)
+        # Every copy is made before the networks are joined, which changes how they read rows.
+        weights = torch.float64 if dtype == "float64" else torch.float32
+        policy = loaded.to(weights).eval() if loaded else load_pretrained(name, weights, trust_remote_code)
+        if isinstance(critic, RewardModel):
+            value_model = models.critic_that_learns(critic.to(weights))
+        elif critic is None and loaded:
+            value_model = models.with_new_head(copy.deepcopy(policy.base_model), seed)
         else:
-            critic = critic or model
-            pretrained.check_vocabulary(str(critic), f"critic {critic}", self.base_model, trust_remote_code)
-            value_model = models.load_any_critic(str(critic), weights, seed, trust_remote_code)
-        frozen = lm_backbone
-        if reference is not None:
-            pretrained.check_vocabulary(str(reference), f"reference {reference}", self.base_model, trust_remote_code)
-            frozen = load_pretrained(str(reference), weights, trust_remote_code)
-        elif not adapted:
-            frozen = copy.deepcopy(lm_backbone)
-        packing.enable(lm_backbone, value_model.lm_backbone)
-        self.actor_critic = ActorCritic(lm_backbone, value_model, self.pad_id, low_precision=dtype == "bfloat16")
-        self.actor_critic.to(device)
-        models.check_model(lm_backbone, self.base_model, response_length + 1, self.pad_id, read_tokens)
-        if adapted:
-            self.reference = models.Reference(lm_backbone, models.add_adapters(lm_backbone, lora, seed))
-        else:
-            packing.enable(frozen)
-            self.reference = models.Reference(frozen.requires_grad_(False).to(device), None)
-        parameters = [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
-        if optimizer is None:
-            eps, weight_decay = self.args.adam_eps, self.args.weight_decay
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                parameters, self.args.lr, eps=eps, weight_decay=weight_decay, fused=True
+            value_model = models.load_any_critic(
+                self._checked("critic", critic or name), weights, seed, trust_remote_code
             )
+        if reference is not None:
+            frozen = load_pretrained(self._checked("reference", reference), weights, trust_remote_code)
         else:
-            self.optimizer = optimizer(parameters)
+            frozen = None if lora.rank else copy.deepcopy(policy)
+        self.actor_critic, self.reference = join_networks(
+            policy,
+            value_model,
+            frozen and frozen.requires_grad_(False),
+            args=self.args,
+            length=response_length + 1,
+            vocab_size=self.pad_id,
+            device=self.accelerator.device,
+        )
+        parameters = [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
+        self.optimizer = (optimizer or partial(adam, args=self.args.ppo))(parameters)
         if max_grad_norm is not None:
             self.optimizer.register_step_pre_hook(partial(clip, parameters=parameters, most=max_grad_norm))
         self.controller = AdaptiveKLController(kl_coef, kl_target, kl_horizon)
         self.steps = 0
         self.draws = 0  # calls of generate, each with noise of its own
 
+    def _checked(self, what: str, model: str | Path) -> str:
+        """A model that must have the policy's vocabulary."""
+        pretrained.check_vocabulary(str(model), f"{what} {model}", self.args.base_model, self.args.trust_remote_code)
+        return str(model)
+
     # ---- Generate: steps 1 to 3 --------------------------------------------------------------------------------
 
     def generate(self, queries: Sequence[Text], response_length: int | None = None) -> Batch:
         """Sample a response to each query, up to a token that ends a text, or of response_length tokens."""
-        contexts = self._padded(self._encode(queries, "queries"))  # (batch, context_length)
-        batch, length = len(contexts), response_length or self.response_length
-        noise = episode_noise(self.seed, self.draws, batch * self.accelerator.num_processes, length)
+        contexts = self._tokens(queries, "queries")  # (batch, context_length)
+        batch, length = len(contexts), response_length or self.task.response_length
+        noise = episode_noise(self.args.seed, self.draws, batch * self.accelerator.num_processes, length)
         self.draws += 1
         uniforms = noise[self._rows(batch)].to(processes.device_of_noise(contexts.device))
         responses, logprobs, values, _ = self._in_passes(
@@ -183,21 +188,22 @@ class PPO:
         mask: for each token of a response, whether it is the policy's and learns; None: all of them. Nothing is
         appended: a text that ends needs `tokenizer.eos_token` at its end.
         """
-        contexts, rows = self._padded(self._encode(queries, "queries")), self._encode(responses, "responses")
-        own = [[True] * len(row) for row in rows] if mask is None else [[bool(x) for x in row] for row in mask]
-        if len(contexts) != len(rows) or [len(row) for row in own] != [len(row) for row in rows]:
-            raise InputError("there must be one response for each query, and one entry of mask for each token")
-        if not all(any(row) for row in own):
+        contexts, tokens = self._tokens(queries, "queries"), self._tokens(responses, "responses")
+        own = tokens != self.pad_id  # (batch, response_length)
+        if len(contexts) != len(tokens):
+            raise InputError(f"there are {len(contexts)} queries and {len(tokens)} responses; each needs its own")
+        if mask is not None:
+            if [len(row) for row in mask] != own.sum(1).tolist():
+                raise InputError("mask must have one entry for each token of each response")
+            own = padded([[int(bool(entry)) for entry in row] for row in mask], 0).bool().to(own.device)
+        if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
-        tokens = self._padded(rows)  # (batch, response_length)
         query_responses = torch.cat([contexts, tokens], dim=1)
         logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
-        of_policy = pad_sequence([torch.tensor(row) for row in own], batch_first=True).to(tokens.device)
-        return self._make_batch(contexts, tokens, logprobs, values, own=of_policy)
+        return self._make_batch(contexts, tokens, logprobs, values, own=own)
 
     def _in_passes(self, function: Callable, tokens: Tensor, *others: Tensor, **more: Any) -> Any:
         """What a function of the actor-critic returns for rows of tokens, of which it gets a few at a time."""
-        rows, sampled_at = self.args.local_rollout_batch_size, self.temperature
         with self.actor_critic.sampling():
             return packing.by_length(
                 function,
@@ -205,8 +211,8 @@ class PPO:
                 tokens,
                 *others,
                 pad_id=self.pad_id,
-                rows=rows,
-                temperature=sampled_at,
+                rows=self.args.ppo.local_rollout_batch_size,
+                temperature=self.task.temperature,
                 **more,
             )
 
@@ -230,9 +236,9 @@ class PPO:
         )
         ends = torch.isin(responses, responses.new_tensor(self.stop_ids))
         return Batch(
-            queries=self._decode(contexts),
-            responses=self._decode(responses.masked_fill(ends, self.pad_id)),
-            response_ids=self._without_padding(responses),
+            queries=posts.to_texts(self.tokenizer, contexts, self.pad_id),
+            responses=posts.to_texts(self.tokenizer, responses.masked_fill(ends, self.pad_id), self.pad_id),
+            response_ids=[row[row != self.pad_id].tolist() for row in responses],
             stopped=rollout.stopped.tolist(),
             step=self.steps,
             rollout=rollout,
@@ -246,10 +252,8 @@ class PPO:
         Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
         don't fit the batch, or if the batch is older than the last step.
         """
-        scores = [float(score) for score in scores]
-        self._check(batch, scores)
-        args, rollout = self.args, batch.rollout
-        of_episodes = torch.tensor(scores).to(rollout.logprobs)  # (batch,)
+        args, ppo, rollout = self.args, self.args.ppo, batch.rollout
+        of_episodes = torch.tensor(self._checked_scores(batch, scores)).to(rollout.logprobs)  # (batch,)
         kl_coef = self.controller.value
         rewards, non_score_rewards, kl = compute_rewards(
             of_episodes,
@@ -267,37 +271,38 @@ class PPO:
             self.actor_critic,
             self.optimizer,
             rollout=rollout,
-            minibatches=draw_minibatches(self.seed, self.steps, args.noptepochs, rows, args.nminibatches),
-            ppo=args,
+            minibatches=draw_minibatches(args.seed, self.steps, ppo.noptepochs, rows, ppo.nminibatches),
+            ppo=ppo,
             pad_id=self.pad_id,
-            temperature=self.temperature,
+            temperature=self.task.temperature,
             accelerator=self.accelerator,
         )
         metrics = algorithm_metrics(rollout, steps, self.accelerator, kl_coef=kl_coef, more={})
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
-        processes.check_update(metrics, self.steps, self.dtype, gap="val/first_ratio_gap")
+        processes.check_update(metrics, self.steps, args.dtype, gap="val/first_ratio_gap")
         self.controller.update(metrics["objective/kl"], len(scores) * self.accelerator.num_processes)
         self.steps += 1
         return metrics
 
-    def _check(self, batch: Batch, scores: list[float]) -> None:
-        count, problem = len(batch.responses), ""
-        wrong = [score for score in scores if not abs(score) <= reward_functions.LARGEST_SCORE]
-        if len(scores) != count:
-            problem = f"there are {len(scores)} scores for {count} responses"
+    def _checked_scores(self, batch: Batch, scores: Sequence[float]) -> list[float]:
+        """Finite numbers, one for each response of a batch that is made with today's policy."""
+        numbers, problem, ppo = [], "", self.args.ppo
+        try:
+            numbers = [float(score) for score in scores]
+        except (TypeError, ValueError) as error:
+            problem = f"scores must be a list of numbers: {error}"
+        wrong = [number for number in numbers if not abs(number) <= reward_functions.LARGEST_SCORE]
+        if not problem and len(numbers) != len(batch.responses):
+            problem = f"there are {len(numbers)} scores for {len(batch.responses)} responses"
         elif wrong:
-            problem = f"score {scores.index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
+            problem = f"score {numbers.index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
         elif batch.step != self.steps:
             problem = f"the batch is of step {batch.step}, but the policy has made {self.steps}; make it again"
-        elif count % self.args.nminibatches:
-            problem = f"{count} responses do not divide by nminibatches {self.args.nminibatches}"
+        elif len(numbers) % ppo.nminibatches:
+            problem = f"{len(numbers)} responses do not divide by nminibatches {ppo.nminibatches}"
         processes.fail_together(problem)
-        processes.check_equal("the number of responses", count, self.accelerator)
-
-    def _rows(self, local_batch: int) -> slice:
-        """This process's rows of what all have together."""
-        rank = self.accelerator.process_index
-        return slice(rank * local_batch, (rank + 1) * local_batch)
+        processes.check_equal("the number of responses", len(numbers), self.accelerator)
+        return numbers
 
     # ---- Keep --------------------------------------------------------------------------------------------------
 
@@ -320,59 +325,46 @@ class PPO:
     def save(self, folder: str | Path) -> None:
         """Save the policy as an ordinary causal language model, adapters merged in, and the critic in `critic` there.
 
-        Training may go on.
+        Training may go on. sample.py continues texts with what is saved.
         """
-        if not errors.is_first_process():
-            return
-        folder, policy = Path(folder), self.actor_critic.lm_backbone
-        if self.reference.adapters is not None:
-            policy = copy.deepcopy(self.reference.adapters).merge_and_unload()
-        config = policy.generation_config
-        policy.generation_config = pretrained.sampling_config(config, self.tokenizer, self.temperature)
-        # sample.py reads these: a policy that continues texts as chapter 1's do.
-        task = TaskArgs(
-            response_length=self.response_length,
-            temperature=self.temperature,
-            start_text=None,
-            end_text=None,
-            truncate_text=None,
-        )
-        info = {"base_model": self.base_model, "vocab_size": self.pad_id, "task": dataclasses.asdict(task)}
-        policy_info = {**info, "kind": "policy", "monitor": "", "function": "", "reward_model": ""}
-        models.save_language_model(folder, policy, self.tokenizer, policy_info)
-        policy.generation_config = config
-        save_reward_model(folder / "critic", self.actor_critic.critic, self.tokenizer, {**info, "kind": "critic"})
+        # Adapters are merged into a copy.
+        policy, adapters = self.actor_critic.lm_backbone, self.reference.adapters
+        if adapters is not None:
+            policy, adapters = copy.deepcopy((policy, adapters))
+        info = {"base_model": self.args.base_model, "task": dataclasses.asdict(self.task)}
+        info |= {"monitor": "", "function": "", "reward_model": ""}
+        models.save_policy(Path(folder), policy, adapters, tokenizer=self.tokenizer, info=info)
+        models.save_critic(Path(folder, "critic"), self.actor_critic.critic, tokenizer=self.tokenizer, info=info)
 
     # ---- Texts and token ids -----------------------------------------------------------------------------------
 
-    def _encode(self, rows: Sequence[Text], what: str) -> list[list[int]]:
-        """Token ids of texts; of queries with what the tokenizer puts before every text."""
+    def _tokens(self, rows: Sequence[Text], what: str) -> Tensor:
+        """Token ids (rows, longest), with padding at the end; of queries with what the tokenizer puts before them."""
         if isinstance(rows, str) or not len(rows):
             raise InputError(f"{what} must be a list with a text, or a list of token ids, for each episode")
         start = pretrained.start_of_plain(self.tokenizer) if what == "queries" else []
         encoded = []
-        for row in rows:
+        for number, row in enumerate(rows, 1):
             if isinstance(row, str):
-                encoded.append([*start, *self.tokenizer.encode(row, add_special_tokens=False)])
+                tokens = [*start, *self.tokenizer.encode(row, add_special_tokens=False)]
             else:
-                encoded.append(row.tolist() if isinstance(row, Tensor) else list(row))
-        for number, row in enumerate(encoded, 1):
-            if not row:
-                raise InputError(f"{what}: number {number} has no token")
-            if not all(isinstance(token, int) and 0 <= token < self.pad_id for token in row):
+                tokens = row.tolist() if isinstance(row, Tensor) else list(row)
+            if not all(isinstance(token, int) and 0 <= token < self.pad_id for token in tokens):
                 raise InputError(f"{what}: number {number} is no text and no list of ids in 0..{self.pad_id - 1}")
-        return encoded
+            if not tokens:
+                raise InputError(f"{what}: number {number} has no token")
+            encoded.append(tokens)
+        return padded(encoded, self.pad_id).to(self.accelerator.device)
 
-    def _padded(self, rows: list[list[int]]) -> Tensor:
-        """Token ids (rows, longest), with padding at the end."""
-        tensors = [torch.tensor(row) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=self.pad_id).to(self.accelerator.device)
+    def _rows(self, local_batch: int) -> slice:
+        """This process's rows of what all have together."""
+        rank = self.accelerator.process_index
+        return slice(rank * local_batch, (rank + 1) * local_batch)
 
-    def _without_padding(self, tokens: Tensor) -> list[list[int]]:
-        return [[token for token in row if token != self.pad_id] for row in tokens.tolist()]
 
-    def _decode(self, tokens: Tensor) -> list[str]:
-        return [self.tokenizer.decode(row) for row in self._without_padding(tokens)]
+def adam(parameters: Iterable[nn.Parameter], args: PpoArgs) -> torch.optim.Optimizer:
+    """The optimiser of chapter 2."""
+    return torch.optim.AdamW(parameters, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
 
 
 def clip(*_: Any, parameters: list[nn.Parameter], most: float) -> None:

@@ -244,39 +244,43 @@ def save_language_model(
         files.write_json(folder / "ppo_rlhf.json", info)
 
 
-def save_policy_and_critic(
+def save_policy(
     folder: Path,
     lm_backbone: PreTrainedModel,
-    critic: RewardModel | None,
     adapters: nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
     info: dict[str, Any],
-    trust_remote_code: bool,
     weights: bool = True,
 ) -> None:
-    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
+    """An ordinary causal language model, adapters merged in.
 
-    adapters: peft's handle, which saves them once more on their own, in policy/adapter. info: for ppo_rlhf.json.
-    weights: whether those of the two models are saved, too.
+    adapters: peft's handle, which saves them once more on their own, in the folder `adapter` there. info: for
+    ppo_rlhf.json. weights: whether those of the model are saved, too.
     """
     if adapters is not None and errors.is_first_process():
-        save_adapters(folder / "policy" / "adapter", adapters)
+        save_adapters(folder / "adapter", adapters)
         lm_backbone = adapters.merge_and_unload() if weights else lm_backbone
-    info = {"vocab_size": pretrained.vocabulary_size(tokenizer), **info}
+    info = {"vocab_size": pretrained.vocabulary_size(tokenizer), **info, "kind": "policy"}
     lm_backbone.generation_config = pretrained.sampling_config(
         lm_backbone.generation_config, tokenizer, info["task"]["temperature"]
     )
-    save_language_model(folder / "policy", lm_backbone, tokenizer, {**info, "kind": "policy"}, weights)
-    if critic and errors.is_first_process():
-        of_critic = {name: info[name] for name in ("base_model", "vocab_size", "task")}
-        save_reward_model(
-            folder / "value",
-            critic,
-            tokenizer,
-            info={**of_critic, "kind": "critic"},
-            trust_remote_code=trust_remote_code,
-            weights=weights,
-        )
+    save_language_model(folder, lm_backbone, tokenizer, info, weights)
+
+
+def save_critic(
+    folder: Path,
+    critic: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
+    trust_remote_code: bool = False,
+    weights: bool = True,
+) -> None:
+    """The critic, as a reward model is saved; other arguments as of save_policy."""
+    if errors.is_first_process():
+        info = {"vocab_size": pretrained.vocabulary_size(tokenizer), "kind": "critic"} | {
+            name: info[name] for name in ("base_model", "task")
+        }
+        save_reward_model(folder, critic, tokenizer, info=info, trust_remote_code=trust_remote_code, weights=weights)
 
 
 def save_adapters(folder: Path, adapters: nn.Module) -> None:

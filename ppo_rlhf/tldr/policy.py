@@ -1151,21 +1151,42 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, models.Reference]:
     """Policy, critic and reference."""
-    length = args.task.query_length + args.task.response_length
     vocab_size = pretrained.vocabulary_size(tokenizer)
-    lm_backbone = models.load_base_model(args)
-    critic = models.load_critic(args, vocab_size)
+    return join_networks(
+        models.load_base_model(args),
+        models.load_critic(args, vocab_size),
+        None if args.lora.rank else models.load_base_model(args, frozen=True),
+        args=args,
+        length=args.task.query_length + args.task.response_length,
+        vocab_size=vocab_size,
+        device=accelerator.device,
+    )
+
+
+def join_networks(
+    lm_backbone: PreTrainedModel,
+    critic: RewardModel,
+    frozen: PreTrainedModel | None,
+    *,
+    args: Any,
+    length: int,
+    vocab_size: int,
+    device: torch.device,
+) -> tuple[ActorCritic, models.Reference]:
+    """Three loaded models as they are trained. frozen: the reference; None: the policy without the adapters it gets.
+
+    args: base_model, dtype, gradient_checkpointing, lora and seed are read. length: of the longest row, in tokens.
+    """
     packing.enable(lm_backbone, critic.lm_backbone)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
-    actor_critic.to(accelerator.device)
+    actor_critic.to(device)
     models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
-    if args.lora.rank:
+    if frozen is None:
         return actor_critic, models.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
-    frozen = models.load_base_model(args, frozen=True)
     packing.enable(frozen)
-    frozen.to(accelerator.device)
+    frozen.to(device)
     return actor_critic, models.Reference(frozen, None)
 
 
@@ -1211,7 +1232,7 @@ def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
 def save_models(
     folder: Path, setup: Setup, actor_critic: ActorCritic, adapters: nn.Module | None, weights: bool = True
 ) -> None:
-    """Save policy and critic, both as ordinary models. weights: as of save_policy_and_critic."""
+    """Save policy and critic, both as ordinary models. weights: whether theirs are saved, too."""
     # They open with the library.   ppo.py#L842-L861
     args = setup.args
     info = {
@@ -1222,11 +1243,17 @@ def save_models(
         "reward_model": args.rewards.trained_model,
         "label": args.rewards.label,
     }
-    models.save_policy_and_critic(
-        folder,
-        lm_backbone=actor_critic.lm_backbone,
-        critic=actor_critic.critic,
+    models.save_policy(
+        folder / "policy",
+        actor_critic.lm_backbone,
         adapters=adapters,
+        tokenizer=setup.tokenizer,
+        info=info,
+        weights=weights,
+    )
+    models.save_critic(
+        folder / "value",
+        actor_critic.critic,
         tokenizer=setup.tokenizer,
         info=info,
         trust_remote_code=args.trust_remote_code,
