@@ -1,8 +1,12 @@
 """ppo_rlhf/loop.py: it is chapter 2's update, takes batches from anywhere, and refuses what doesn't fit."""
 
 import dataclasses
+import io
 import json
 import math
+import re
+import sys
+import typing
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +16,24 @@ from hypothesis import given, settings, strategies as st
 from processes import launch, launch_together
 from runs import error_line
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    TrainingArguments,
+)
 
 from ppo_rlhf.lib import processes
 from ppo_rlhf.loop import PPO
+from ppo_rlhf.rlvr import asynchronous, policy as rlvr_policy
 from ppo_rlhf.tldr import models, policy, posts
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.train_policy import episode_noise
 
 SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
 QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
+NAMES = Path(__file__).with_name("names_elsewhere.json")  # what those releases call their arguments
 SCORES = [1.0, -2.0, 0.5, 3.0]
 
 
@@ -251,3 +263,79 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
     assert same(before, weights_of(ppo.actor_critic))
     ppo.step(batch, SCORES)
     assert "is of step 0" in error_line(ppo.step, batch, SCORES)
+
+
+# ---- The page ------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[1] / "docs/from_trl.md").read_text()
+PROGRAMS = re.findall(r"```python\n(import .*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)  # and what they printed
+
+
+@pytest.fixture
+def classifier(tiny_world, tmp_path) -> str:
+    """The folder of a classifier of two labels that reads the tokens of that world."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
+    tokenizer.pad_token = tokenizer.decode(0)
+    tokenizer.save_pretrained(tmp_path / "classifier")
+    sizes = {"n_positions": 128, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    labels = {0: "NEGATIVE", 1: "POSITIVE"}
+    config = GPT2Config(vocab_size=len(tokenizer), id2label=labels, pad_token_id=0, **sizes)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    return str(tmp_path / "classifier")
+
+
+def without_numbers(text: str) -> list[str]:
+    """What is said of steps, with # for each number."""
+    return re.findall(r"(?m)(?:^|step )#: [^\n]*", re.sub(r"-?\d+(\.\d+)?", "#", text))
+
+
+@pytest.mark.parametrize("place", range(4), ids=["reward", "person", "classifier", "game"])
+def test_the_programs_of_the_page_run_as_they_stand(tiny_world, classifier, tmp_path, monkeypatch, capsys, place):
+    code, printed = PROGRAMS[place]
+    words = {2: [classifier, "POSITIVE"]}.get(place, [])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program.py", str(tiny_world / "model"), *words, "2"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0.5\n1\n-1\n0\n" * 2))
+    exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})
+    said = without_numbers(capsys.readouterr().out)
+    assert code.count("\n") <= 40 and len(said) == 2 and set(said) == set(without_numbers(printed))
+    if place == 0:
+        AutoModelForCausalLM.from_pretrained("models/mine")
+
+
+def names_in(cell: str) -> list[str]:
+    return [name for name in re.findall(r"`([\w.]+)`", cell) if not name.endswith(".jsonl")]
+
+
+def fields_of(args: type, prefix: str = "") -> set[str]:
+    names = set()
+    for name, hint in typing.get_type_hints(args).items():
+        names.add(prefix + name)
+        names |= fields_of(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else set()
+    return names
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Cells of the tables below a heading, without their heads."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [row for row in rows if names_in(row[0]) and not row[0].startswith(("-", " `PPOTrainer(", " `PPOConfig`"))]
+
+
+def test_every_name_of_the_page_is_one_of_ours_or_of_that_release():
+    known = {where: set(names) for where, names in json.loads(NAMES.read_text()).items()}
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    theirs = known["TRL 1.12 PPOConfig"] | known["TRL 1.12 PPOTrainer"] | inherited
+    for row in rows_of("PPOTrainer"):
+        assert set(names_in(row[0])) <= theirs, row
+        assert set(names_in(row[1])) <= fields_of(policy.Args), row
+    ours = fields_of(rlvr_policy.Args) | fields_of(asynchronous.Args)
+    trl = known["TRL 1.16 GRPOConfig"] | known["TRL 1.16 GRPOTrainer"] | inherited
+    short = {"actor": "actor_rollout_ref.actor", "rollout": "actor_rollout_ref.rollout"}
+    for row in rows_of("GRPO, verl, open-instruct"):
+        assert set(names_in(row[0])) <= ours, row
+        assert set(names_in(row[1])) <= trl, row
+        for name in names_in(row[2]):
+            first, dot, rest = name.partition(".")
+            assert short.get(first, first) + dot + rest in known["verl 0.9.1"], name
+        assert set(names_in(row[3])) <= known["open-instruct e6c3044 GRPO"], row
