@@ -66,6 +66,8 @@ def load(folder: Path) -> tuple[PreTrainedModel, RewardModel]:
         head = {name: tensors.pop(f"v_head.summary.{name}", None) for name in ("weight", "bias")}
         if None in head.values():
             raise OSError("it has no v_head.summary.weight and v_head.summary.bias")
+        if not (folder / "config.json").is_file():
+            raise OSError("it has no config.json; if it holds adapters, merge them, as docs/from_trl.md says")
         config = pretrained.read_config(str(folder), None, False, auto_class=AutoModelForCausalLM)
         shapes = [tuple(tensor.shape) for tensor in head.values()]
         if shapes != [(1, config.hidden_size), (1,)]:

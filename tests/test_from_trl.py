@@ -134,4 +134,6 @@ def test_other_mistakes_are_refused(saved, tokenizer_with_a_hole, tmp_path):
     AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "larger")
     assert "an embedding of 29 rows for a tokenizer of 30" in line(tokenizer=str(tmp_path / "larger"))
     (folder / "tokenizer.json").unlink()
-    assert f"--tokenizer {folder} cannot be loaded" in line() and not (tmp_path / "new").exists()
+    assert f"--tokenizer {folder} cannot be loaded" in line()
+    (folder / "config.json").unlink()
+    assert "it has no config.json; if it holds adapters" in line() and not (tmp_path / "new").exists()
