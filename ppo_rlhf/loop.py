@@ -366,7 +366,7 @@ class PPO:
             raise InputError(f"response_length is {response_length}; it must be at least 1")
         if longest and query_length + response_length > longest:
             raise InputError(
-                f"the model reads at most {longest} tokens; query and response have {query_length} + {response_length}"
+                f"the model reads at most {longest} tokens; query and response have {query_length + response_length}"
             )
 
     def _rows(self, local_batch: int) -> slice:
