@@ -25,7 +25,7 @@ from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.train_reward import RewardModel
 
-UNREADABLE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError)
+UNREADABLE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, RewardModel]:
     with errors.input_errors(f"{folder} cannot be read as a model with a value head", *UNREADABLE):
         tensors = {name.removeprefix("pretrained_model."): tensor for name, tensor in read_tensors(folder).items()}
         head = {name: tensors.pop(f"v_head.summary.{name}", None) for name in ("weight", "bias")}
-        if None in head.values():
+        if any(tensor is None for tensor in head.values()):
             raise OSError("it has no v_head.summary.weight and v_head.summary.bias")
         if not (folder / "config.json").is_file():
             raise OSError("it has no config.json; if it holds adapters, merge them, as docs/from_trl.md says")
@@ -107,7 +107,7 @@ def read_file(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, EOFError) as error:
         raise OSError(f"{file.name} is no pickle of tensors alone; what else is in it could be code") from error
 
 
