@@ -199,10 +199,11 @@ def test_labels_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path):
     labels = read_labels(str(file), num_train=2, longest=10)
     assert [query for query, _, _ in texts_of_labels(labels)] == ["0?", "3?", "4?", "5?"]  # two tokens and eight fit
     assert labels.left_out == {"too_long": 1, "identical": 1} and labels.held_out == 2
-    file.with_suffix(".meta.json").write_text('{"held_out": 5}')  # of which three are left
-    assert read_labels(str(file), num_train=1, longest=10).held_out == 3
-    line = error_line(read_labels, str(file), 2, 10)
-    assert "--num_train 2" in line and "labels.jsonl, line 2 has 11" in line
+    for held_out, left in ((5, 3), (2, 2)):
+        file.with_suffix(".meta.json").write_text(json.dumps({"held_out": held_out}))
+        assert read_labels(str(file), num_train=1, longest=10).held_out == left
+    line = error_line(read_labels, str(file), 3, 10)
+    assert "--num_train 3" in line and "labels.jsonl, line 2 has 11" in line
 
 
 @pytest.mark.parametrize(
