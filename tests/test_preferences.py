@@ -307,6 +307,7 @@ def test_the_mark_of_a_turn_within_a_message_is_text(tmp_path):
         ),
         (FORMS["messages, the same answer and then another turn"][0], {"prompt_format": "chat"}, "several messages"),
         (FORMS["HH-RLHF"][0], {"query_format": "tldr"}, "--task.query_format plain"),
+        (FORMS["HH-RLHF"][0], {"query_column": "query"}, "has nothing under 'query'; it has 'chosen', 'rejected'"),
         ({"question": "a"}, {}, "it has 'question'; docs/running.md"),
     ],
 )
@@ -342,3 +343,4 @@ def test_texts_of_the_hub(on_hub):
 def test_prompts_of_preferences_are_texts(tmp_path):
     file = written(tmp_path / "rows.jsonl", [FORMS["HH-RLHF"][0], FORMS["UltraFeedback"][0]])
     assert list(text_sources.load_texts(file)) == [HH, WHY]
+    assert "has nothing under 'query'" in error_line(text_sources.load_texts, file, "train", "query")

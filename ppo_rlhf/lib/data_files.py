@@ -138,10 +138,10 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
 
 
 def find(row: Mapping[str, Any], columns: Sequence[str], what: str) -> tuple[str, Any]:
-    """The first of these columns that a row has, as messages name it, and what is in it."""
+    """The first of these columns that a row has, and what is in it."""
     for column in columns:
         if (value := value_at(row, column)) is not None:
-            return f"{what}, {column!r},", value
+            return column, value
     raise InputError(f"{what} has nothing under {columns[0]!r}; it has {', '.join(map(repr, row))}")
 
 

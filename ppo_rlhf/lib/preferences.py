@@ -62,6 +62,8 @@ def as_prompt(messages: Messages) -> str:
 
 def read_preference(row: Mapping[str, Any], what: str, column: str = "prompt") -> Preference:
     """The preference of a row. what: the row, for messages; column: the key of its prompt, where it has one."""
+    if column != "prompt":  # a name that somebody typed is there, or it is a slip
+        data_files.find(row, (column,), what)
     values = {"chosen": row["chosen"], "rejected": row["rejected"]}
     if (prompt := data_files.value_at(row, column)) is not None:
         values[column] = prompt

@@ -86,12 +86,12 @@ def dummy_texts() -> list[str]:
 
 def text_of(row: dict[str, Any], column: str, what: str) -> str:
     """The text of a row, which may be messages, or the prompt of a preference. what: the row, for messages."""
-    if data_files.value_at(row, column) is None and preferences.is_preference(row):
+    if column == "text" and "text" not in row and preferences.is_preference(row):
         prompt, _, _ = preferences.read_preference(row, what).texts()
         return prompt
-    where, value = data_files.find(row, (column,), what)
+    _, value = data_files.find(row, (column,), what)
     if isinstance(value, list):
-        return preferences.as_prompt(data_files.as_messages(value, "user", where))
+        return preferences.as_prompt(data_files.as_messages(value, "user", f"{what}, {column!r},"))
     data_files.check_row({column: value}, (column,), what)
     return value
 

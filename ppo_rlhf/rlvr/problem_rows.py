@@ -32,7 +32,8 @@ HELD_OUT = 500  # problems of a generator
 def question_of(row: Mapping[str, Any], column: str, what: str) -> str | Messages:
     """The question of a row: a text, or messages if there are more than the user's one."""
     others = ("prompt", "problem") if column == "question" else ()
-    place, value = data_files.find(row, (column, *others), what)
+    name, value = data_files.find(row, (column, *others), what)
+    place = f"{what}, {name!r},"
     messages = data_files.as_messages(value, "user", place)
     if messages[-1]["role"] != "user":
         raise InputError(f"{place} the last message is the {messages[-1]['role']}'s; it must be the user's")
@@ -42,8 +43,8 @@ def question_of(row: Mapping[str, Any], column: str, what: str) -> str | Message
 def answer_of(row: Mapping[str, Any], column: str, what: str) -> str:
     """The answer of a row, from which --task.answer_format takes what a response must say."""
     others = ("reward_model.ground_truth", "solution", "completion") if column == "answer" else ()
-    place, value = data_files.find(row, (column, *others), what)
-    return data_files.as_messages(value, "assistant", place)[-1]["content"]
+    name, value = data_files.find(row, (column, *others), what)
+    return data_files.as_messages(value, "assistant", f"{what}, {name!r},")[-1]["content"]
 
 
 # ---- The hub and reasoning-gym ---------------------------------------------------------------------------------
