@@ -31,7 +31,7 @@ from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import chat_templates, data_files, hub, pretrained, processes, rewards, text_sources
+from ppo_rlhf.lib import chat_templates, data_files, hub, pretrained, processes, rewards
 from ppo_rlhf.lib.bounds import PositiveInt
 from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.rlvr import problem_rows
@@ -206,10 +206,10 @@ def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        return data_files.from_hub(source, field, split or "test", remedy, GSM8K_FILES)
+        return data_files.from_hub(source, f"task.{field}", split or "test", remedy, GSM8K_FILES)
     path = Path(worlds.find_value(f"task.{field}", source))
     if path.is_dir():
-        return data_files.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
+        return data_files.read_jsonl(path / f"problems_{split or 'test'}.jsonl", f"task.{field}")
     if problem_rows.is_elsewhere(source):
         return problem_rows.load(source, field, split or "test")
     if path.suffix not in data_files.FORMATS:
@@ -217,19 +217,8 @@ def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
             f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, reasoning_gym:<task>, data "
             f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(data_files.FORMATS)}"
         )
-    every = data_files.read_file(path, field)
-    if split == "test" and len(every) < text_sources.HELD_OUT:
-        raise InputError(
-            f"{flag(f'task.{field}')} {source} has {len(every)} rows; every {text_sources.HELD_OUT}th row of a file "
-            f"is held out, so give {text_sources.HELD_OUT} rows or more, or name a file of held-out problems: "
-            f"{flag('task.test_problems')} <file>.jsonl"
-        )
-    held_out = {"train": False, "test": True}.get(split)
-    return [
-        row
-        for i, row in enumerate(every)
-        if held_out in (None, i % text_sources.HELD_OUT == text_sources.HELD_OUT - 1)
-    ]
+    remedy = f"name a file of held-out problems: {flag('task.test_problems')} <file>.jsonl"
+    return data_files.load_split(source, f"task.{field}", split or "all", remedy)
 
 
 def answer_of(solution: str, answer_format: str) -> str:
