@@ -286,6 +286,7 @@ COLUMNS = [
         (lambda **kwargs: map(len, kwargs["completions"]), [6, 7]),
         (lambda completions, level: level, [3, None]),
         (lambda completions, **kwargs: kwargs["level"], [3, None]),
+        (lambda level, question: level, [3, None]),
         # A column counts more than another name of the answer.
         (lambda completions, solution, answer: [len(answer[0] + solution[0]), solution[1]], [8, None]),
         (lambda solution_str, **kwargs: len(kwargs["data_source"]), [0, 9]),
@@ -301,7 +302,7 @@ def test_functions_are_called_as_other_libraries_call_them(function, expected):
 
 def test_compute_score_is_called_once_for_each_text():
     """An answer that is JSON text is the object again. A function gets copies of columns."""
-    answers = ["2", reward_functions.JsonText("[4, 5]")]
+    answers = ["2", reward_functions.JsonText("[4,5]")]
     for _ in range(2):
         assert load("test_verifiers:verl")(["p", "q"], ["2", "[4, 5]"], answers, COLUMNS) == [2.5, 2.0]
     assert load("test_verifiers:verl")(["p", "q"], ["1", "[4,5]"], answers) == [1.0, 1.0]
