@@ -109,6 +109,8 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
     assert str(caught.value) == (
         "boxed answers need math-verify (ImportError: No module named math_verify): pip install -e '.[math]'"
     )
+    with pytest.raises(InputError, match="boxed answers need math-verify"):
+        rewards.load_verifier("boxed", "rewards.verifier", trial=(["p"] * 2, ["a word"] * 2, []))
 
 
 CASES = (Path(__file__).parent / "verifier_cases.jsonl").read_text().splitlines()
