@@ -332,9 +332,9 @@ def test_the_likeliest_solutions_are_those_of_the_evaluation(critic, in_a_fresh_
     assert {row["policy score"] for row in rows} == {0.0, 1.0}
 
 
-def test_columns_and_golds_that_are_objects_reach_a_function(run_once, tiny_sums):
+def test_columns_and_golds_that_are_objects_reach_a_function(run_once, tiny_sums, tmp_path):
     """In training, evaluation and sample.py: each prompt with the gold and the columns of its own row."""
-    folder, questions = Path("../countdown").resolve(), {}
+    folder, questions = tmp_path / "countdown", {}
     folder.mkdir()
     for split in ("train", "test"):
         questions[split] = [row["question"] for row in rows_of(tiny_sums / f"problems_{split}.jsonl")]
