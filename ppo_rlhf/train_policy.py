@@ -146,8 +146,8 @@ class RewardsArgs:
     there is a function"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
-    parameters named prompts, completions or answer get those, as docs/running.md says; references are None here. Of
-    a response, it gets what is before the first end-of-text token"""
+    also one for TRL or verl, as docs/chapter3.md says; there are no answers and no columns here. Of a
+    response, it gets what is before the first end-of-text token"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: NonNegativeInt = 256

@@ -4,7 +4,8 @@ Forms of a row, of which the first columns that are there count:
 
     question         a text, a number, or messages of a chat, the last of them the user's. Columns: the one that
                      --task.question_column names, else prompt (TRL 1.16, verl at b178a3c) or problem
-    answer           a text, a number, or messages, of which the last counts. Columns: the one that
+    answer           a text, a number, or messages, of which the last counts; for a verifier of the user's also an
+                     object, a list or a boolean, which becomes JSON text. Columns: the one that
                      --task.answer_column names, else reward_model.ground_truth (verl at b178a3c), solution or
                      completion (TRL 1.16). A name with dots is that of a column within another
 
@@ -14,11 +15,12 @@ processes of its own, since it isn't ours and its scorers read what a model writ
 """
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ppo_rlhf.lib import data_files, rewards
+from ppo_rlhf.lib import data_files, files, reward_functions, rewards
 from ppo_rlhf.lib.chat_templates import Messages
 from ppo_rlhf.lib.confined_worker import Worker
 from ppo_rlhf.lib.errors import InputError, flag
@@ -40,11 +42,29 @@ def question_of(row: Mapping[str, Any], column: str, what: str) -> str | Message
     return messages[0]["content"] if len(messages) == 1 else messages
 
 
-def answer_of(row: Mapping[str, Any], column: str, what: str) -> str:
-    """The answer of a row, from which --task.answer_format takes what a response must say."""
+def answer_of(row: Mapping[str, Any], column: str, what: str, *, by_function: bool = False) -> tuple[str, str]:
+    """The column of a row's answer, and the answer, from which --task.answer_format takes what a response must say.
+
+    by_function: a function of the user's is the verifier, so that the answer may also be JSON, which is taken whole.
+    """
     others = ("reward_model.ground_truth", "solution", "completion") if column == "answer" else ()
     name, value = data_files.find(row, (column, *others), what)
-    return data_files.as_messages(value, "assistant", f"{what}, {name!r},")[-1]["content"]
+    place = f"{what}, {name!r},"
+    if not isinstance(value, bool | Mapping | list) or is_chat(value):
+        return name, data_files.as_messages(value, "assistant", place)[-1]["content"]
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if not by_function:
+        raise InputError(
+            f"{place} must be a text, a number, or messages; it is {text[:60]!r}, which only a function of your own "
+            f"can read: {flag('rewards.verifier')} package.module:name gets it as JSON text"
+        )
+    files.check_text(text, place)
+    return name, reward_functions.JsonText(text)
+
+
+def is_chat(value: Any) -> bool:
+    """Whether this is a list of messages."""
+    return isinstance(value, list) and any(isinstance(one, Mapping) and "content" in one for one in value)
 
 
 # ---- The hub and reasoning-gym ---------------------------------------------------------------------------------
