@@ -2,7 +2,7 @@
 
     python benchmark/micro.py > tests/golden/micro.json
 
-The file says in its first entry what it holds.
+The first entry of the file says what it holds.
 """
 
 import json
@@ -12,17 +12,14 @@ from ppo_rlhf.small import micro
 UPDATES = 20
 FORMAT = (
     "What ppo_rlhf/small/micro.py computes with its default flags, up to update 20 of 50. A model has rows of weights: "
-    "'embedding' (one for each word, and one for an empty place), 'hidden' (last column: bias), 'words' (last column: "
-    "bias; logits of the next word) and 'head' (score, or value). Texts are lists of indices into 'words'. "
-    "'random_numbers': the first of the generator; "
-    "'start', 'language_model': weights before and after training; "
-    "'choices': pairs of texts, first the one that was taken; "
-    "'scores': [text, normalised score] of every hundredth text; "
-    "'optimum': J, score, gold score and KL of the best policy; "
-    "'updates': sampled responses; values, whitened advantages (of all tokens of response 1, then 2, ...); the loss of "
-    "each epoch; J, score, gold score and KL of the policy after the update; 'policy': weights after the last update. "
-    "A port may draw everything from its own generator, or replay choices and responses. Another order of additions "
-    "changes the numbers by less than 1e-10."
+    "'embedding' (one row for each word, and one for an empty place), 'hidden' (last column: bias), 'words' (logits of "
+    "the next word; last column: bias) and 'head' (score or value). A text is a list of indices into 'words'. "
+    "'random_numbers': the first of the generator. 'start', 'language_model': weights before and after its training. "
+    "'choices': pairs of texts, first the one that was taken. 'scores': normalised scores of the texts number 0, 100, "
+    "200, ... of all 6,561 in lexicographic order. 'optimum': J, score, gold score and KL of the best policy. "
+    "'updates': sampled responses; values and whitened advantages of all tokens, response after response; the loss of "
+    "each epoch; then J, score, gold score and KL of the policy after the update. 'policy': weights after update 20. "
+    "A port can draw everything from its own generator, or replay choices and responses. It should agree to 1e-9."
 )
 
 
@@ -54,7 +51,7 @@ def trajectory(updates: int = UPDATES) -> dict:
         "start": rows_of(micro.train_language_model(micro.random_numbers(args.seed), count=0)),
         "language_model": rows_of(reference),
         "choices": choices,
-        "scores": [[text, scores[text]] for text in micro.TEXTS[::100]],
+        "scores": [scores[text] for text in micro.TEXTS[::100]],
         "optimum": micro.measure(best, ref_probs, scores, args.kl_coef),
         "updates": rows,
         "policy": rows_of(policy),

@@ -182,21 +182,20 @@ def read(model, text):
     return [dot(row, [*inputs, ONE]).tanh() for row in model["hidden"]] + [ONE]
 
 
-def next_word(model, text):
-    """Log-probs of all words after the beginning of a text."""
-    state = read(model, text)
+def next_word(model, state):
+    """Log-probs of all words that may come next."""
     return log_softmax([dot(row, state) for row in model["words"]])
 
 
-def head(model, text):
-    """A number about a text: the reward model's score, or the critic's value of a beginning."""
-    return dot(model["head"][0], read(model, text))
+def head(model, state):
+    """A number about the text: the reward model's score, or the critic's value."""
+    return dot(model["head"][0], state)
 
 
 def generate(model, noise):
     text = ()
     while len(text) < LENGTH:
-        text += (draw([math.exp(logprob.data) for logprob in next_word(model, text)], noise),)
+        text += (draw([math.exp(logprob.data) for logprob in next_word(model, read(model, text))], noise),)
     return text
 
 
@@ -221,16 +220,18 @@ def train_language_model(noise, width=4, hidden=10, count=3200, typos=0.05):
         sentence = SENTENCES[draw([1] * len(SENTENCES), noise)]
         text = tuple(draw([1] * len(WORDS), noise) if next(noise) < typos else word for word in sentence)
         examples += [(text[:t], text[t]) for t in range(LENGTH)]
-    train(model, examples, lambda text, word: next_word(model, text)[word], batch=32)
+    train(model, examples, lambda text, word: next_word(model, read(model, text))[word], batch=32)
     return model
 
 
 def train_reward_model(language_model, choices, ref_probs):
     """It learns to predict choices: softmax of two scores is how likely each is to be taken. Returns all scores."""
     model = copy(language_model)
-    train(model, choices * 5, lambda *pair: log_softmax([head(model, text) for text in pair])[0], batch=10)
+    train(
+        model, choices * 5, lambda *pair: log_softmax([head(model, read(model, text)) for text in pair])[0], batch=10
+    )
     # Choices don't tell how high scores are. So we shift and scale them to mean 0 and variance 1 under the reference.
-    scores = {text: head(model, text).data for text in TEXTS}
+    scores = {text: head(model, read(model, text)).data for text in TEXTS}
     average = sum([ref_probs[text] * scores[text] for text in TEXTS])
     variance = sum([ref_probs[text] * (scores[text] - average) ** 2 for text in TEXTS])
     return {text: (score - average) / variance**0.5 for text, score in scores.items()}
@@ -243,7 +244,7 @@ def probabilities(model):
     """The probabilities of all texts."""
     probs = {(): 1.0}
     for text in BEGINNINGS:
-        for word, logprob in enumerate(next_word(model, text)):
+        for word, logprob in enumerate(next_word(model, read(model, text))):
             probs[(*text, word)] = probs[text] * math.exp(logprob.data)
     return {text: probs[text] for text in TEXTS}
 
@@ -275,13 +276,13 @@ def train_policy(args, reference, scores, noise):
         # 1. There are no queries. 2. Generate responses; compute log-probs and values of their tokens.
         responses = [generate(policy, noise) for _ in range(args.batch)]
         tokens = [(text[:t], text[t]) for text in responses for t in range(LENGTH)]
-        logprobs = [next_word(policy, text)[word].data for text, word in tokens]
-        values = [head(policy, text).data for text, _ in tokens]
+        logprobs = [next_word(policy, read(policy, text))[word].data for text, word in tokens]
+        values = [head(policy, read(policy, text)).data for text, _ in tokens]
 
         # 3. Compute the log-probs of the reference, the language model. 4. Score the responses. 5. Per-token rewards:
         #    the last token gets the score, and all pay for their part of the KL divergence, because the reward model
         #    only knows texts like the reference's.
-        ref_logprobs = [next_word(reference, text)[word].data for text, word in tokens]
+        ref_logprobs = [next_word(reference, read(reference, text))[word].data for text, word in tokens]
         rewards = [-args.kl_coef * (logprob - ref) for logprob, ref in zip(logprobs, ref_logprobs)]
         for i, text in enumerate(responses):
             rewards[LENGTH * i + LENGTH - 1] += scores[text]
@@ -297,11 +298,12 @@ def train_policy(args, reference, scores, noise):
         for _ in range(args.epochs):
             losses = []
             for (text, word), logprob, advantage, target in zip(tokens, logprobs, advantages, returns):
-                ratio = (next_word(policy, text)[word] - Scalar(logprob)).exp()
+                state = read(policy, text)
+                ratio = (next_word(policy, state)[word] - Scalar(logprob)).exp()
                 loss = Scalar(-advantage) * ratio
                 clipped_loss = Scalar(-advantage) * ratio.clamp(1 - args.clip, 1 + args.clip)
                 policy_loss = max(loss, clipped_loss, key=lambda x: x.data)
-                error = head(policy, text) - Scalar(target)
+                error = head(policy, state) - Scalar(target)
                 losses.append(policy_loss + Scalar(0.5 * args.value_coef) * error * error)
             epoch_losses.append(mean(losses).data)
             adam.step(mean(losses), args.lr * (1 - update / args.updates))
@@ -402,10 +404,11 @@ def compare_estimators(policy, reference, scores, kl_coef, n=8):
     j = measure(probs, probabilities(reference), scores, kl_coef)[0]
     tokens = {}
     for text in BEGINNINGS:
-        for word, ref_logprob in enumerate(next_word(reference, text)):
-            logprob = next_word(policy, text)[word]
-            kl = logprob.data - ref_logprob.data
-            tokens[text, word] = gradient(logprob, weights), kl, head(policy, text).data
+        for word, ref_logprob in enumerate(next_word(reference, read(reference, text))):
+            state = read(policy, text)
+            value = head(policy, state).data
+            logprob = next_word(policy, state)[word]
+            tokens[text, word] = gradient(logprob, weights), logprob.data - ref_logprob.data, value
     truth = {}
     for name, weigh in ESTIMATORS.items():
         average = [0.0] * len(weights)
