@@ -11,14 +11,14 @@ from ppo_rlhf.small import micro
 
 UPDATES = 20
 FORMAT = (
-    "What ppo_rlhf/small/micro.py computes with its default flags, up to update 20 of 50. A model has rows of weights: "
-    "'embedding' (one row for each word, and one for an empty place), 'hidden' (last column: bias), 'words' (logits of "
+    "What ppo_rlhf/small/micro.py computes with its default flags, up to update 20 of 50. A model has rows of "
+    "weights: 'embedding' (for each word, and for an empty place), 'hidden' (last column: bias), 'words' (logits of "
     "the next word; last column: bias) and 'head' (score or value). A text is a list of indices into 'words'. "
-    "'random_numbers': the first of the generator. 'start', 'language_model': weights before and after its training. "
-    "'choices': pairs of texts, first the one that was taken. 'scores': normalised scores of the texts number 0, 100, "
-    "200, ... of all 6,561 in lexicographic order. 'optimum': J, score, gold score and KL of the best policy. "
-    "'updates': sampled responses; values and whitened advantages of all tokens, response after response; the loss of "
-    "each epoch; then J, score, gold score and KL of the policy after the update. 'policy': weights after update 20. "
+    "'random_numbers': the first of the generator. 'start', 'language_model': weights before and after training. "
+    "'choices': pairs of texts, first the one that was taken. 'scores': normalised scores of the texts number 0, "
+    "100, 200, ... of all 6,561 in lexicographic order. 'optimum': J, score, gold score and KL of the best policy. "
+    "'updates': sampled responses; values and whitened advantages of all tokens, response after response; the loss "
+    "of each epoch; J, score, gold score and KL of the policy after the update. 'policy': weights after update 20. "
     "A port can draw everything from its own generator, or replay choices and responses. It should agree to 1e-9."
 )
 

@@ -73,14 +73,14 @@ def gradient(loss, weights):
         weight.grad = 0.0
     loss.grad = 1.0
     for number in reversed(TAPE):
-        for parent, slope in zip(number.parents, number.slopes):
+        for parent, slope in zip(number.parents, number.slopes, strict=True):
             parent.grad += slope * number.grad
     TAPE.clear()
     return [weight.grad for weight in weights]
 
 
 def dot(xs, ys):
-    total = sum([x.data * y.data for x, y in zip(xs, ys)])
+    total = sum([x.data * y.data for x, y in zip(xs, ys, strict=True)])
     return Scalar(total, (*xs, *ys), [number.data for number in (*ys, *xs)])
 
 
@@ -283,13 +283,13 @@ def train_policy(args, reference, scores, noise):
         #    the last token gets the score, and all pay for their part of the KL divergence, because the reward model
         #    only knows texts like the reference's.
         ref_logprobs = [next_word(reference, read(reference, text))[word].data for text, word in tokens]
-        rewards = [-args.kl_coef * (logprob - ref) for logprob, ref in zip(logprobs, ref_logprobs)]
+        rewards = [-args.kl_coef * (logprob - ref) for logprob, ref in zip(logprobs, ref_logprobs, strict=True)]
         for i, text in enumerate(responses):
             rewards[LENGTH * i + LENGTH - 1] += scores[text]
 
         # 6. An advantage says how much better it went than predicted, a return what should have been predicted.
         advantages = compute_gae(rewards, values, args.lam)
-        returns = [advantage + value for advantage, value in zip(advantages, values)]
+        returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
         advantages = whiten(advantages)
 
         # 7. Epochs. The ratio, 1 at first, says how much likelier a token has become since it was sampled. If it has
@@ -297,7 +297,7 @@ def train_policy(args, reference, scores, noise):
         epoch_losses = []
         for _ in range(args.epochs):
             losses = []
-            for (text, word), logprob, advantage, target in zip(tokens, logprobs, advantages, returns):
+            for (text, word), logprob, advantage, target in zip(tokens, logprobs, advantages, returns, strict=True):
                 state = read(policy, text)
                 ratio = (next_word(policy, state)[word] - Scalar(logprob)).exp()
                 loss = Scalar(-advantage) * ratio
@@ -334,7 +334,7 @@ def whiten(xs):
 
 def read_flags(words):
     args = Args()
-    for flag, value in zip(words[::2], [*words[1::2], ""]):
+    for flag, value in zip(words[::2], words[1::2] + ["nothing"] * (len(words) % 2), strict=True):
         try:
             number = type(vars(Args)[flag[2:]])(value)
             if not isinstance(number, int) <= number <= 1e6:
@@ -415,16 +415,19 @@ def compare_estimators(policy, reference, scores, kl_coef, n=8):
         square = spread = fisher = 0.0
         group = "group" in name
         for text, prob in probs.items():
-            slopes, kl, values = zip(*[tokens[text[:t], text[t]] for t in range(LENGTH)])
+            slopes, kl, values = zip(*[tokens[text[:t], text[t]] for t in range(LENGTH)], strict=True)
             rewards = [-kl_coef * k for k in kl]
             rewards[-1] += scores[text]
             factors = weigh(kl, rewards, values)
             if group:
                 factors = [sum(rewards) - j] * LENGTH
                 spread += prob * factors[0] ** 2
-                fisher += prob * sum([sum(column) ** 2 for column in zip(*slopes)])
-            sample = [sum([f * slope for f, slope in zip(factors, column)]) for column in zip(*slopes)]
-            average = [a + prob * x for a, x in zip(average, sample)]
+                fisher += prob * sum([sum(column) ** 2 for column in zip(*slopes, strict=True)])
+            sample = [
+                sum([f * slope for f, slope in zip(factors, column, strict=True)])
+                for column in zip(*slopes, strict=True)
+            ]
+            average = [a + prob * x for a, x in zip(average, sample, strict=True)]
             square += prob * sum([x * x for x in sample])
         length = sum([a * a for a in average])
         variance = (square - length) / n
@@ -433,7 +436,7 @@ def compare_estimators(policy, reference, scores, kl_coef, n=8):
             average = [(n - 1) / n * a for a in average]
         true = truth.setdefault(name[:2], average)
         scale = 100 / sum([a * a for a in true]) ** 0.5
-        bias = sum([(a - b) ** 2 for a, b in zip(average, true)]) ** 0.5
+        bias = sum([(a - b) ** 2 for a, b in zip(average, true, strict=True)]) ** 0.5
         print(f"{name:45} bias {scale * bias:5.1f}, noise {scale * variance**0.5:5.1f}")
 
 
