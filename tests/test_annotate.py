@@ -22,9 +22,9 @@ def press_on(page, name: str, key: str = "Enter") -> None:
 
 
 def take_the_pleasant(page, buttons: tuple[str, str]) -> None:
-    """As an annotator who likes pleasant sentences; if both texts are, or neither, the first."""
-    pleasant = [bool(PLEASANT.match(page.locator(f"#{name}").inner_text())) for name in buttons]
-    page.keyboard.press("ArrowRight" if pleasant[1] > pleasant[0] else "ArrowLeft")
+    """As an annotator who likes pleasant sentences, and takes neither text if both are, or none."""
+    left, right = (bool(PLEASANT.match(page.locator(f"#{name}").inner_text())) for name in buttons)
+    page.keyboard.press({-1: "ArrowLeft", 0: "ArrowDown", 1: "ArrowRight"}[right - left])
 
 
 def largest_difference(ours, theirs) -> float:
@@ -50,8 +50,7 @@ def test_by_keyboard_alone_the_reader_sees_a_policy_cheat_and_then_a_leash(opene
     page.locator("#begin").wait_for(timeout=SECONDS)
     press_on(page, "begin")
     while page.locator("#practice").is_hidden():
-        pleasant = [bool(PLEASANT.match(page.locator(f"#{name}").inner_text())) for name in ("left", "right")]
-        page.keyboard.press({-1: "ArrowLeft", 0: "ArrowDown", 1: "ArrowRight"}[pleasant[1] - pleasant[0]])
+        take_the_pleasant(page, ("left", "right"))
     assert "your 24 choices" in page.locator("#predicts").inner_text()
     ends = []
     for _ in range(2):
@@ -62,10 +61,11 @@ def test_by_keyboard_alone_the_reader_sees_a_policy_cheat_and_then_a_leash(opene
         while page.locator("#verdict").is_hidden():
             take_the_pleasant(page, ("left2", "right2"))
         cells = page.locator("#runs tr").last.locator("td").all_inner_texts()
-        ends.append((float(cells[3]), int(cells[5][0]), int(cells[6][0])))
+        ends.append((float(cells[2]), int(cells[4][0]), int(cells[5][0])))
         press_on(page, "again")
     (free_kl, model, mine), (kl, *_, mine_with_leash) = ends
     assert free_kl > 3 > kl and model - mine >= 2 and mine_with_leash > mine
+    assert "The leash kept the model near" in page.locator("#moral").inner_text()
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
