@@ -43,7 +43,7 @@ class Rollout:
     sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn; 0 where a tool wrote
     ref_logprobs: Tensor  # (rows, response_length); the policy's own where there is no reference
     exact_kl: Tensor  # (rows, response_length), where the reward needs it, otherwise 0
-    values: Tensor  # (rows, response_length); 0 without a critic
+    values: Tensor  # (rows, response_length); without a critic 0, or what the exact KL from a teacher costs there
     parts: Tensor  # (rows, sources), what verifiers and reward model say
     raw_scores: Tensor  # (rows,), their weighted sum
     scores: Tensor  # (rows,), after punishments
@@ -453,6 +453,39 @@ def token_losses(
     bound = -advantages * dual_clip
     clipped_below = (advantages < 0) & (losses > bound) & mask
     return torch.where(clipped_below, bound, losses), clipped, clipped_below
+
+
+class EntropyController:
+    """The weight of the entropy bonus: fixed, or a step up while the entropy is below a target and down otherwise.
+
+    coef: weight per nat; last: the last entropy that it saw, in nats per token.
+    """
+
+    def __init__(
+        self,
+        coef: float,
+        target: float | None = None,
+        *,
+        delta: float = 0.005,
+        low: float = 0.0,
+        high: float = 1.0,
+        last: float = math.inf,
+    ):
+        """target: in nats per token; None: the weight is fixed. low and high bound it."""
+        self.coef, self.target, self.delta, self.low, self.high, self.last = coef, target, delta, low, high, last
+
+    @property
+    def value(self) -> float:
+        """The weight for the next optimiser step."""
+        # [V116] Above the target there is no bonus, whatever the coefficient is, and so none in the first step.
+        return self.coef if self.target is None or self.last <= self.target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """entropy: mean over the tokens of an optimiser step on all processes, in nats."""
+        if self.target is not None:
+            delta = self.delta if entropy <= self.target else -self.delta
+            self.coef = min(max(self.coef + delta, self.low), self.high)
+            self.last = entropy
 
 
 def lower_clip_range(loss: str, cliprange_low: float | None) -> float:
