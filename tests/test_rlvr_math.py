@@ -18,6 +18,7 @@ from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     IN_GROUPS,
     Batch,
+    EntropyController,
     Rollout,
     kl_estimate,
     mismatch,
@@ -122,6 +123,7 @@ def updated_stand_in(
         optimizers={"policy": torch.optim.SGD(network.parameters(), lr=0.0)},
         minibatches=torch.arange(len(batch.mask))[None, None],
         policy_learns=True,
+        bonus=EntropyController(args.ppo.entropy_coef),
     )
 
 

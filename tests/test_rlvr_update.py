@@ -219,6 +219,7 @@ def updated(
                 args.seed, 0, args.ppo.noptepochs, mine, args.ppo.nminibatches
             ),
             policy_learns=policy_learns,
+            bonus=algebra.EntropyController(args.ppo.entropy_coef),
         )
         return dict(actor_critic.named_parameters()), steps
 
@@ -293,10 +294,10 @@ def test_terms_of_the_loss_have_their_own_gradients():
     episodes = rollout_of(mask, loss_mask=loss_mask, parts=right.double().unsqueeze(1))
     batch = batch_from(Correction(episodes=episodes), nothing, (nothing, nothing))
     new = rlvr_policy.Reading(*(numbers(seed, *mask.shape).requires_grad_() for seed in range(4)))
-    ppo = PpoArgs(advantage="grpo", loss_aggregation="seq-mean-token-sum", nll_coef=0.3, entropy_coef=0.2)
+    ppo = PpoArgs(advantage="grpo", loss_aggregation="seq-mean-token-sum", nll_coef=0.3)
     counts = rlvr_policy.minibatch_counts(loss_mask, torch.clone)
     loss, share = rlvr_policy.micro_batch_loss(
-        new, batch, Args(ppo=ppo), counts=counts, right_tokens=int(right_mask.sum())
+        new, batch, Args(ppo=ppo), counts=counts, right_tokens=int(right_mask.sum()), entropy_coef=0.2
     )
     likelihood, entropy = -new.logprobs[right_mask].mean(), new.entropies[loss_mask].sum() / 7  # responses
     terms, read = 0.3 * likelihood - 0.2 * entropy, (new.logprobs, new.entropies)
@@ -323,6 +324,7 @@ def test_a_step_is_that_of_its_minibatch_alone(tiny_models):
             optimizers={name: torch.optim.SGD(network.parameters(), lr=0.0) for name, network in networks.items()},
             minibatches=minibatches[None],
             policy_learns=True,
+            bonus=algebra.EntropyController(0.0),
         )
 
     halves = torch.arange(8).view(2, 4)

@@ -43,7 +43,7 @@ class Rollout:
     sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn; 0 where a tool wrote
     ref_logprobs: Tensor  # (rows, response_length); the policy's own where there is no reference
     exact_kl: Tensor  # (rows, response_length), where the reward needs it, otherwise 0
-    values: Tensor  # (rows, response_length); without a critic 0, or what the exact KL from a teacher costs there
+    values: Tensor  # (rows, response_length); 0 without a critic
     parts: Tensor  # (rows, sources), what verifiers and reward model say
     raw_scores: Tensor  # (rows,), their weighted sum
     scores: Tensor  # (rows,), after punishments

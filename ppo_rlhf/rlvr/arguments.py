@@ -212,6 +212,13 @@ class Args(command_line.PolicyRunArgs):
     # This is no argument.
     tools = None  # in rlvr/tools.py ToolsArgs
 
+    @property
+    def has_exact_baseline(self) -> bool:
+        """Whether advantages leave out what the exact KL of their own token costs."""
+        # [V115] That cost is the same whichever token is drawn: a baseline in closed form. A critic learns one.
+        exact = self.rewards.teacher and self.rewards.kl_estimator == "full"
+        return bool(exact) and self.ppo.advantage != "gae"
+
 
 SUMS = Args(
     base_model="sums",

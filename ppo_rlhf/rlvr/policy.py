@@ -123,7 +123,12 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             #    usually does on this problem. That is good enough where the score comes only at the end.
             correction = sampler.correct(episodes, number)  # of a sampler that is not the policy
             advantages, returns = compute_advantages(
-                correction.episodes, rewards, ppo=ppo, reduce=reduce, weights=setup.weights
+                correction.episodes,
+                rewards,
+                ppo=ppo,
+                reduce=reduce,
+                weights=setup.weights,
+                baseline=non_score_rewards if args.has_exact_baseline else None,
             )
 
             # 7. Optimise, in epochs over minibatches. The ratio says how much more likely a token has become since it
@@ -345,11 +350,6 @@ def make_rollout(
         recorded=samples.on_policy and args.dtype != "bfloat16" and not exact,
     )
 
-    # [V115] What the exact KL of a token costs does not depend on which token was drawn. So it is a baseline in
-    #        closed form, and with it, the advantage is only what the token does to the costs of those that follow.
-    if args.rewards.teacher and not actor_critic.critic:
-        values = -exact_kl  # 0 where only sampled tokens are compared
-
     # 4. Score.
     parts, raw_scores = score_responses(setup, draw.problems, queries=queries, responses=responses)
     # What cannot be scored has no token that counts.
@@ -551,12 +551,16 @@ def compute_advantages(
     ppo: PpoArgs,
     reduce: Callable[[Tensor], Tensor],
     weights: Sequence[float] = (),
+    baseline: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic.
 
-    weights: of the sources of the score, which only gdpo needs.
+    weights: of the sources of the score, which only gdpo needs. baseline: (rows, response_length), to be subtracted;
+    None: nothing.
     """
     advantages, returns = estimate_advantages(episodes, rewards, ppo, weights)
+    if baseline is not None:
+        advantages = advantages - baseline
     if ppo.whitens:
         advantages = algebra.whiten(advantages, episodes.mask, keep_mean=False, reduce=reduce)
     return advantages, torch.zeros_like(advantages) if returns is None else returns
@@ -566,7 +570,7 @@ def estimate_advantages(
     episodes: Rollout, rewards: Tensor, ppo: PpoArgs, weights: Sequence[float]
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages, not whitened, and returns if there is a critic."""
-    advantages, returns = algebra.ESTIMATORS[ppo.advantage](
+    return algebra.ESTIMATORS[ppo.advantage](
         rewards,
         # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
         episodes.mask,
@@ -580,8 +584,6 @@ def estimate_advantages(
         critic_lam=ppo.critic_lam,
         lam_alpha=ppo.lam_alpha,
     )
-    # [V115] Without a critic, values hold what the exact KL of a token itself costs, or 0.
-    return (advantages - episodes.values if returns is None else advantages), returns
 
 
 # ---- Step 7: update --------------------------------------------------------------------------------------------
@@ -953,7 +955,14 @@ def record_trace(
         again = dataclasses.replace(again, **unknown)
     rewards, non_score_rewards, kl = token_rewards(again, kl_coef, shaping.kl_estimator)
     # They are whitened among themselves.
-    advantages, returns = compute_advantages(again, rewards, ppo=ppo, reduce=torch.clone, weights=quiet.weights)
+    advantages, returns = compute_advantages(
+        again,
+        rewards,
+        ppo=ppo,
+        reduce=torch.clone,
+        weights=quiet.weights,
+        baseline=non_score_rewards if setup.args.has_exact_baseline else None,
+    )
     batch_again = make_batch(
         Correction(episodes=again),
         rewards=rewards,
