@@ -194,6 +194,7 @@ def updated(
     policy_learns: bool = True,
     optimizer=SGD,
     rewards: RewardsArgs | None = None,
+    bonus=None,
     **settings,
 ):
     """Parameters after an update of a batch, and its steps, as each process has them."""
@@ -219,7 +220,7 @@ def updated(
                 args.seed, 0, args.ppo.noptepochs, mine, args.ppo.nminibatches
             ),
             policy_learns=policy_learns,
-            bonus=algebra.EntropyController(args.ppo.entropy_coef),
+            bonus=bonus() if bonus else algebra.EntropyController(args.ppo.entropy_coef),
         )
         return dict(actor_critic.named_parameters()), steps
 
@@ -303,6 +304,26 @@ def test_terms_of_the_loss_have_their_own_gradients():
     terms, read = 0.3 * likelihood - 0.2 * entropy, (new.logprobs, new.entropies)
     assert_close(share["objective/loss"], terms.detach())
     assert_close(torch.autograd.grad(loss, read), torch.autograd.grad(terms, read))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_entropy_coefficient_follows_the_entropy_of_each_step(tiny_models, processes):
+    """That of the whole minibatch; the loss of a step has the coefficient from before it, and a target that is out of
+    reach keeps the bonus on.
+    """
+    controllers = []
+
+    def controller() -> algebra.EntropyController:
+        controllers.append(algebra.EntropyController(0.0, 100.0, delta=0.1))
+        return controllers[-1]
+
+    found = updated(tiny_models, processes=processes, bonus=controller, advantage="grpo")
+    entropies = sum(steps["policy/entropy_avg"] for _, steps in found)
+    losses, policy_losses = (sum(steps[name] for _, steps in found) for name in ("objective/loss", "loss/policy_avg"))
+    coefs = torch.tensor([0.0, 0.1, 0.2, 0.3])  # of four steps
+    assert_close(losses, policy_losses - coefs * entropies)
+    for one in controllers:
+        assert one.coef == pytest.approx(0.4) and one.last == pytest.approx(entropies[-1].item())
 
 
 def test_a_step_is_that_of_its_minibatch_alone(tiny_models):

@@ -4,8 +4,8 @@
     python benchmark/experiments/teacher.py run               # five seeds of each; repeat it to resume
     python benchmark/experiments/teacher.py report            # the table of what has finished
 
-`sampled` compares the log-probs of sampled tokens, `gamma 1` lets a token pay for those that follow too, and
-`dr_grpo` learns from the verifier alone. All see the same number of responses.
+`sampled` compares the log-probs of sampled tokens, `exact` sums over the vocabulary, both with gamma 0, and `dr_grpo`
+learns from the verifier alone. All see the same number of responses.
 """
 
 from pathlib import Path
@@ -18,13 +18,13 @@ from benchmark.lab import ROOT, cell
 
 POLICIES = sorted((ROOT / "models").glob("rlvr_policy__sums__*/policy"), key=lambda folder: folder.stat().st_mtime)
 TEACHER = POLICIES[-1] if POLICIES else ROOT / "models" / "policy-of-make-demo-rlvr"
-DISTIL = f"--rewards.teacher {TEACHER} --ppo.advantage reinforce++ --ppo.whiten_advantages False"
+DISTIL = f"--rewards.teacher {TEACHER} --ppo.advantage reinforce++ --ppo.whiten_advantages False --ppo.gamma 0"
 VARIANTS = {
-    "sampled": f"{DISTIL} --ppo.gamma 0",
-    "gamma 1": DISTIL,
+    "sampled": DISTIL,
+    "exact": f"{DISTIL} --rewards.kl_estimator full",
     "dr_grpo": "--ppo.advantage dr_grpo --ppo.samples_per_prompt 8 --ppo.loss_aggregation seq-mean-token-sum-norm",
 }
-EVERY, UPDATES, BATCH = 6, 24, 64
+EVERY, UPDATES, BATCH = 5, 20, 64
 GREEDY = "eval/gsm8k_strict"
 CURVES = (GREEDY, "objective/verifiable_correct_rate", "objective/kl", "policy/entropy_avg", "time/training")
 
