@@ -79,7 +79,7 @@ class RewardsArgs:
     @property
     def kl_in_loss(self) -> tuple[float, str]:
         """Weight of the KL in the loss, per nat, and its estimate."""
-        # [V115] The exact KL from a teacher has a part of its gradient in the loss, as [V51] says.
+        # [V115] The exact KL from a teacher has a part of its gradient in the loss: that of the next token.
         if self.teacher:
             return float(self.kl_estimator == "full"), "full"
         return self.kl_loss_coef, self.kl_loss_estimator
@@ -413,7 +413,7 @@ def impossible(args: Args) -> Iterator[str]:
             )
     if ppo.filter_groups and n < 2:
         yield f"{flag('ppo.filter_groups')} needs {flag('ppo.samples_per_prompt')} 2 or more"
-    # [V114] A teacher judges each token, and these estimators compare what whole responses got.
+    # [V117] A teacher judges each token, and these estimators compare what whole responses got.
     if shaping.teacher and ppo.advantage not in ("gae", "reinforce++"):
         yield (
             f"{flag('ppo.advantage')} {ppo.advantage} compares whole responses, but {flag('rewards.teacher')} judges "

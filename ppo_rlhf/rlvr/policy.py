@@ -1066,7 +1066,7 @@ def load_sources(
             raise NumericalError("the reward model gives scores that are not finite; the run stops")
         return scores
 
-    # [V114] Where a teacher judges the tokens, the verifier says which responses are correct, and that is all.
+    # [V117] Where a teacher judges the tokens, the verifier says which responses are correct, and that is all.
     weight = 0.0 if shaping.teacher else 1.0
     sources = {"verifier": (text_source(shaping.verifier, "rewards.verifier"), weight)}
     if shaping.format:
