@@ -1227,7 +1227,7 @@ def training_state(
 
 
 def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: bool = True) -> None:
-    """Save the policy, and the critic if there is one. weights: as of models.save_policy_and_critic."""
+    """Save the policy, and the critic if there is one. weights: whether theirs are saved, too."""
     args = setup.args
     info = {
         "task": dataclasses.asdict(args.task),
@@ -1239,16 +1239,23 @@ def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: 
     }
     if args.tools:
         info["tool"] = args.tools.tool
-    models.save_policy_and_critic(
-        folder,
-        lm_backbone=actor_critic.lm_backbone,
-        critic=actor_critic.critic,
+    models.save_policy(
+        folder / "policy",
+        actor_critic.lm_backbone,
         adapters=setup.adapters,
         tokenizer=setup.tokenizer,
         info=info,
-        trust_remote_code=args.trust_remote_code,
         weights=weights,
     )
+    if actor_critic.critic:
+        models.save_critic(
+            folder / "value",
+            actor_critic.critic,
+            tokenizer=setup.tokenizer,
+            info=info,
+            trust_remote_code=args.trust_remote_code,
+            weights=weights,
+        )
 
 
 def finish(this_run: run.Run, sampler: Sampler) -> Path:
