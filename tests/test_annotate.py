@@ -21,10 +21,14 @@ def press_on(page, name: str, key: str = "Enter") -> None:
     raise AssertionError(f"the tab key does not reach {name}")
 
 
-def take_the_pleasant(page, buttons: tuple[str, str]) -> None:
+def take_the_pleasant(page, left: str, right: str, until: str) -> None:
     """As an annotator who likes pleasant sentences, and takes neither text if both are, or none."""
-    left, right = (bool(PLEASANT.match(page.locator(f"#{name}").inner_text())) for name in buttons)
-    page.keyboard.press({-1: "ArrowLeft", 0: "ArrowDown", 1: "ArrowRight"}[right - left])
+    for _ in range(300):
+        pleasant = [bool(PLEASANT.match(page.locator(name).inner_text())) for name in (left, right)]
+        page.keyboard.press({-1: "ArrowLeft", 0: "ArrowDown", 1: "ArrowRight"}[pleasant[1] - pleasant[0]])
+        if page.locator(until).is_visible():
+            return
+    raise AssertionError(f"{until} is not shown")
 
 
 def largest_difference(ours, theirs) -> float:
@@ -49,23 +53,21 @@ def test_by_keyboard_alone_the_reader_sees_a_policy_cheat_and_then_a_leash(opene
     page.reload()
     page.locator("#begin").wait_for(timeout=SECONDS)
     press_on(page, "begin")
-    while page.locator("#practice").is_hidden():
-        take_the_pleasant(page, ("left", "right"))
+    take_the_pleasant(page, "#left", "#right", until="#practice")
     assert "your 24 choices" in page.locator("#predicts").inner_text()
-    ends = []
-    for _ in range(2):
+    leashes = []
+    while "leash kept the model near" not in page.locator("#moral").inner_text():
+        assert len(leashes) < 3
         press_on(page, "guess", "Space")
         press_on(page, "run")
         page.locator("#ask:enabled").wait_for(timeout=SECONDS)
         press_on(page, "ask")
-        while page.locator("#verdict").is_hidden():
-            take_the_pleasant(page, ("left2", "right2"))
+        take_the_pleasant(page, "#left2", "#right2", until="#verdict")
         cells = page.locator("#runs tr").last.locator("td").all_inner_texts()
-        ends.append((float(cells[2]), int(cells[4][0]), int(cells[5][0])))
+        leashes.append((float(cells[0]), float(cells[2]), int(cells[4][0]), int(cells[5][0])))
         press_on(page, "again")
-    (free_kl, model, mine), (kl, *_, mine_with_leash) = ends
-    assert free_kl > 3 > kl and model - mine >= 2 and mine_with_leash > mine
-    assert "The leash kept the model near" in page.locator("#moral").inner_text()
+    (*_, (free, free_kl, model, mine), (leash, kl, *_, mine_with_leash)) = leashes
+    assert free == 0 and leash == 0.3 and free_kl > 3 > kl and model - mine >= 2 and mine_with_leash > mine
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
