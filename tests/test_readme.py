@@ -113,7 +113,10 @@ def flags(script: str) -> set[str]:
     module = importlib.import_module(script.replace("/", "."))
     if hasattr(module, "PRESETS"):
         return set(flatten(dataclasses.asdict(next(iter(module.PRESETS.values())))))
-    return {field.name for field in dataclasses.fields(getattr(module, "Args", lab.Args))}
+    args = getattr(module, "Args", lab.Args)
+    if not dataclasses.is_dataclass(args):  # small/micro.py
+        return {name for name in vars(args) if name[0] != "_"} | {"estimators"}
+    return {field.name for field in dataclasses.fields(args)}
 
 
 def test_flags_of_commands_exist():
@@ -130,7 +133,8 @@ def test_flags_of_commands_exist():
 def test_flags_in_sentences_exist():
     """Also of launchers, and of joint scripts, which add the name of a stage."""
     known = {"num_processes", "nproc_per_node", "mixed_precision", "help"}
-    known |= flags("ppo_rlhf/small/ppo") | flags("ppo_rlhf/small/grpo") | flags("ppo_rlhf/check/__main__")
+    known |= flags("ppo_rlhf/small/ppo") | flags("ppo_rlhf/small/grpo") | flags("ppo_rlhf/small/micro")
+    known |= flags("ppo_rlhf/check/__main__")
     known |= set(re.findall(r"^\| `--([\w.]+)` ", TEXTS[ROOT / "docs/reference/arguments.md"], re.MULTILINE))
     for page in (page for page in PAGES if page.parent in (ROOT, ROOT / "docs")):
         for flag in re.findall(r"`--([\w.]+)", TEXTS[page].replace(".no-", ".")):  # as --ppo.no-share_prefixes

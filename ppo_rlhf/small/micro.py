@@ -215,7 +215,7 @@ def train_language_model(noise, width=4, hidden=10, count=3200, typos=0.05):
         "words": rows(len(WORDS), hidden + 1, 0.5, noise),
         "head": rows(1, hidden + 1, 0.0, noise),
     }
-    examples = []
+    examples = []  # beginnings of texts, and the next word
     for _ in range(count):
         sentence = SENTENCES[draw([1] * len(SENTENCES), noise)]
         text = tuple(draw([1] * len(WORDS), noise) if next(noise) < typos else word for word in sentence)
@@ -227,9 +227,11 @@ def train_language_model(noise, width=4, hidden=10, count=3200, typos=0.05):
 def train_reward_model(language_model, choices, ref_probs):
     """It learns to predict choices: softmax of two scores is how likely each is to be taken. Returns all scores."""
     model = copy(language_model)
-    train(
-        model, choices * 5, lambda *pair: log_softmax([head(model, read(model, text)) for text in pair])[0], batch=10
-    )
+
+    def taken(*pair):
+        return log_softmax([head(model, read(model, text)) for text in pair])[0]
+
+    train(model, choices * 5, taken, batch=10)
     # Choices don't tell how high scores are. So we shift and scale them to mean 0 and variance 1 under the reference.
     scores = {text: head(model, read(model, text)).data for text in TEXTS}
     average = sum([ref_probs[text] * scores[text] for text in TEXTS])
