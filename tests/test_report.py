@@ -1,6 +1,7 @@
 """report.html: its numbers are those of the run, its texts are text, and a browser shows what it should."""
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 from runs import ROOT, explained_metrics, metrics_of
 
+from benchmark import pictures
 from ppo_rlhf.lib import traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.files import csv_text
@@ -233,19 +235,43 @@ def test_a_quantity_has_one_colour(tmp_path):
     assert all(len(seen[name]) == 1 for name in ("score", "gold score")) and seen["score"] != seen["gold score"]
 
 
-@pytest.mark.parametrize("folder", ["demo", "demo-tldr", "demo-rlvr"])
-@pytest.mark.xfail(
-    strict=True, reason="their reports are to be made again, of the runs whose numbers are beside them"
-)
+@pytest.mark.parametrize("folder", pictures.REPORTS)
+@pytest.mark.xfail(strict=True, reason="the reports are to be made again, of the runs whose numbers are beside them")
 def test_an_example_report_is_of_the_run_beside_it(folder):
-    [meta] = (
-        path
-        for path in (ROOT / "static" / folder).glob("*meta.json")
-        if path.name in ("meta.json", "policy_meta.json")
-    )
-    page = (ROOT / f"static/{folder}/report.html").read_text()
-    (commit,) = re.findall(r">commit</th><td>([^<]*)<", page)
-    assert commit == json.loads(meta.read_text())["commit"]
+    name = "policy_meta.json" if folder == "demo-tldr" else "meta.json"
+    commit = json.loads((ROOT / "static" / folder / name).read_text())["commit"]
+    assert f">commit</th><td>{commit}<" in (ROOT / f"static/{folder}/report.html").read_text()
+
+
+def test_examples_are_those_of_the_newest_runs(tmp_path, monkeypatch):
+    """Each file and each report. Without a newest run that has finished, nothing."""
+    static, runs = tmp_path / "static", tmp_path / "runs"
+    for folder, name, prefix, kept in pictures.EXAMPLES:
+        (static / folder).mkdir(parents=True, exist_ok=True)
+        for commit, place in (("older", runs / f"{name}2"), ("newer", runs / f"{name}1")):
+            place.mkdir(parents=True, exist_ok=True)
+            for file in kept:
+                shutil.copyfile(pictures.STATIC / folder / f"{prefix}{file}", place / file)
+            meta = {"script": name.split("__")[0], "args": {}, "commit": commit, "finished": True}
+            (place / "meta.json").write_text(json.dumps(meta))
+    monkeypatch.setattr(pictures, "STATIC", static)
+    (place / "meta.json").write_text(json.dumps(meta | {"finished": False}))
+    with pytest.raises(InputError, match=f"has no finished run {name}"):
+        pictures.take_examples(runs)
+    assert not [*static.rglob("*.*")]
+    (place / "meta.json").write_text(json.dumps(meta))
+    pictures.take_examples(runs)
+    for folder, name, prefix, kept in pictures.EXAMPLES:
+        for file in kept:
+            assert (static / folder / f"{prefix}{file}").read_bytes() == (runs / f"{name}1" / file).read_bytes()
+    for folder in pictures.REPORTS:
+        assert ">commit</th><td>newer<" in (static / folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_has_the_hash_of_its_numbers(name):
+    digest = hashlib.sha256((ROOT / pictures.PICTURES[name][0]).read_bytes()).hexdigest()
+    assert b"Description\0" + digest.encode() in (ROOT / f"static/{name}.png").read_bytes(), "draw it again"
 
 
 def test_large_traces_are_thinned(tmp_path, monkeypatch):
