@@ -42,7 +42,9 @@ function tokensOf(episode) {
   const box = make("div", {className: "text response"});
   episode.pieces.forEach((piece, i) => {
     const masked = tokens.mask && !tokens.mask[i], strength = strengthOf(values[i]), isChosen = number === chosen.episode && i === chosen.token;
-    const span = make("span", {className: "token", tabIndex: 0, textContent: piece.replaceAll("\n", "⏎\n") || (masked ? "∎" : "◦")});
+    // A space before a word is no part of its box, which a line break would else cut in two.
+    const space = piece.trim() ? piece.match(/^ */)[0] : "", text = piece.slice(space.length).replaceAll("\n", "⏎\n");
+    const span = make("span", {className: "token", tabIndex: 0, textContent: text || (masked ? "∎" : "◦")});
     const classes = {masked, cut: tokens.scored && !tokens.scored[i], tool: tokens.tool && tokens.tool[i],
       stop: episode.numbers.stopped && i === last, up: strength > 0.05, down: strength < -0.05, chosen: isChosen};
     span.classList.add(...Object.keys(classes).filter(name => classes[name]));
@@ -54,7 +56,7 @@ function tokensOf(episode) {
     span.onkeydown = event => {
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); span.click(); }
     };
-    box.append(span);
+    box.append(space, span);
   });
   return box;
 }
@@ -74,8 +76,10 @@ function opening() {
 function reasonOf({update, episode, token, advantage}) {
   const one = data.updates[update].episodes[episode], {values} = one.tokens;
   const expected = values ? ` (the critic had expected a sum of rewards of ${shown(values[token])} from there on)` : "";
-  return `The page opens on update ${data.updates[update].update}, episode ${episode + 1}, token ${one.places[token] + 1}. No other token in these traces ` +
-    `has an advantage farther from 0 (${shown(advantage)}): things went much ${advantage > 0 ? "better" : "worse"} than expected${expected}. ` +
+  const others = (data.updates.length > 1 ? " after the first update" : "") +
+    (data.updates.some(({episodes}) => episodes.some(({luck}) => luck)) ? ", but for responses that are right by luck" : "");
+  return `The page opens on update ${data.updates[update].update}, episode ${episode + 1}, token ${one.places[token] + 1}. Of all scored tokens ` +
+    `that were traced${others}, its advantage, ${shown(advantage)}, is farthest from 0: things went ${advantage > 0 ? "better" : "worse"} than expected${expected}. ` +
     "From such surprises the policy learns; tokens with an advantage near 0 hardly change it.";
 }
 
