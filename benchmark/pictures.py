@@ -59,9 +59,7 @@ def newest(runs: Path, name: str) -> Path:
     """The newest run whose name begins so; an InputError if it hasn't finished, or there is none."""
     metas = sorted(runs.glob(f"{name}*/meta.json"), key=lambda path: path.stat().st_mtime)
     if not metas or not run.read_meta(metas[-1].parent).get("finished"):
-        raise InputError(
-            f"--runs {runs} has no finished run {name}*, or a newer one; make examples makes what is needed"
-        )
+        raise InputError(f"--runs {runs}: the newest run {name}* is missing or not finished; make examples makes all")
     return metas[-1].parent
 
 

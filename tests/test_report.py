@@ -256,7 +256,7 @@ def test_examples_are_those_of_the_newest_runs(tmp_path, monkeypatch):
             (place / "meta.json").write_text(json.dumps(meta))
     monkeypatch.setattr(pictures, "STATIC", static)
     (place / "meta.json").write_text(json.dumps(meta | {"finished": False}))
-    with pytest.raises(InputError, match=f"has no finished run {name}"):
+    with pytest.raises(InputError, match=f"the newest run {name}. is missing or not finished"):
         pictures.take_examples(runs)
     assert not [*static.rglob("*.*")]
     (place / "meta.json").write_text(json.dumps(meta))
