@@ -81,6 +81,7 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[
             )
         axes.set_title(textwrap.fill(panel["title"], 34), fontsize=11)
         axes.tick_params(labelsize=11)
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))  # 0.0001 as 1 and 1e-4
         axes.grid(alpha=0.3)
         if len(curves) > 1:
             axes.legend(fontsize=11, framealpha=0.6, borderpad=0.2, labelspacing=0.2, reverse=True)
