@@ -205,10 +205,10 @@ def test_a_place_has_the_lines_of_the_commit_that_ran():
     commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True).strip()
     command = ["git", "-C", str(ROOT), "show", f"{commit}:ppo_rlhf/train_policy.py"]
     numbered = [f"{i} {line}" for i, line in enumerate(subprocess.check_output(command, text=True).split("\n"), 1)]
-    place = "ppo_rlhf/train_policy.py compute_rewards D51"
+    place = "ppo_rlhf/train_policy.py forward D26"
     for name in (commit, f"{commit}-dirty"):
         found = report.page.source_of(place, name).splitlines()
-        assert "[D51]" in found[0] and any("kl = logprobs - ref_logprobs" in line for line in found)
+        assert "[D26]" in found[0] and "read_scalar(self.value_head, hidden_states)" in found[1]
         assert found == numbered[int(found[0].split()[0]) - 1 :][: len(found)]
     assert report.page.source_of(place, "0" * 40) == report.page.source_of(place, "") == ""
 
