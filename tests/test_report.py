@@ -339,7 +339,7 @@ def background(page, token: int) -> str:
 
 def test_the_token_view_follows_the_reader(shown, tmp_path):
     folder = make_run(tmp_path / "a")
-    edit_traces(folder, lambda x: x.tokens["advantages"][0, 4].fill_(3))  # of a token that is cut away
+    edit_traces(folder, lambda x: x.tokens["advantages"][0, 4].fill_(2))  # of a token that is cut away
     page = shown(folder)
     trace = traces.read(folder, 5)
 
