@@ -106,6 +106,8 @@ class PPO:
         lora = lora or models.LoraArgs()
         if lora.rank and reference is not None:
             raise InputError("with lora, the reference is the policy without its adapters; leave it out")
+        if dtype not in ("float32", "bfloat16", "float64"):
+            raise InputError(f"dtype is {dtype}; it must be float32, bfloat16 or float64")
         adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
         rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
         self.args = Args(
@@ -171,7 +173,8 @@ class PPO:
     def generate(self, queries: Sequence[Text], response_length: int | None = None) -> Batch:
         """Sample a response to each query, up to a token that ends a text, or of response_length tokens."""
         contexts = self._tokens(queries, "queries")  # (batch, context_length)
-        batch, length = len(contexts), response_length or self.task.response_length
+        batch, length = len(contexts), self.task.response_length if response_length is None else response_length
+        self._check_length(contexts.shape[1], length)
         noise = episode_noise(self.args.seed, self.draws, batch * self.accelerator.num_processes, length)
         self.draws += 1
         uniforms = noise[self._rows(batch)].to(processes.device_of_noise(contexts.device))
@@ -198,6 +201,7 @@ class PPO:
             own = padded([[int(bool(entry)) for entry in row] for row in mask], 0).bool().to(own.device)
         if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
+        self._check_length(contexts.shape[1], tokens.shape[1])
         query_responses = torch.cat([contexts, tokens], dim=1)
         logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
         return self._make_batch(contexts, tokens, logprobs, values, own=own)
@@ -355,6 +359,15 @@ class PPO:
                 raise InputError(f"{what}: number {number} has no token")
             encoded.append(tokens)
         return padded(encoded, self.pad_id).to(self.accelerator.device)
+
+    def _check_length(self, query_length: int, response_length: int) -> None:
+        longest = getattr(self.actor_critic.lm_backbone.config, "max_position_embeddings", None)
+        if response_length < 1:
+            raise InputError(f"response_length is {response_length}; it must be at least 1")
+        if longest and query_length + response_length > longest:
+            raise InputError(
+                f"the model reads at most {longest} tokens; query and response have {query_length + response_length}"
+            )
 
     def _rows(self, local_batch: int) -> slice:
         """This process's rows of what all have together."""
