@@ -41,6 +41,19 @@ def test_differences_are_by_seed_and_corrected():
     assert pages.stale_against("none", "decoupled") == pairs
 
 
+def test_a_small_p_value_among_many_has_no_star():
+    """Of seven estimators, gae has p = 0.02, which Holm multiplies by six; remax has 0.005."""
+    names = ["remax", "gae", "grpo", "dr_grpo", "opo", "reinforce++", "reinforce++-baseline"]
+    pairs = pages.against("part == 'estimators' and variant == '%s'", names, "rloo")
+    runs = pd.read_csv(RESULTS / "estimators/runs.csv").query("part == 'estimators'").set_index(["variant", "seed"])
+    gaps = [100 * (runs["samples"][name] - runs["samples"]["rloo"]) for name in names]
+    assert 0.05 / 6 < scipy.stats.ttest_1samp(gaps[1], 0).pvalue < 0.05
+    shown = pages.differences("estimators/runs", "samples", pairs, 1, 100)
+    assert shown == [
+        f"{by_scipy(gap)}{' *' if name == 'remax' else ''}" for name, gap in zip(names, gaps, strict=True)
+    ]
+
+
 def test_best_of_n_is_compared_at_the_same_kl():
     """Seed 1 of PPO with 0.2, between the two points of best-of-n around its KL, by hand."""
     rows = pd.read_csv(RESULTS / "methods/points.csv").query("seed == 1").sort_values("at")
