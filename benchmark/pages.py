@@ -73,11 +73,14 @@ def less(name: str, column: str, one: str, other: str, places: int = 1, scale: f
     return shown(paired(name, column, one, other), places, scale, sign=True)
 
 
-def differences(name: str, column: str, pairs: list[list[str]], places: int = 1, scale: float = 1) -> list[str]:
-    """Several such differences; a star: significant at 5 %, after Holm's correction for all of them."""
-    gaps = [paired(name, column, one, other) for one, other in pairs]
-    kept = lab.holm([lab.p_value(list(gap)) for gap in gaps])
+def starred(gaps: list[pd.Series], places: int = 1, scale: float = 1) -> list[str]:
+    """Differences by seed; a star: significant at 5 %, after Holm's correction for all of them."""
+    kept = lab.holm([p_value(gap) for gap in gaps])
     return [shown(gap, places, scale, True) + (" *" if p < 0.05 else "") for gap, p in zip(gaps, kept, strict=True)]
+
+
+def differences(name: str, column: str, pairs: list[list[str]], places: int = 1, scale: float = 1) -> list[str]:
+    return starred([paired(name, column, one, other) for one, other in pairs], places, scale)
 
 
 def against(query: str, names: list[str], base: str) -> list[list[str]]:
@@ -161,7 +164,20 @@ def engines(words: str) -> list[float]:
     return [row["difference"] for row in facts("engines/engines")["checks"] if words in row["name"]]
 
 
-FUNCTIONS = (table, by_seed, shown, of, differences, against, stale_against, p_value, ablation, star, end_of_curve)
+FUNCTIONS = (
+    table,
+    by_seed,
+    shown,
+    starred,
+    of,
+    differences,
+    against,
+    stale_against,
+    p_value,
+    ablation,
+    star,
+    end_of_curve,
+)
 FUNCTIONS += (best_of_n, facts, rate, times, commits, meta, engines, gained, zip)
 
 
