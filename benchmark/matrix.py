@@ -3,11 +3,11 @@
     python benchmark/matrix.py                                                    # all, in some hours
     python benchmark/matrix.py "gae: next value 0" "whiten: with n minus 1"       # these again
 
-Each mistake is put into one of our functions, in a copy of what git has of the repository. Of the files in FAST, those
-run whole that reject some mistake in the same script by the matrix that git has. If none of their tests fails, the
-other files run, up to the first failure: first those that rejected this mistake, then those that rejected others in
-the script. A failure of theirs counts if the test passes once the mistake is taken out again. Left out are tests that
-edit the code or look at its text, and mistakes in check/forms.py, which are for test_check.py.
+Each mistake is put into one of our functions, in a copy of what git has of the repository. Those files in FAST that
+reject some mistake in the same script, by the matrix that git has, run whole. If none of their tests fails, the other
+files run up to the first failure: first those that rejected this mistake, then those that rejected others in the
+script. A failure of theirs counts if the test passes once the mistake is taken out again. Left out are tests that edit
+the code or look at its text, and mistakes in check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was put, a test file, its first test that failed, and how many did. A test
 that had not ended after LIMIT has failed too, and the row says so. If the program is started again, it goes on with
@@ -30,16 +30,17 @@ from tests import mistakes
 
 ROOT = Path(__file__).parent.parent
 MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edits if not place.startswith("check/")]
-FAST = {
-    f"test_{name}.py"
-    for name in "golden golden_tldr golden_verl check policy_math reward_math tldr_math rlvr_math".split()
-}
-ABOUT_TEXT = {f"test_{name}.py" for name in "house matrix pages readme register small_changes".split()}
+FAST = ["golden", "golden_tldr", "golden_verl", "check", "policy_math", "reward_math", "tldr_math", "rlvr_math"]
+ABOUT_TEXT = ["house", "matrix", "pages", "readme", "register", "small_changes"]
 LEFT_OUT = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text or have_the_same_text)"
 LIMIT = 600  # seconds for the files of a call
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
 STARTED = re.compile(r"^tests/(test_\w+\.py)::(\S+)", re.MULTILINE)
 COLUMNS = ["mistake", "place", "test", "rejected_by", "failures"]
+
+
+def files_of(names: list[str]) -> list[str]:
+    return [f"test_{name}.py" for name in names]
 
 
 def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, str]]:
@@ -84,9 +85,9 @@ def rejections(title: str, place: str) -> list[list[str]]:
         known = [row for row in mistakes.rows_of_matrix(folder / "tests/matrix.csv") if row[3]]
         before = {file for *mistake, file, _, _ in known if mistake == [title, place]}
         in_script = Counter(file for _, there, file, _, _ in known if there.startswith(f"{script}::"))
-        fast = sorted(FAST & {*in_script})
+        fast = [file for file in files_of(FAST) if file in in_script]
         others = sorted(
-            {path.name for path in folder.glob("tests/test_*.py")} - {*fast} - ABOUT_TEXT,
+            {path.name for path in folder.glob("tests/test_*.py")} - {*fast, *files_of(ABOUT_TEXT)},
             key=lambda file: (file not in before, -in_script[file], file),
         )
         path = folder / "ppo_rlhf" / script
