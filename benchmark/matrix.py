@@ -6,8 +6,8 @@
 Each mistake is put into one of our functions, in a copy of what git has of the repository. Those files in FAST that
 reject some mistake in the same script, by the matrix that git has, run whole. If none of their tests fails, the other
 files run up to the first failure: first those that rejected this mistake, then those that rejected others in the
-script. A failure of theirs counts if the test passes once the mistake is taken out again. Left out are tests that edit
-the code or look at its text, and mistakes in check/forms.py, which are for test_check.py.
+script. Their failure counts if the test passes once the mistake is taken out again. Left out are tests that edit the
+code or look at its text, and mistakes in check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was put, a test file, its first test that failed, and how many did. A test
 that had not ended after LIMIT has failed too, and the row says so. If the program is started again, it goes on with
