@@ -10,13 +10,14 @@ script. Their failure counts if the test passes once the mistake is taken out ag
 code or look at its text, and mistakes in check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was put, a test file, its first test that failed, and how many did. A test
-that had not ended after LIMIT has failed too, and the row says so. If the program is started again, it goes on with
-the mistakes that have no row yet; without the file, with all.
+that does not end has failed too, and the row says so. If the program is started again, it goes on with the mistakes
+that have no row yet; without the file, with all.
 """
 
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -33,7 +34,9 @@ MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edit
 FAST = ["golden", "golden_tldr", "golden_verl", "check", "policy_math", "reward_math", "tldr_math", "rlvr_math"]
 ABOUT_TEXT = ["house", "matrix", "pages", "readme", "register", "small_changes"]
 LEFT_OUT = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text or have_the_same_text)"
-LIMIT = 600  # seconds for the files of a call
+LIMIT = 600  # seconds that a process may compute, however busy the machine is
+LONGEST = 4 * 3600  # seconds until the end, for what waits and does not compute
+HANGS = " (does not end)"
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
 STARTED = re.compile(r"^tests/(test_\w+\.py)::(\S+)", re.MULTILINE)
 COLUMNS = ["mistake", "place", "test", "rejected_by", "failures"]
@@ -44,7 +47,7 @@ def files_of(names: list[str]) -> list[str]:
 
 
 def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, str]]:
-    """Files and names of the tests that fail in a copy of the repository, or of the one that had not ended at LIMIT.
+    """Files and names of the tests that fail in a copy of the repository, or of the one that does not end.
 
     tests: of the folder tests, such as test_hub.py or test_hub.py::test_split.
     """
@@ -57,19 +60,20 @@ def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, s
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, resource.RLIM_INFINITY)),
         )
-        status = None
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(LIMIT)
+            status = process.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGXCPU
         finally:
             with contextlib.suppress(ProcessLookupError):  # nothing of it is left
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         text = output.read()
-    if status is None:
+    if status == -signal.SIGXCPU:
         file, name = (STARTED.findall(text) or [(tests[0], "")])[-1]
-        return [(file, f"{name} (no end in {LIMIT} s)")]
+        return [(file, f"{name}{HANGS}")]
     failed = FAILED.findall(text)
     if not failed and status not in (0, 5):  # 5: the options leave no test of these files
         raise RuntimeError(f"pytest ended with status {status}: {text[-1000:]}")
@@ -99,7 +103,7 @@ def rejections(title: str, place: str) -> list[list[str]]:
             failed = failures(folder, [file], "--exitfirst")
             if failed:
                 path.write_text(right)
-                tests = ["::".join(filter(None, (file, name.partition(" (no end")[0]))) for file, name in failed]
+                tests = ["::".join(filter(None, (file, name.removesuffix(HANGS)))) for file, name in failed]
                 if not failures(folder, tests):
                     break
                 failed = []
