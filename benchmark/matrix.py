@@ -36,9 +36,9 @@ ABOUT_TEXT = ["house", "matrix", "pages", "readme", "register", "small_changes"]
 LEFT_OUT = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text or have_the_same_text)"
 LIMIT = 600  # seconds that a process may compute, however busy the machine is
 LONGEST = 4 * 3600  # seconds until the end, for what waits and does not compute
-HANGS = " (does not end)"
+HANGS = "(does not end)"
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
-STARTED = re.compile(r"^tests/(test_\w+\.py)::(\S+)", re.MULTILINE)
+STARTED = re.compile(r"^tests/(test_\w+\.py)::(.*\S)", re.MULTILINE)
 COLUMNS = ["mistake", "place", "test", "rejected_by", "failures"]
 
 
@@ -73,7 +73,7 @@ def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, s
         text = output.read()
     if status == -signal.SIGXCPU:
         file, name = (STARTED.findall(text) or [(tests[0], "")])[-1]
-        return [(file, f"{name}{HANGS}")]
+        return [(file, f"{name} {HANGS}".strip())]
     failed = FAILED.findall(text)
     if not failed and status not in (0, 5):  # 5: the options leave no test of these files
         raise RuntimeError(f"pytest ended with status {status}: {text[-1000:]}")
@@ -103,7 +103,7 @@ def rejections(title: str, place: str) -> list[list[str]]:
             failed = failures(folder, [file], "--exitfirst")
             if failed:
                 path.write_text(right)
-                tests = ["::".join(filter(None, (file, name.removesuffix(HANGS)))) for file, name in failed]
+                tests = ["::".join(filter(None, (file, name.removesuffix(HANGS).strip()))) for file, name in failed]
                 if not failures(folder, tests):
                     break
                 failed = []
@@ -116,6 +116,7 @@ def rejections(title: str, place: str) -> list[list[str]]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a test that runs is ended, as by Ctrl-C
     for title, place in MUTANTS:
         rows = mistakes.rows_of_matrix() if mistakes.MATRIX.exists() else []
         again = title in sys.argv[1:]
