@@ -31,7 +31,7 @@ from ppo_rlhf.lib import learning_curves
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr/sft", "tldr/reward", "tldr/policy", "tldr/all")
-SCRIPTS += ("rlvr/policy", "rlvr/asynchronous", "rlvr/tools", "sample", "judge", "report/__main__")
+SCRIPTS += ("rlvr/policy", "rlvr/asynchronous", "rlvr/tools", "sample", "judge", "from_trl", "report/__main__")
 
 
 # ---- Numbers: what the templates call --------------------------------------------------------------------------

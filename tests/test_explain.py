@@ -16,19 +16,22 @@ from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import __main__ as report, derivation, page
 from ppo_rlhf.rlvr import policy as rlvr_policy
 
-REMAX = (  # settings for which a trace has to hold something of its own
-    "--rewards.verifier own_functions:letters --ppo.advantage remax --ppo.critic_warmup 0 --ppo.samples_per_prompt 4 "
-    "--ppo.total_episodes 32 --ppo.lr 0.01 --ppo.nll_coef 0.2 --ppo.loss_aggregation seq-mean-token-mean "
-    "--rewards.kl_coef 0.1 --rewards.kl_estimator full --rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full "
-    "--eval_interval 0 --eval_samples 0 --save_interval 0 --log_interval 0 --trace_interval 1"
+TWO_UPDATES = (
+    "--rewards.verifier own_functions:letters --rewards.kl_estimator full --ppo.critic_warmup 0 --ppo.lr 0.01 "
+    "--ppo.total_episodes 32 --eval_interval 0 --eval_samples 0 --save_interval 0 --log_interval 0 --trace_interval 1"
 )
+OWN = {  # settings for which a trace has to hold something of its own
+    "remax": "--ppo.advantage remax --ppo.samples_per_prompt 4 --ppo.nll_coef 0.2 "
+    "--ppo.loss_aggregation seq-mean-token-mean --rewards.kl_coef 0.1 "
+    "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full",
+    "taught": "--rewards.teacher {world}/model --ppo.advantage reinforce++ --ppo.gamma 0.9 "
+    "--ppo.whiten_advantages False",
+}
 
 
-@pytest.fixture(scope="module")
-def remax(tiny_sums, tmp_path_factory) -> Path:
-    """The folder of a run."""
-    folder = tmp_path_factory.mktemp("remax")
-    words = [*sums_arguments(tiny_sums), *REMAX.split()]
+def own_run(name: str, world: Path, folder: Path) -> Path:
+    """The folder of a run in this folder."""
+    words = [*sums_arguments(world), *f"{TWO_UPDATES} {OWN[name]}".format(world=world).split()]
     with contextlib.chdir(folder), patch.object(learning_curves, "draw_learning_curves"):  # longer than the run
         rlvr_policy.train(command_line.parse_args(rlvr_policy.PRESETS, words))
     return only(folder, "runs/*")
@@ -56,15 +59,14 @@ def exactly(value, digits=8):
     return value if math.isfinite(value) else None
 
 
-@pytest.mark.parametrize("name", ["both", "all_three", "critic", "groups", "remax"])
-def test_every_number_is_derived_and_a_calculator_finds_it(name, request, monkeypatch):
+@pytest.mark.parametrize("name", ["both", "all_three", "critic", "groups", *OWN])
+def test_every_number_is_derived_and_a_calculator_finds_it(name, request, tiny_sums, tmp_path, monkeypatch):
     """A run in float64 has recorded the same.
 
     Each result follows from its numbers as they are written, to the last digit.
     """
     monkeypatch.setattr(page, "rounded", exactly)
-    of = request.getfixturevalue(name)
-    run = of if isinstance(of, Path) else of.run("*policy")
+    run = own_run(name, tiny_sums, tmp_path) if name in OWN else request.getfixturevalue(name).run("*policy")
     rounding = 1e-12 if meta_of(run)["args"]["dtype"] == "float64" else 1e-5
     checked = dict.fromkeys(derivation.RECORDED, 0)
     for episode, line in lines_of(run):

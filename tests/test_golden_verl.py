@@ -1,7 +1,8 @@
 """Chapter 3 against numbers that verl computed (check/golden/verl): those to match, and those that differ on purpose.
 
-NeMo-RL computed those of the newer lambdas, prime-rl those of ipo and dppo, and the authors of MaxRL and of GDPO
-those of their estimators (golden/nemo_rl, golden/prime_rl, golden/maxrl, golden/gdpo).
+NeMo-RL computed those of the newer lambdas, prime-rl those of ipo and dppo, the authors of MaxRL and of GDPO those of
+their estimators, and TRL 1.16 and verl 0.9.1 those of a teacher and of the entropy target (golden/nemo_rl,
+golden/prime_rl, golden/maxrl, golden/gdpo, golden/distillation).
 
 As in test_golden.py each check is a plain function that reads ours from its module when it runs: a negative control
 puts a wrong one there.
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 from golden_models import close, golden, load_json
-from test_rlvr_math import StandIn, rollout_of, updated_stand_in
+from test_rlvr_math import StandIn, read_tables, rollout_of, updated_stand_in
 from torch import Tensor
 
 from ppo_rlhf.rlvr import algebra, asynchronous as rlvr_async, policy as rlvr_policy
+from ppo_rlhf.rlvr.arguments import PpoArgs, RewardsArgs
 
 CASES = {case["name"]: case for case in load_json("verl/cases")["cases"]}
 EXACT, AVERAGE = 1e-9, 1e-7  # verl adds 1e-8 to the counts that it divides by
@@ -254,6 +256,43 @@ def test_numbers_of_gdpo():
         same(whitened * ((tokens - 1) / tokens).sqrt(), torch.tensor(expected).double(), AVERAGE)
     before = torch.tensor(x["trl"]["before the whitening"], dtype=torch.float64)
     same(estimate([*said], x["weights"])[:, 0], before, 1e-3)  # TRL adds 1e-4 to the deviation
+
+
+def test_numbers_of_trl_and_verl_for_a_teacher():
+    """TRL's exact KL per token, with its gradient, and verl's sampled one as the advantage of its own token."""
+    x = load_json("distillation/numbers")
+    logits, ref_logits = (torch.tensor(x[name], dtype=torch.float64) for name in ("student_logits", "teacher_logits"))
+    mask, tokens, temperature = torch.tensor(x["mask"]).bool(), torch.tensor(x["tokens"]), x["temperature"]
+    logits.requires_grad_()
+    logprobs, ref_logprobs, exact_kl = read_tables(logits, ref_logits, tokens, temperature)
+    exact, sampled = (RewardsArgs(teacher="a model", kl_estimator=name) for name in ("full", "k1"))
+    mb = rollout_of(mask, logprobs=logprobs.detach(), ref_logprobs=ref_logprobs, exact_kl=exact_kl.detach())
+    coef, _ = exact.kl_in_loss
+    loss = coef * algebra.aggregate(rlvr_policy.kl_in_loss(logprobs, mb, exact_kl, exact), mask, "token-mean")
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    same(loss, torch.tensor(x["trl"]["loss"]).double(), 1e-6)  # which TRL computes in float32
+    same(gradient, torch.tensor(x["trl"]["gradient"]).double(), 1e-6)
+
+    ppo = PpoArgs(advantage="reinforce++", whiten_advantages=False, gamma=0.0)
+    rewards_, _, _ = rlvr_policy.token_rewards(mb, sampled.kl_in_reward, sampled.kl_estimator)
+    advantages, _ = rlvr_policy.compute_advantages(mb, rewards_, ppo, torch.clone)
+    losses, _, _ = algebra.token_losses(logprobs, mb.logprobs, advantages, mask, ppo.loss, low=0.2, high=0.2)
+    loss = algebra.aggregate(losses, mask, "token-mean")
+    same(loss, torch.tensor(x["verl"]["loss"]).double())
+    same(torch.autograd.grad(loss, logprobs)[0], torch.tensor(x["verl"]["gradient"]).double())
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_numbers_of_trl_for_the_entropy_target(number: int):
+    x = load_json("distillation/numbers")["entropy_control"][number]
+    bounds = {name: x[name] for name in ("delta", "low", "high")}
+    controller = algebra.EntropyController(x["coef"], x["target"], **bounds)
+    applied, coefs = [], []
+    for entropy in x["entropies"]:
+        applied.append(controller.value)
+        controller.update(entropy)
+        coefs.append(controller.coef)
+    assert applied == pytest.approx(x["applied"], abs=1e-12) and coefs == pytest.approx(x["coefs"], abs=1e-12)
 
 
 @pytest.mark.parametrize("loss", ["ipo", "dppo"])

@@ -15,7 +15,7 @@ import pytest
 from runs import ROOT, explained_metrics
 
 from benchmark import lab
-from ppo_rlhf import train_both, train_policy
+from ppo_rlhf import loop, train_both, train_policy
 from ppo_rlhf.lib import command_line
 from ppo_rlhf.lib.files import flatten
 
@@ -181,11 +181,11 @@ def test_every_metric_of_a_demo_is_explained(path, chapter):
     assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
 
 
-def test_the_code_on_the_first_page_is_that_of_the_small_file():
-    clip, reward = blocks(README, "python")
-    source = [line.strip() for line in (ROOT / "ppo_rlhf/small/ppo.py").read_text().splitlines()]
-    start = source.index(clip.splitlines()[0])
-    assert source[start : start + 4] == clip.splitlines()
+def test_the_code_on_the_first_page_runs(tiny_world, monkeypatch):
+    reward, of_loop = blocks(README, "python")
     module: dict = {}
     exec(reward, module)
-    assert module["score"](["a b", "c"], [" one two one", ""]) == [2.0, 0.0]
+    assert module["score"](["a b", "c"], [" one and two and one", ""]) == [2.0, 0.0]
+    module["PPO"] = lambda model, lr: loop.PPO(tiny_world / model.replace("gpt2", "model"), lr=lr, response_length=4)
+    exec(of_loop.replace("* 64", "* 2"), module)
+    assert module["metrics"]["objective/kl"] == pytest.approx(0, abs=1e-3)

@@ -135,7 +135,7 @@ ARGUMENTS = {
     ),
     "labels longer than the model reads": reward(
         "",
-        "reads at most 160 tokens",
+        "24 others have more than the model's 160 tokens, such as labels.json: row 0 has 201",
         damage=labels(*[{"query": "Mara" + " Mara" * 199, "sample0": ".", "sample1": ".", "best": 0}] * 24),
     ),
     "unknown texts": policy("--task.query_dataset nothing", "nothing", "books", ".jsonl"),
@@ -281,10 +281,22 @@ RLVR = {
     "--ppo.advantage reinforce++": "--ppo.critic_warmup 5 is for a critic",
     "--ppo.dual_clip 1.1": "above 1 + --ppo.cliprange_high",
     "--ppo.loss gspo": "--ppo.loss gspo goes with",
+    f"{RLOO} --rewards.teacher x": "--ppo.advantage rloo compares whole responses, but --rewards.teacher judges",
+    "--rewards.teacher x --rewards.kl_estimator k3": "take k1 or full",
+    "--rewards.teacher x --rewards.missing_stop subtract": "does nothing without an empty --rewards.teacher",
+    "--ppo.adaptive_entropy.target 1 --ppo.entropy_coef 2": "--ppo.entropy_coef 2.0 must be from",
     "--rewards.overlong_buffer 21": "--rewards.overlong_buffer 21 is more than --task.response_length 20",
     f"{RLOO} --ppo.lam 0.9": "--ppo.lam 0.9 does nothing without --ppo.advantage gae; leave it at 0.95",
 }
 CHAPTER_3 = {arguments: rlvr(arguments, words) for arguments, words in RLVR.items()} | {
+    "teacher of another vocabulary": rlvr(
+        "--rewards.teacher other",
+        "--rewards.teacher other: its token",
+        damage=all_of(
+            lambda folder: shutil.copytree(folder / "tiny/model", folder / "other"),
+            edit("other/tokenizer.json", "model", "vocab", "zzz", to=200),
+        ),
+    ),
     "rejection without a correction": rlvr_async("--rejection_low 0.4", "--rejection_low 0.4 does nothing with"),
     "groups that are sampled ahead": rlvr_async(
         f"{RLOO} --ppo.filter_groups --staleness 1", "--ppo.filter_groups goes with --staleness 0"

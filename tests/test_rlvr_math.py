@@ -18,6 +18,7 @@ from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     IN_GROUPS,
     Batch,
+    EntropyController,
     Rollout,
     kl_estimate,
     mismatch,
@@ -122,6 +123,7 @@ def updated_stand_in(
         optimizers={"policy": torch.optim.SGD(network.parameters(), lr=0.0)},
         minibatches=torch.arange(len(batch.mask))[None, None],
         policy_learns=True,
+        bonus=EntropyController(args.ppo.entropy_coef),
     )
 
 
@@ -235,13 +237,24 @@ def sequence_logprobs(logits: torch.Tensor) -> torch.Tensor:
     return logprobs.gather(2, SEQUENCES.unsqueeze(2)).squeeze(2)
 
 
+def read_tables(
+    logits: torch.Tensor, ref_logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the script reads of tokens (...) from logits (..., vocab_size): log-probs, the reference's, exact KLs."""
+    backbone = SimpleNamespace(get_output_embeddings=lambda: lambda hidden: hidden)
+    policy = SimpleNamespace(
+        lm_backbone=backbone, vocab_size=logits.shape[-1], temperature=temperature, entropy_learns=False
+    )
+    reference = SimpleNamespace(logits=lambda hidden: hidden / temperature)
+    flat, ref_flat, labels = logits.flatten(0, -2), ref_logits.flatten(0, -2), tokens.flatten()
+    logprobs, _, exact = ActorCritic.read_hidden(policy, reference, labels, flat, ref_flat)
+    ref_logprobs, _, _ = ActorCritic.read_hidden(policy, None, labels, ref_flat)
+    return logprobs.view_as(tokens), ref_logprobs.view_as(tokens), exact.view_as(tokens)
+
+
 def exact_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
     """The script's own sum over the vocabulary, at each token (9, 2)."""
-    backbone = SimpleNamespace(get_output_embeddings=lambda: lambda hidden: hidden)
-    policy = SimpleNamespace(lm_backbone=backbone, vocab_size=3, temperature=1.0, entropy_learns=False)
-    read = partial(ActorCritic.read_hidden, policy, SimpleNamespace(logits=lambda hidden: hidden))
-    states = STATES.flatten()
-    return read(SEQUENCES.flatten(), logits[states], ref_logits[states])[2].view(9, 2)
+    return read_tables(logits[STATES], ref_logits[STATES], SEQUENCES)[2]
 
 
 def golden_gradient(name: str) -> torch.Tensor:
@@ -333,6 +346,62 @@ def test_gradient_of_the_kl_in_the_reward(name):
         assert (gradient * true).sum() < 0
     if name == "full":
         close_gradients(gradient_as_loss("full", table("logits")) + gradient, true)
+
+
+TAUGHT = "true gradient of the sequence KL", "true gradient, prefixes held fixed"  # with gamma 1, and with 0
+
+
+def gradient_from_teacher(name: str, gamma: float, *, has_baseline: bool) -> torch.Tensor:
+    """Steps 5 to 7 with a teacher in place of the reference, over all sequences.
+
+    has_baseline: whether the exact KL of its own token is left out of an advantage.
+    """
+    logits, ref_logits = table("logits").requires_grad_(), table("ref_logits")
+    ppo = PpoArgs(advantage="reinforce++", whiten_advantages=False, gamma=gamma, loss="reinforce")
+    args = Args(rewards=RewardsArgs(teacher="a model", kl_estimator=name), ppo=ppo)
+    logprobs, exact = sequence_logprobs(logits), exact_kl(logits, ref_logits)
+    old = {"logprobs": logprobs.detach(), "ref_logprobs": sequence_logprobs(ref_logits), "exact_kl": exact.detach()}
+    mb = rollout_of(EVERYWHERE, **old)
+    rewards, _, _ = token_rewards(mb, args.rewards.kl_in_reward, name)
+    baseline = -old["exact_kl"] if has_baseline else None
+    advantages, _ = compute_advantages(mb, rewards, ppo, torch.clone, baseline=baseline)
+    losses, _, _ = token_losses(logprobs, old["logprobs"], advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
+    in_loss = args.rewards.kl_in_loss[0] * kl_in_loss(logprobs, mb, exact, args.rewards)
+    return expected_gradient(losses + in_loss, logits, logits)
+
+
+@pytest.mark.parametrize("has_baseline", [True, False])
+@pytest.mark.parametrize("name", ["k1", "full"])
+def test_gradient_of_learning_from_a_teacher(name, has_baseline):
+    """With gamma 1, that of the KL of whole responses; with 0, that of the KL at each token, prefixes held fixed.
+
+    The exact KL of the token itself is a baseline that changes neither, whether the rest is sampled or exact.
+    """
+    of_sequences, of_tokens = (golden_gradient(true) for true in TAUGHT)
+    assert (of_sequences - of_tokens).norm() > 0.1 * of_sequences.norm()
+    close_gradients(gradient_from_teacher(name, 1.0, has_baseline=has_baseline), of_sequences)
+    close_gradients(gradient_from_teacher(name, 0.0, has_baseline=has_baseline), of_tokens)
+
+
+def test_a_kl_that_does_not_depend_on_the_sampled_token_teaches_nothing():
+    """The exact KL as a reward with gamma 0: what it adds to the advantage of its own token has no gradient.
+
+    With the script's own baseline, not even the advantages of single tokens have any of it.
+    """
+    logits, ref_logits = table("logits").requires_grad_(), table("ref_logits")
+    logprobs, costs = sequence_logprobs(logits), exact_kl(logits, ref_logits).detach()
+    mb = rollout_of(EVERYWHERE, logprobs=logprobs.detach(), exact_kl=costs)
+    ppo = PpoArgs(advantage="reinforce++", whiten_advantages=False, gamma=0.0, loss="reinforce")
+    rewards, own, _ = token_rewards(mb, 1.0, "full")
+    advantages, _ = compute_advantages(mb, rewards, ppo, torch.clone)
+    assert advantages.abs().min() > 0.01
+    losses, _, _ = token_losses(logprobs, mb.logprobs, advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
+    close_gradients(expected_gradient(losses, logits, logits), torch.zeros_like(logits))
+    assert not compute_advantages(mb, rewards, ppo, torch.clone, baseline=own)[0].any()
+    for advantage, has_one in (("reinforce++", True), ("gae", False)):
+        shaping = RewardsArgs(teacher="a model", kl_estimator="full")
+        assert Args(rewards=shaping, ppo=PpoArgs(advantage=advantage)).has_exact_baseline == has_one
+    assert not Args(rewards=RewardsArgs(teacher="a model"), ppo=ppo).has_exact_baseline
 
 
 @pytest.mark.parametrize("name", ["abs", "k2", "k3"])

@@ -61,6 +61,8 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(critic, tiny_sums):
     assert rows[1]["objective/kl"] == pytest.approx(0, abs=1e-12)  # the policy waits for the critic
     assert rows[0]["val/mean"] == 0 and rows[3]["val/mean"] != 0  # the critic's head starts at 0 [V70]
     assert rows[0]["objective/kl_coef"] == 0.1 != rows[1]["objective/kl_coef"]
+    # The entropy is below its target: a step up for each of two steps, but the policy waits for the critic at first.
+    assert [row["objective/entropy_coef"] for row in rows] == pytest.approx([0, 0.02, 0.04, 0.06])
     for row in rows:
         total = row["objective/scores"] - row["objective/kl_coef"] * row["objective/kl"]
         assert row["objective/rlhf_reward"] == pytest.approx(total)
@@ -206,6 +208,29 @@ def test_every_way_learns_something_through_its_flag(run_once, capsys, way):
         assert only(Path.cwd(), "models/*/policy/adapter/adapter_model.safetensors")
 
 
+@pytest.mark.parametrize("form", ["k1", "full"])
+def test_a_teacher_takes_the_place_of_scores_and_of_the_reference(run_once, tiny_sums, tmp_path, form):
+    """With its tokenizer, and other weights than the policy's. The verifier's values are still logged."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_sums / "model")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    model.save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(tiny_sums / "model").save_pretrained(tmp_path / "teacher")
+    rows = run_once(
+        f"--rewards.teacher {tmp_path}/teacher --rewards.kl_estimator {form} --ppo.critic_warmup 0 --ppo.gamma 0 "
+        "--rewards.verifier own_functions:letters --ppo.advantage reinforce++ --ppo.whiten_advantages False"
+    )
+    for row in rows:
+        assert row["objective/scores"] == 0 < row["objective/verifier_reward"]
+        assert row["objective/rlhf_reward"] == pytest.approx(-row["objective/kl"]) and row["objective/kl_coef"] == 1
+        assert abs(row["objective/kl"]) > 0.01 and row["policy/grad_norm"] > 0
+        # The exact KL of a token is all in the loss; what is sampled is all in the advantage.
+        assert (row["val/advantages_abs_mean"] == 0) == ("loss/kl_avg" in row) == (form == "full")
+    if form == "full":
+        assert rows[0]["loss/kl_avg"] == pytest.approx(rows[0]["objective/kl_per_token"], rel=0.5)
+    assert abs(rows[1]["policy/kl_old_new"]) > 0
+
+
 def test_a_group_whose_greedy_response_cannot_be_scored_counts_nowhere(run_once):
     """The first of eight greedy responses, each of which is the baseline of two others."""
     rows = run_once(
@@ -330,6 +355,33 @@ def test_the_likeliest_solutions_are_those_of_the_evaluation(critic, in_a_fresh_
     for row, expected in zip(rows, rows_of(critic.run() / "evaluation.jsonl"), strict=True):
         assert {name: row[name] for name in names} == {name: expected[of_run] for name, of_run in names.items()}
     assert {row["policy score"] for row in rows} == {0.0, 1.0}
+
+
+def test_columns_and_golds_that_are_objects_reach_a_function(run_once, tiny_sums, tmp_path):
+    """In training, evaluation and sample.py: each prompt with the gold and the columns of its own row."""
+    folder, questions = tmp_path / "countdown", {}
+    folder.mkdir()
+    for split in ("train", "test"):
+        questions[split] = [row["question"] for row in rows_of(tiny_sums / f"problems_{split}.jsonl")]
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": question}],
+                "reward_model": {"ground_truth": {"target": place, "numbers": [place, 0]}},
+                "number": place,
+                "data_source": split,
+            }
+            for place, question in enumerate(questions[split])
+        ]
+        (folder / f"problems_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_once(f"--task.problems {folder} --rewards.verifier own_functions:countdown --eval_interval 1")
+    policy = only(Path.cwd(), "models/*/policy")
+    sampled = sample.sample(sample.Args(policy=str(policy), n=3, temperature=0.0, trust_remote_code=True))
+    assert all(row["policy score"] in (0, 1) for row in sampled)
+    called = rows_of(Path("golds.jsonl"))
+    for prompt, gold, place, source in called:
+        assert prompt == questions[source][place] + "\n"
+        assert json.loads(gold) == {"target": place, "numbers": [place, 0]}
+    assert {source for _, _, _, source in called} == {"train", "test"}
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_evaluations_sample_several_responses_as_one_at_a_time():
         return problems.solve(
             held_out,
             lambda contexts, noise, temperature: ((contexts[:, -1:] + 20 * noise).long(), None),
-            [lambda *rows: [float("1" in text or a + b == "by") for a, text, b in zip(*rows, strict=True)]],
+            [lambda *texts: [float("1" in text or a + b == "by") for a, text, b in zip(*texts[:3], strict=True)]],
             SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row))),
             problems.TaskIds(pad=PAD, stops=(STOP - 20,)),
             local_batch=10,
@@ -194,6 +194,7 @@ def updated(
     policy_learns: bool = True,
     optimizer=SGD,
     rewards: RewardsArgs | None = None,
+    bonus=None,
     **settings,
 ):
     """Parameters after an update of a batch, and its steps, as each process has them."""
@@ -219,6 +220,7 @@ def updated(
                 args.seed, 0, args.ppo.noptepochs, mine, args.ppo.nminibatches
             ),
             policy_learns=policy_learns,
+            bonus=bonus() if bonus else algebra.EntropyController(args.ppo.entropy_coef),
         )
         return dict(actor_critic.named_parameters()), steps
 
@@ -293,15 +295,35 @@ def test_terms_of_the_loss_have_their_own_gradients():
     episodes = rollout_of(mask, loss_mask=loss_mask, parts=right.double().unsqueeze(1))
     batch = batch_from(Correction(episodes=episodes), nothing, (nothing, nothing))
     new = rlvr_policy.Reading(*(numbers(seed, *mask.shape).requires_grad_() for seed in range(4)))
-    ppo = PpoArgs(advantage="grpo", loss_aggregation="seq-mean-token-sum", nll_coef=0.3, entropy_coef=0.2)
+    ppo = PpoArgs(advantage="grpo", loss_aggregation="seq-mean-token-sum", nll_coef=0.3)
     counts = rlvr_policy.minibatch_counts(loss_mask, torch.clone)
     loss, share = rlvr_policy.micro_batch_loss(
-        new, batch, Args(ppo=ppo), counts=counts, right_tokens=int(right_mask.sum())
+        new, batch, Args(ppo=ppo), counts=counts, right_tokens=int(right_mask.sum()), entropy_coef=0.2
     )
     likelihood, entropy = -new.logprobs[right_mask].mean(), new.entropies[loss_mask].sum() / 7  # responses
     terms, read = 0.3 * likelihood - 0.2 * entropy, (new.logprobs, new.entropies)
     assert_close(share["objective/loss"], terms.detach())
     assert_close(torch.autograd.grad(loss, read), torch.autograd.grad(terms, read))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_entropy_coefficient_follows_the_entropy_of_each_step(tiny_models, processes):
+    """That of the whole minibatch; the loss of a step has the coefficient from before it, and a target that is out of
+    reach keeps the bonus on.
+    """
+    controllers = []
+
+    def controller() -> algebra.EntropyController:
+        controllers.append(algebra.EntropyController(0.0, 100.0, delta=0.1))
+        return controllers[-1]
+
+    found = updated(tiny_models, processes=processes, bonus=controller, advantage="grpo")
+    entropies = sum(steps["policy/entropy_avg"] for _, steps in found)
+    losses, policy_losses = (sum(steps[name] for _, steps in found) for name in ("objective/loss", "loss/policy_avg"))
+    coefs = torch.tensor([0.0, 0.1, 0.2, 0.3])  # of four steps
+    assert_close(losses, policy_losses - coefs * entropies)
+    for one in controllers:
+        assert one.coef == pytest.approx(0.4) and one.last == pytest.approx(entropies[-1].item())
 
 
 def test_a_step_is_that_of_its_minibatch_alone(tiny_models):
@@ -323,6 +345,7 @@ def test_a_step_is_that_of_its_minibatch_alone(tiny_models):
             optimizers={name: torch.optim.SGD(network.parameters(), lr=0.0) for name, network in networks.items()},
             minibatches=minibatches[None],
             policy_learns=True,
+            bonus=algebra.EntropyController(0.0),
         )
 
     halves = torch.arange(8).view(2, 4)

@@ -233,7 +233,7 @@ def test_a_saved_policy_says_how_it_was_sampled(tmp_path, tiny_models):
     train_policy.save_policy(tmp_path / "chapter 1", policy, tokenizer, args)
     model.generation_config = GenerationConfig(**own)
     info = {"base_model": "", "task": dataclasses.asdict(args.task)}
-    models.save_policy_and_critic(tmp_path, model, None, None, tokenizer, info, trust_remote_code=False)
+    models.save_policy(tmp_path / "policy", model, None, tokenizer, info)
     for folder in ("chapter 1", "policy"):
         saved = json.loads((tmp_path / folder / "generation_config.json").read_text())
         wanted = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "eos_token_id": [256, END]}

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import packing, policy as tldr_policy, reward as tldr_reward
-from ppo_rlhf.tldr.models import LoraArgs, add_adapters, load_critic, save_policy_and_critic
+from ppo_rlhf.tldr.models import LoraArgs, add_adapters, load_critic, save_policy
 from ppo_rlhf.tldr.policy import ActorCritic, Args, PpoArgs, RewardsArgs, Rollout, load_networks, ppo_update
 from ppo_rlhf.tldr.posts import Comparisons, TaskArgs
 from ppo_rlhf.tldr.sft import LanguageModel, sft_update
@@ -378,11 +378,11 @@ def test_adapters_on_all_linear_layers_are_part_of_what_is_saved(tiny_models, ti
     expected = model(input_ids=tokens).logits
     assert (expected - unadapted).abs().mean() > 0.1
     info = {"base_model": "", "task": {"temperature": 0.7}}
-    save_policy_and_critic(tmp_path, model, None, adapters, tiny_tokenizer, info, trust_remote_code=False)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float64)
+    save_policy(tmp_path, model, adapters, tiny_tokenizer, info)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert_close(saved(input_ids=tokens).logits, expected, atol=1e-9, rtol=0)
     assert torch.equal(saved.get_output_embeddings().weight, saved.get_input_embeddings().weight)
-    adapter = tmp_path / "policy/adapter"
+    adapter = tmp_path / "adapter"
     assert {path.name for path in adapter.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] is None  # a path
 

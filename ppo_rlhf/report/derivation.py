@@ -92,6 +92,7 @@ DEFAULTS = {  # of arguments that not every script has
         "format": None,
         "trained_model": None,
         "trained_weight": 1.0,
+        "teacher": "",
     },
 }
 OF_SAMPLING = {  # rlvr/asynchronous.py: an older policy may have sampled
@@ -116,7 +117,11 @@ def settings_of(args: Mapping[str, Any], script: str) -> dict[str, Any]:
         s["whiten_advantages"] = s["advantage"] in WHITENED
     if s["correction"] == "auto":
         s["correction"] = "decoupled" if s["staleness"] else "none"
-    s["sources"] = {"verifier": 1.0}
+    exact = s["teacher"] and s["kl_estimator"] == "full"
+    if s["teacher"]:
+        s |= {"kl_coef": 1.0, "kl_loss_coef": 1.0 if exact else 0.0, "kl_loss_estimator": "full"}
+    s["has_exact_baseline"] = bool(exact) and s["advantage"] != "gae"
+    s["sources"] = {"verifier": 0.0 if s["teacher"] else 1.0}
     s["sources"] |= {"format": 1.0} if s["format"] else {}
     s["sources"] |= {"reward_model": s["trained_weight"]} if s["trained_model"] else {}
     # Chapter 3 loads no reference where nothing is penalised.
@@ -156,6 +161,7 @@ def forms_of(s: Mapping[str, Any]) -> dict[str, str]:
         "target_advantages": "own_targets" if has_own_targets else "raw_advantages",
         "weighted_sources": " + ".join(f"weight_{name} * scaled_{name}" for name in s["sources"]),
         "used_advantages": advantages,
+        "used_sums": "sums + exact_kl" if s["has_exact_baseline"] else "sums",
         "old_logprobs": old,
         "dual": f"({advantages} < 0 and max(unclipped, clipped) > -{advantages} * dual_clip)" if dual else "False",
         "leaves": f"({leaves} > trust_region and {advantages} != 0)",

@@ -455,6 +455,39 @@ def token_losses(
     return torch.where(clipped_below, bound, losses), clipped, clipped_below
 
 
+class EntropyController:
+    """The weight of the entropy bonus: fixed, or a step up while the entropy is below a target and down otherwise.
+
+    coef: weight per nat; last: the last entropy that it saw, in nats per token.
+    """
+
+    def __init__(
+        self,
+        coef: float,
+        target: float | None = None,
+        *,
+        delta: float = 0.005,
+        low: float = 0.0,
+        high: float = 1.0,
+        last: float = math.inf,
+    ):
+        """target: in nats per token; None: the weight is fixed. low and high bound it."""
+        self.coef, self.target, self.delta, self.low, self.high, self.last = coef, target, delta, low, high, last
+
+    @property
+    def value(self) -> float:
+        """The weight for the next optimiser step."""
+        # [V116] Above the target there is no bonus, whatever the coefficient is, and so none in the first step.
+        return self.coef if self.target is None or self.last <= self.target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """entropy: mean over the tokens of an optimiser step on all processes, in nats."""
+        if self.target is not None:
+            delta = self.delta if entropy <= self.target else -self.delta
+            self.coef = min(max(self.coef + delta, self.low), self.high)
+            self.last = entropy
+
+
 def lower_clip_range(loss: str, cliprange_low: float | None) -> float:
     """The `low` of token_losses: what was asked for, or the default of the loss if that is None."""
     # [V66] MiniMax-M1 and ScaleRL bound the ratio of cispo only from above, because a lower bound would raise weights

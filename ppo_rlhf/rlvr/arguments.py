@@ -31,7 +31,8 @@ from ppo_rlhf.tldr import models
 class RewardsArgs:
     verifier: str = "gsm8k_strict"
     """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, exact, reasoning_gym, or package.module:name of a
-    function (prompts, responses, answers: texts) -> list of floats. A response with None or NaN counts nowhere"""
+    function (prompts, responses, answers: texts) -> list of floats, or one for TRL or verl, as docs/chapter3.md says.
+    A response with None or NaN counts nowhere"""
     evaluate_text: bool = False
     """allow tasks of reasoning-gym whose scorers evaluate an answer as Python. The risk: what the policy writes runs
     with your rights, though only arithmetic, in a process with limits and, where the system offers it, no network"""
@@ -62,11 +63,42 @@ class RewardsArgs:
     """units of score, for missing_stop"""
     overlong_buffer: NonNegativeInt = 0
     """over this many tokens before response_length, a punishment rises from 0; 0: no punishment"""
+    teacher: str = ""
+    """a model, in a folder or on the hub, that teaches in place of the scores: the reward of a token is its log-prob
+    under the teacher minus that under the policy (kl_estimator k1), or the exact KL (full); empty: none"""
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the KL is penalised, so that there is a reference."""
-        return bool(self.kl_coef or self.kl_loss_coef)
+        """Whether a KL is in reward or loss, so that there is a reference, or a teacher in its place."""
+        return bool(self.teacher or self.kl_coef or self.kl_loss_coef)
+
+    @property
+    def kl_in_reward(self) -> float:
+        """Weight of the KL in the reward at the start, reward per nat."""
+        return 1.0 if self.teacher else self.kl_coef
+
+    @property
+    def kl_in_loss(self) -> tuple[float, str]:
+        """Weight of the KL in the loss, per nat, and its estimate."""
+        # [V115] The exact KL from a teacher has a part of its gradient in the loss: that of the next token.
+        if self.teacher:
+            return float(self.kl_estimator == "full"), "full"
+        return self.kl_loss_coef, self.kl_loss_estimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveEntropyArgs:
+    """Of a controller of the entropy coefficient."""
+
+    target: PositiveFloat | None = None
+    """entropy below which the coefficient rises, and above which it falls and there is no bonus, in nats per token;
+    None keeps `entropy_coef` fixed"""
+    delta: PositiveFloat = 0.005
+    """how far the coefficient moves after each optimiser step"""
+    min: NonNegativeFloat = 0.0
+    """the coefficient's lower bound"""
+    max: PositiveFloat = 1.0
+    """its upper bound"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +156,9 @@ class PpoArgs(command_line.MemoryArgs):
     cliprange_value: PositiveFloat | None = 0.5
     """new values are clipped to old values +- this, in units of reward; None: not clipped"""
     entropy_coef: NonNegativeFloat = 0.0
-    """weight of the entropy bonus, per nat"""
+    """weight of the entropy bonus, per nat, at the start"""
+    adaptive_entropy: AdaptiveEntropyArgs = field(default_factory=AdaptiveEntropyArgs)
+    """controller of the entropy coefficient"""
     nll_coef: NonNegativeFloat = 0.0
     """weight of the mean of -log p over the tokens of correct responses, per nat"""
     filter_groups: bool = False
@@ -178,6 +212,13 @@ class Args(command_line.PolicyRunArgs):
     """low-rank adapters"""
     # This is no argument.
     tools = None  # in rlvr/tools.py ToolsArgs
+
+    @property
+    def has_exact_baseline(self) -> bool:
+        """Whether advantages leave out what the exact KL of their own token costs."""
+        # [V115] That cost is the same whichever token is drawn: a baseline in closed form. A critic learns one.
+        exact = self.rewards.teacher and self.rewards.kl_estimator == "full"
+        return bool(exact) and self.ppo.advantage != "gae"
 
 
 SUMS = Args(
@@ -373,11 +414,22 @@ def impossible(args: Args) -> Iterator[str]:
             )
     if ppo.filter_groups and n < 2:
         yield f"{flag('ppo.filter_groups')} needs {flag('ppo.samples_per_prompt')} 2 or more"
+    # [V117] A teacher judges each token, and these estimators compare what whole responses got.
+    if shaping.teacher and ppo.advantage not in ("gae", "reinforce++"):
+        yield (
+            f"{flag('ppo.advantage')} {ppo.advantage} compares whole responses, but {flag('rewards.teacher')} judges "
+            f"each token; reinforce++ and gae have an advantage for each"
+        )
+    if shaping.teacher and shaping.kl_estimator not in ("k1", "full"):
+        yield (
+            f"{flag('rewards.kl_estimator')} {shaping.kl_estimator} in the reward has another gradient than the KL "
+            f"from {flag('rewards.teacher')}; take k1 or full"
+        )
     # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
     #       gradient of the KL of whole responses. In the reward alone, its gradient points away from the reference.
     unequal = shaping.kl_loss_coef != shaping.kl_coef or shaping.adaptive_kl.target is not None
-    full_in_reward = shaping.kl_coef and shaping.kl_estimator == "full"
-    if full_in_reward and (not full_in_loss or unequal):
+    full_in_reward = shaping.kl_in_reward and shaping.kl_estimator == "full"
+    if full_in_reward and not shaping.teacher and (not full_in_loss or unequal):
         yield (
             f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
             f"{flag('rewards.kl_loss_coef')} that is {flag('rewards.kl_coef')}, and no "
@@ -391,6 +443,12 @@ def impossible(args: Args) -> Iterator[str]:
     # [V56] A coefficient that cannot have an effect is an error.   verl/utils/config.py#L181
     if shaping.adaptive_kl.target is not None and not shaping.kl_coef:
         yield f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so"
+    entropy = ppo.adaptive_entropy
+    if entropy.target is not None and not entropy.min <= ppo.entropy_coef <= entropy.max:
+        yield (
+            f"{flag('ppo.entropy_coef')} {ppo.entropy_coef} must be from {flag('ppo.adaptive_entropy.min')} "
+            f"{entropy.min} to {flag('ppo.adaptive_entropy.max')} {entropy.max}"
+        )
     if ppo.critic_warmup and ppo.advantage != "gae":
         yield (
             f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
@@ -422,6 +480,9 @@ def without_effect(args: Args) -> Iterator[str]:
     usual = PRESETS.get(args.preset, Args())
     critic = "ppo.lam ppo.cliprange_value rewards.value_model ppo.critic_lam ppo.lam_alpha"
     clips = ("ppo", "gspo", "cispo")
+    scores = "rewards.format rewards.trained_model rewards.missing_stop rewards.overlong_buffer ppo.filter_groups"
+    penalties = "rewards.kl_coef rewards.kl_loss_coef rewards.adaptive_kl.target"
+    bounds = "ppo.adaptive_entropy.delta ppo.adaptive_entropy.min ppo.adaptive_entropy.max"
     lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
     # [V56] Each row has arguments, whether something reads them, and what would.
     readers = [
@@ -430,6 +491,8 @@ def without_effect(args: Args) -> Iterator[str]:
         ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
         ("ppo.cliprange_low ppo.cliprange_high", ppo.loss in clips, f"{flag('ppo.loss')} ppo, gspo or cispo"),
         ("ppo.trust_region", ppo.loss in ("ipo", "dppo"), f"{flag('ppo.loss')} ipo or dppo"),
+        (bounds, ppo.adaptive_entropy.target is not None, flag("ppo.adaptive_entropy.target")),
+        (f"{scores} {penalties}", not shaping.teacher, f"an empty {flag('rewards.teacher')}"),
         ("rewards.evaluate_text", evaluated(args), "a task of reasoning-gym whose scorer evaluates text"),
         ("rewards.label", classifiers.is_foreign(shaping.trained_model), "a reward model from elsewhere"),
         ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),

@@ -62,7 +62,7 @@ from ppo_rlhf.lib import (
 )
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag
 from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, metrics as rlvr_metrics, problems
-from ppo_rlhf.rlvr.algebra import Batch, Reweigh, Rollout, response_mask
+from ppo_rlhf.rlvr.algebra import Batch, EntropyController, Reweigh, Rollout, response_mask
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, Setup, Source
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
@@ -123,7 +123,12 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
             #    usually does on this problem. That is good enough where the score comes only at the end.
             correction = sampler.correct(episodes, number)  # of a sampler that is not the policy
             advantages, returns = compute_advantages(
-                correction.episodes, rewards, ppo=ppo, reduce=reduce, weights=setup.weights
+                correction.episodes,
+                rewards,
+                ppo=ppo,
+                reduce=reduce,
+                weights=setup.weights,
+                baseline=non_score_rewards if args.has_exact_baseline else None,
             )
 
             # 7. Optimise, in epochs over minibatches. The ratio says how much more likely a token has become since it
@@ -151,6 +156,7 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                 minibatches=draw_minibatches(args.seed, number, ppo.noptepochs, rows, ppo.nminibatches),
                 # [V71] In the first critic_warmup updates, the policy does not move at all.   ray_trainer.py#L1604
                 policy_learns=number >= ppo.critic_warmup,
+                bonus=progress.bonus,
             )
             training = this_run.seconds_of_update() - before
 
@@ -169,6 +175,8 @@ def train(args: Args, new_sampler: Callable[[Setup, ActorCritic], Sampler] | Non
                 training=training,
             )
             metrics |= correction.metrics | sampler.metrics()
+            if ppo.adaptive_entropy.target is not None:
+                metrics["objective/entropy_coef"] = progress.bonus.coef
             controller.update(metrics.get("objective/kl", 0.0), sizes.batch)
             this_run.end_of_update(
                 number,
@@ -415,12 +423,12 @@ def score_responses(setup: Setup, inds: Tensor, queries: Tensor, responses: Tens
     inds: numbers of the problems (rows,).
     """
     source, texts = setup.problems, problems.to_texts(setup.tokenizer, responses, setup.ids)
-    columns = (source.texts, source.answers, source.messages)
-    prompts, answers, messages = ([column[i] for i in inds] for column in columns)
+    prompts, answers, rows = source.known_of(inds)
+    messages = [source.messages[i] for i in inds]
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
     values = [
-        function(prompts, texts, answers, queries=queries, responses=responses, messages=messages)
+        function(prompts, texts, answers, rows, queries=queries, responses=responses, messages=messages)
         for function, _ in setup.sources.values()
     ]
     parts = torch.stack([processes.widened(value, responses.device) for value in values], 1)
@@ -506,6 +514,7 @@ class Progress:
 
     first_update: int  # when this process started or resumed the run
     controller: AdaptiveKLController
+    bonus: EntropyController
     pool: Pool
     evaluation: dict[str, float]  # the newest
     sampler_state: dict[str, dict[str, Tensor]]  # what the sampler's state() has put into the checkpoint
@@ -542,12 +551,16 @@ def compute_advantages(
     ppo: PpoArgs,
     reduce: Callable[[Tensor], Tensor],
     weights: Sequence[float] = (),
+    baseline: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Step 6: advantages, whitened if the estimator needs it, and returns, 0 without a critic.
 
-    weights: of the sources of the score, which only gdpo needs.
+    weights: of the sources of the score, which only gdpo needs. baseline: (rows, response_length), to be subtracted;
+    None: nothing.
     """
     advantages, returns = estimate_advantages(episodes, rewards, ppo, weights)
+    if baseline is not None:
+        advantages = advantages - baseline
     if ppo.whitens:
         advantages = algebra.whiten(advantages, episodes.mask, keep_mean=False, reduce=reduce)
     return advantages, torch.zeros_like(advantages) if returns is None else returns
@@ -612,6 +625,7 @@ def update(
     optimizers: dict[str, torch.optim.Optimizer],
     minibatches: Tensor,
     policy_learns: bool,
+    bonus: EntropyController,
 ) -> dict[str, Tensor]:
     """Step 7: all epochs over one batch.
 
@@ -620,7 +634,8 @@ def update(
     processes add up.
     """
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
-    needs_exact_kl = args.rewards.kl_loss_coef and args.rewards.kl_loss_estimator == "full"
+    kl_coef, kl_name = args.rewards.kl_in_loss
+    needs_exact_kl = kl_coef and kl_name == "full"
     lengths = packing.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
     steps: list[dict[str, Tensor]] = []
@@ -651,7 +666,14 @@ def update(
                     pad_id,
                     reference=reference if needs_exact_kl else None,
                 )
-                loss, share = micro_batch_loss(new, micro_batch, args, counts=counts, right_tokens=right_tokens)
+                loss, share = micro_batch_loss(
+                    new,
+                    micro_batch,
+                    args,
+                    counts=counts,
+                    right_tokens=right_tokens,
+                    entropy_coef=bonus.value,
+                )
                 (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
                 shares.append(share)
                 outputs = {"new_logprobs": new.logprobs, "exact_kl": new.exact_kl, "new_values": new.values}
@@ -659,6 +681,8 @@ def update(
             processes.average_gradients(actor_critic, accelerator)
             norms = step(optimizers, ppo.max_grad_norm, policy_learns=policy_learns)
             steps.append({name: sum(share[name] for share in shares) for name in shares[0]} | norms)
+            if bonus.target is not None and policy_learns and counts["tokens"]:
+                bonus.update(reduce(steps[-1]["policy/entropy_avg"]).item())
     return {name: torch.stack([one[name] for one in steps]) for name in steps[0]}
 
 
@@ -672,19 +696,19 @@ def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[s
 
 
 def micro_batch_loss(
-    new: Reading, mb: Batch, args: Args, *, counts: dict[str, int], right_tokens: int
+    new: Reading, mb: Batch, args: Args, *, counts: dict[str, int], right_tokens: int, entropy_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the loss of policy and critic, and of what is logged, without gradient. All 0-d.
 
-    new: what the networks say now. counts, right_tokens: of the whole minibatch.
+    new: what the networks say now. counts, right_tokens: of the whole minibatch. entropy_coef: of the bonus.
     """
-    ppo, shaping = args.ppo, args.rewards
+    ppo, (kl_coef, kl_name) = args.ppo, args.rewards.kl_in_loss
     total = partial(algebra.aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
     losses, clipped, clipped_below = policy_losses(new.logprobs, mb, ppo)
-    kl = kl_in_loss(new.logprobs, mb, exact_kl=new.exact_kl, shaping=shaping)
+    kl = kl_in_loss(new.logprobs, mb, exact_kl=new.exact_kl, shaping=args.rewards)
     # [V83] The weights are those of the policy that this update began with.   core_algos.py#L1237
     losses = mb.weights * losses
-    if shaping.kl_loss_estimator != "full":  # the exact KL does not depend on which token was drawn
+    if kl_name != "full":  # the exact KL does not depend on which token was drawn
         kl = mb.weights * kl
     flags = {"policy/clipfrac_avg": clipped, "policy/clipfrac_low_avg": clipped_below}
     if mb.reweigh:
@@ -698,7 +722,7 @@ def micro_batch_loss(
     policy_loss, value_loss = total(losses), total(v_losses)
     kl_loss, entropy = total(kl), total(new.entropies)
     # [V49] [V68] All terms have the same divisor. They are logged without their coefficients.   losses.py#L158-L172
-    loss = policy_loss + shaping.kl_loss_coef * kl_loss - ppo.entropy_coef * entropy
+    loss = policy_loss + kl_coef * kl_loss - entropy_coef * entropy
     share = rlvr_metrics.token_statistics(mb, new.logprobs, new.entropies, tokens=counts["tokens"], flags=flags)
     if ppo.nll_coef:
         # [V108] The mean is over the tokens of correct responses in the minibatch. The weights above are not in it.
@@ -729,8 +753,8 @@ def policy_losses(new_logprobs: Tensor, mb: Batch, ppo: PpoArgs) -> tuple[Tensor
 
 def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: RewardsArgs) -> Tensor:
     """The KL penalty of each token (micro_batch, response_length), without its coefficient; 0 if there is none."""
-    name = shaping.kl_loss_estimator
-    if name == "full" or not shaping.kl_loss_coef:
+    coef, name = shaping.kl_in_loss
+    if name == "full" or not coef:
         return exact_kl
     kl = algebra.kl_estimate(new_logprobs, mb.ref_logprobs, mask=mb.loss_mask, name=name)
     # [V50] The detached ratio keeps the estimate correct when the policy has moved. With k3+ this is the unbiased
@@ -835,7 +859,7 @@ class ActorCritic(models.MixedPrecision):
 
 
 class Reference(models.Reference):
-    """The model that the policy started from, at the policy's temperature."""
+    """The model that the policy started from, or its teacher, at the policy's temperature."""
 
     # [V57] It never changes. Where nothing is penalised there is none.
     def __init__(self, network: ActorCritic, adapters: nn.Module | None):
@@ -931,7 +955,14 @@ def record_trace(
         again = dataclasses.replace(again, **unknown)
     rewards, non_score_rewards, kl = token_rewards(again, kl_coef, shaping.kl_estimator)
     # They are whitened among themselves.
-    advantages, returns = compute_advantages(again, rewards, ppo=ppo, reduce=torch.clone, weights=quiet.weights)
+    advantages, returns = compute_advantages(
+        again,
+        rewards,
+        ppo=ppo,
+        reduce=torch.clone,
+        weights=quiet.weights,
+        baseline=non_score_rewards if setup.args.has_exact_baseline else None,
+    )
     batch_again = make_batch(
         Correction(episodes=again),
         rewards=rewards,
@@ -988,7 +1019,13 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
         errors.say(doubt)
     sizes = rlvr_arguments.ppo_sizes(args.ppo, accelerator.num_processes)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
-    read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
+    read_problems = partial(
+        problems.read_problems,
+        args.task,
+        tokenizer,
+        verifier=args.rewards.verifier,
+        keep_rows=":" in args.rewards.verifier + args.rewards.format,
+    )
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_arguments.check_problems(train_problems, sizes)
     if train_problems.unscorable:
@@ -999,7 +1036,8 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
-        sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages)
+        trial = train_problems.known_of([0, -1])
+        sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages, trial=trial)
     setup = Setup(
         args=args,
         sizes=sizes,
@@ -1020,22 +1058,29 @@ def load_sources(
     ids: problems.TaskIds,
     accelerator: Accelerator,
     dialogues: Iterable[chat_templates.Messages] = (),
+    *,
+    trial: tuple[list[str], list[str], Sequence[verifiers.Columns]] = verifiers.MADE_UP,
 ) -> dict[str, Source]:
-    """What scores, under its name, with its weight; the verifier first. dialogues: of the problems to train on."""
+    """What scores, under its name, with its weight; the verifier first.
+
+    dialogues: of the problems to train on. trial: two of the problems, as load_verifier takes them.
+    """
     shaping, start_of = args.rewards, partial(problems.response_start, args.task)
 
     def text_source(name: str, field: str) -> Callable[..., Tensor]:
-        verifier = verifiers.load_verifier(name, field, start_of, on_all_processes=True)
+        verifier = verifiers.load_verifier(name, field, start_of, trial=trial, on_all_processes=True)
         return lambda *columns, **_: torch.tensor(verifier(*columns), dtype=torch.float64)
 
-    def model_source(*texts: list[str], **rows: Any) -> Tensor:
+    def model_source(*columns: list, **rows: Any) -> Tensor:
         scores = processes.widened(score(**rows))  # (rows,)
         # Only functions of texts may say that a response cannot be scored.
         if not scores.isfinite().all():
             raise NumericalError("the reward model gives scores that are not finite; the run stops")
         return scores
 
-    sources = {"verifier": (text_source(shaping.verifier, "rewards.verifier"), 1.0)}
+    # [V117] Where a teacher judges the tokens, the verifier says which responses are correct, and that is all.
+    weight = 0.0 if shaping.teacher else 1.0
+    sources = {"verifier": (text_source(shaping.verifier, "rewards.verifier"), weight)}
     if shaping.format:
         sources["format"] = text_source(shaping.format, "rewards.format"), 1.0
     if classifiers.is_foreign(shaping.trained_model):
@@ -1055,7 +1100,7 @@ def load_networks(
 ) -> tuple[ActorCritic, Reference | None, nn.Module | None]:
     """Policy with or without a critic, reference, and peft's handle of the policy's adapters, if there are any.
 
-    Without a penalty there is no reference.
+    Without a penalty there is no reference. A teacher takes its place.
     """
     task = args.task
     length, vocab_size = task.prompt_length + task.response_length, pretrained.vocabulary_size(tokenizer)
@@ -1072,7 +1117,7 @@ def load_networks(
         vocab_size,
         task.temperature,
         low_precision=args.dtype == "bfloat16",
-        entropy_learns=args.ppo.entropy_coef > 0,
+        entropy_learns=args.ppo.entropy_coef > 0 or args.ppo.adaptive_entropy.target is not None,
     )
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
@@ -1082,13 +1127,26 @@ def load_networks(
     if args.lora.rank:
         adapters = models.add_adapters(lm_backbone, args.lora, args.seed)
     if args.rewards.has_penalty:
-        frozen = lm_backbone
-        if adapters is None:
-            frozen = models.load_base_model(args, frozen=True)
+        frozen, taught = lm_backbone, bool(args.rewards.teacher)
+        if taught or adapters is None:
+            frozen = load_teacher(args, vocab_size) if taught else models.load_base_model(args, frozen=True)
             packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
             frozen.to(accelerator.device)
-        reference = Reference(ActorCritic(frozen, None, vocab_size, task.temperature), adapters)
+        network = ActorCritic(frozen, None, vocab_size, task.temperature)
+        reference = Reference(network, None if taught else adapters)
     return actor_critic, reference, adapters
+
+
+def load_teacher(args: Args, vocab_size: int) -> PreTrainedModel:
+    """The teacher, if its ids mean the same texts as the policy's and it reads padding as the policy does."""
+    name, length = args.rewards.teacher, args.task.prompt_length + args.task.response_length
+    names = {"base_model": "rewards.teacher", "task.query_length": errors.typed("task.query_length")}
+    with errors.typed_as(names):
+        what = f"{flag('base_model')} {name}"
+        teacher = models.load_base_model(dataclasses.replace(args, base_model=name), frozen=True)
+        pretrained.check_vocabulary(name, what, args.base_model, args.trust_remote_code)
+        pretrained.check_model(teacher, name, length, vocab_size, read_tokens)
+    return teacher
 
 
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
@@ -1129,11 +1187,19 @@ def start_run(
     state = this_run.resume(restore)
     surplus = {name: tensor.to(accelerator.device) for name, tensor in parts.pop("surplus", {}).items()}
     left_over = Rollout(**surplus) if surplus else None
-    adaptive_kl = args.rewards.adaptive_kl
+    adaptive_kl, entropy = args.rewards.adaptive_kl, args.ppo.adaptive_entropy
     progress = Progress(
         first_update=state["step"],
         controller=AdaptiveKLController(
-            state.get("kl_coef", args.rewards.kl_coef), target=adaptive_kl.target, horizon=adaptive_kl.horizon
+            state.get("kl_coef", args.rewards.kl_in_reward), target=adaptive_kl.target, horizon=adaptive_kl.horizon
+        ),
+        bonus=EntropyController(
+            state.get("entropy_coef", args.ppo.entropy_coef),
+            entropy.target,
+            delta=entropy.delta,
+            low=entropy.min,
+            high=entropy.max,
+            last=state.get("last_entropy", math.inf),
         ),
         pool=Pool(args.ppo, setup.ids.pad, accelerator, rounds=state.get("rounds", 0), surplus=left_over),
         evaluation=state.get("evaluation", {}),
@@ -1151,12 +1217,15 @@ def training_state(
 
     It may be called until the next optimiser step. What the next rollout changes is kept now.
     """
-    surplus = progress.pool.surplus
+    surplus, bonus = progress.pool.surplus, progress.bonus
     numbers = {
         "kl_coef": progress.controller.value,
+        "entropy_coef": bonus.coef,
         "rounds": progress.pool.rounds,
         "evaluation": dict(progress.evaluation),
     }
+    if math.isfinite(bonus.last):  # JSON has no infinity
+        numbers["last_entropy"] = bonus.last
 
     def content() -> tuple[dict[str, Tensor], dict[str, Any]]:
         trained = trained_networks(sampler.actor_critic)
@@ -1170,7 +1239,7 @@ def training_state(
 
 
 def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: bool = True) -> None:
-    """Save the policy, and the critic if there is one. weights: as of models.save_policy_and_critic."""
+    """Save the policy, and the critic if there is one. weights: whether theirs are saved, too."""
     args = setup.args
     info = {
         "task": dataclasses.asdict(args.task),
@@ -1182,16 +1251,23 @@ def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: 
     }
     if args.tools:
         info["tool"] = args.tools.tool
-    models.save_policy_and_critic(
-        folder,
-        lm_backbone=actor_critic.lm_backbone,
-        critic=actor_critic.critic,
+    models.save_policy(
+        folder / "policy",
+        actor_critic.lm_backbone,
         adapters=setup.adapters,
         tokenizer=setup.tokenizer,
         info=info,
-        trust_remote_code=args.trust_remote_code,
         weights=weights,
     )
+    if actor_critic.critic:
+        models.save_critic(
+            folder / "value",
+            actor_critic.critic,
+            tokenizer=setup.tokenizer,
+            info=info,
+            trust_remote_code=args.trust_remote_code,
+            weights=weights,
+        )
 
 
 def finish(this_run: run.Run, sampler: Sampler) -> Path:

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ppo_rlhf.lib import classifiers, errors, files, precision, pretrained
 from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
@@ -75,17 +82,49 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> Rewar
     trained = args.rewards.trained_model
     if args.rewards.value_model or (trained and not classifiers.is_foreign(trained)):
         field = "value_model" if args.rewards.value_model else "trained_model"
-        critic = load_scalar_model(args, field, vocab_size)
-    else:
-        torch.manual_seed(args.seed)  # for the head, the same on every process
-        backbone = load_base_model(args, AutoModel)
-        critic = RewardModel(backbone).to(backbone.dtype)
-        if zero_head:
-            nn.init.zeros_(critic.reward_head.weight)
+        return critic_that_learns(load_scalar_model(args, field, vocab_size))
+    critic = with_new_head(load_base_model(args, AutoModel), args.seed)
+    if zero_head:
+        nn.init.zeros_(critic.reward_head.weight)
+    return critic
+
+
+def with_new_head(backbone: PreTrainedModel, seed: int) -> RewardModel:
+    """A critic from a base model, with a small random head, the same on every process."""
+    torch.manual_seed(seed)
+    return critic_that_learns(RewardModel(backbone).to(backbone.dtype))
+
+
+def critic_that_learns(critic: RewardModel) -> RewardModel:
+    """All weights of a critic learn, but not the scale of the scores that it may have had as a reward model."""
     critic.requires_grad_(True)
     critic.gain.requires_grad_(False)
     critic.bias.requires_grad_(False)
     return critic
+
+
+def load_any_critic(model: str, dtype: torch.dtype, seed: int, trust_remote_code: bool = False) -> RewardModel:
+    """A critic from a reward model or critic that was trained here, a sequence classifier with one label, or a base
+    model, which gets a new head. model: a folder or a name on the hub.
+    """
+    if (Path(model) / "reward_head.safetensors").is_file():
+        return critic_that_learns(load_reward_model(Path(model), dtype, trust_remote_code))
+    with pretrained.model_errors(model) as (path, revision):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    if not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
+        return with_new_head(load_pretrained(model, dtype, trust_remote_code, AutoModel), seed)
+    classifier = load_pretrained(model, dtype, trust_remote_code, AutoModelForSequenceClassification)
+    return critic_of_classifier(classifier, model)
+
+
+def critic_of_classifier(classifier: PreTrainedModel, name: str) -> RewardModel:
+    """The critic whose value is the logit of a sequence classifier with one label. name: for messages."""
+    head = getattr(classifier, "score", None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise InputError(f"critic {name}: it must be a sequence classifier with one label, read at the last token")
+    critic = RewardModel(classifier.base_model).to(classifier.dtype)
+    critic.reward_head.load_state_dict({"bias": torch.zeros(1), **head.state_dict()})
+    return critic_that_learns(critic)
 
 
 class MixedPrecision(nn.Module):
@@ -205,39 +244,43 @@ def save_language_model(
         files.write_json(folder / "ppo_rlhf.json", info)
 
 
-def save_policy_and_critic(
+def save_policy(
     folder: Path,
     lm_backbone: PreTrainedModel,
-    critic: RewardModel | None,
     adapters: nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
     info: dict[str, Any],
-    trust_remote_code: bool,
     weights: bool = True,
 ) -> None:
-    """policy: an ordinary causal language model, adapters merged in; value: the critic, as a reward model is saved.
+    """An ordinary causal language model, adapters merged in.
 
-    adapters: peft's handle, which saves them once more on their own, in policy/adapter. info: for ppo_rlhf.json.
-    weights: whether those of the two models are saved, too.
+    adapters: peft's handle, which saves them once more on their own, in the folder `adapter` there. info: for
+    ppo_rlhf.json. weights: whether those of the model are saved, too.
     """
     if adapters is not None and errors.is_first_process():
-        save_adapters(folder / "policy" / "adapter", adapters)
+        save_adapters(folder / "adapter", adapters)
         lm_backbone = adapters.merge_and_unload() if weights else lm_backbone
-    info = {"vocab_size": pretrained.vocabulary_size(tokenizer), **info}
+    info = {"vocab_size": pretrained.vocabulary_size(tokenizer), **info, "kind": "policy"}
     lm_backbone.generation_config = pretrained.sampling_config(
         lm_backbone.generation_config, tokenizer, info["task"]["temperature"]
     )
-    save_language_model(folder / "policy", lm_backbone, tokenizer, {**info, "kind": "policy"}, weights)
-    if critic and errors.is_first_process():
-        of_critic = {name: info[name] for name in ("base_model", "vocab_size", "task")}
-        save_reward_model(
-            folder / "value",
-            critic,
-            tokenizer,
-            info={**of_critic, "kind": "critic"},
-            trust_remote_code=trust_remote_code,
-            weights=weights,
-        )
+    save_language_model(folder, lm_backbone, tokenizer, info, weights)
+
+
+def save_critic(
+    folder: Path,
+    critic: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
+    trust_remote_code: bool = False,
+    weights: bool = True,
+) -> None:
+    """The critic, as a reward model is saved; other arguments as of save_policy."""
+    if errors.is_first_process():
+        info = {"vocab_size": pretrained.vocabulary_size(tokenizer), "kind": "critic"} | {
+            name: info[name] for name in ("base_model", "task")
+        }
+        save_reward_model(folder, critic, tokenizer, info=info, trust_remote_code=trust_remote_code, weights=weights)
 
 
 def save_adapters(folder: Path, adapters: nn.Module) -> None:

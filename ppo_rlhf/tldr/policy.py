@@ -84,7 +84,8 @@ class RewardsArgs:
     """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
-    with a third parameter, or one named references or answer, it also gets the summaries of the data"""
+    with a third parameter, or one named references or answer, it also gets the summaries of the data. Functions for
+    TRL or verl are called as docs/chapter3.md says, without columns"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: NonNegativeInt = 256
@@ -632,7 +633,8 @@ def compute_rewards(
     kl = -x if kl_estimator == "k1" else torch.expm1(x) - x
     non_score_rewards = -kl_coef * kl
     # [T43] The score is the reward of the step after the last token, where there is one.   ppo.py#L679-L685
-    position = mask.sum(1, keepdim=True).clamp(max=mask.shape[1] - 1)  # (batch, 1)
+    step_after = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)  # each token, (batch, response_length)
+    position = step_after.max(1, keepdim=True).values.clamp(max=mask.shape[1] - 1)  # (batch, 1)
     rewards = non_score_rewards.scatter_add(1, position, scores.unsqueeze(1).to(x.dtype))
     return rewards, non_score_rewards, kl
 
@@ -795,7 +797,8 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
         delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
 
     rewards, values, mask (of the values): (batch, response_length). Returns advantages (not whitened) and returns, of
-    that shape.
+    that shape, 0 where masked. A hole in the mask, such as what another speaker says, is skipped: t + 1 is the next
+    value that counts.
     """
     # [T44] Whatever comes after is set to 0, so that nothing leaks in.   ppo.py#L235-L241, ppo.py#L687-L704
     rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
@@ -805,8 +808,10 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = next_advantage = delta + gamma * lam * next_advantage
-        next_value = values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+    advantages = advantages.masked_fill(~mask, 0)
     return advantages, advantages + values
 
 
@@ -898,19 +903,42 @@ def update_metrics(
     get the same numbers. Raises a NumericalError if they are impossible.
     """
     args, accelerator = setup.args, setup.accelerator
+    more = {
+        "raw_scores": rollout.raw_scores,
+        "sampler_gap": rollout.sampler_gap.sum(1) / rollout.mask.sum(1),
+        **rollout.monitored,
+    }
+    if has_own_scale(args.rewards):
+        more["function_score"] = setup.scale.undo(rollout.raw_scores)
+    metrics = algorithm_metrics(rollout, steps, accelerator, kl_coef=kl_coef, more=more)
+    metrics["lr"] = lr
+    # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
+    metrics["episode"] = (update + 1) * args.ppo.batch_size
+    metrics["time"] = this_run.seconds()
+    metrics["eps"] = metrics["episode"] / metrics["time"]
+    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
+    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
+    return metrics
+
+
+def algorithm_metrics(
+    rollout: Rollout,
+    steps: dict[str, Tensor],
+    accelerator: Accelerator,
+    *,
+    kl_coef: float,
+    more: dict[str, Tensor],
+) -> dict[str, float]:
+    """The metrics of an update that don't depend on the script. more: of each episode, (local_batch,) by name."""
     objectives = {  # of each episode, (local_batch,)
         "kl": rollout.kl.sum(1),
         "entropy": -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
         "non_score_reward": rollout.non_score_rewards.sum(1),
         "scores": rollout.scores,
-        "raw_scores": rollout.raw_scores,
         "eos_rate": rollout.stopped,
         "response_length": rollout.mask.sum(1),
-        "sampler_gap": rollout.sampler_gap.sum(1) / rollout.mask.sum(1),
-        **rollout.monitored,
+        **more,
     }
-    if has_own_scale(args.rewards):
-        objectives["function_score"] = setup.scale.undo(rollout.raw_scores)
     shares = {}
     for name, values in objectives.items():
         shares[f"objective/{name}"] = processes.widened(values).mean() / accelerator.num_processes
@@ -928,13 +956,6 @@ def update_metrics(
     metrics["val/var_explained"] = 1 - means["val/error"] / max(metrics["returns/var"], 1e-12)
     metrics["objective/kl_coef"] = kl_coef
     metrics["objective/rlhf_reward"] = means["objective/scores"] + means["objective/non_score_reward"]
-    metrics["lr"] = lr
-    # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
-    metrics["episode"] = (update + 1) * args.ppo.batch_size
-    metrics["time"] = this_run.seconds()
-    metrics["eps"] = metrics["episode"] / metrics["time"]
-    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
-    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return metrics
 
 
@@ -1131,21 +1152,42 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> tuple[ActorCritic, models.Reference]:
     """Policy, critic and reference."""
-    length = args.task.query_length + args.task.response_length
     vocab_size = pretrained.vocabulary_size(tokenizer)
-    lm_backbone = models.load_base_model(args)
-    critic = models.load_critic(args, vocab_size)
+    return join_networks(
+        models.load_base_model(args),
+        models.load_critic(args, vocab_size),
+        None if args.lora.rank else models.load_base_model(args, frozen=True),
+        args=args,
+        length=args.task.query_length + args.task.response_length,
+        vocab_size=vocab_size,
+        device=accelerator.device,
+    )
+
+
+def join_networks(
+    lm_backbone: PreTrainedModel,
+    critic: RewardModel,
+    frozen: PreTrainedModel | None,
+    *,
+    args: Any,
+    length: int,
+    vocab_size: int,
+    device: torch.device,
+) -> tuple[ActorCritic, models.Reference]:
+    """Three loaded models as they are trained. frozen: the reference; None: the policy without the adapters it gets.
+
+    args: base_model, dtype, gradient_checkpointing, lora and seed are read. length: of the longest row, in tokens.
+    """
     packing.enable(lm_backbone, critic.lm_backbone)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
     if args.gradient_checkpointing:
         layers.checkpoint_layers(actor_critic)
-    actor_critic.to(accelerator.device)
+    actor_critic.to(device)
     models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
-    if args.lora.rank:
+    if frozen is None:
         return actor_critic, models.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
-    frozen = models.load_base_model(args, frozen=True)
     packing.enable(frozen)
-    frozen.to(accelerator.device)
+    frozen.to(device)
     return actor_critic, models.Reference(frozen, None)
 
 
@@ -1191,7 +1233,7 @@ def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
 def save_models(
     folder: Path, setup: Setup, actor_critic: ActorCritic, adapters: nn.Module | None, weights: bool = True
 ) -> None:
-    """Save policy and critic, both as ordinary models. weights: as of save_policy_and_critic."""
+    """Save policy and critic, both as ordinary models. weights: whether theirs are saved, too."""
     # They open with the library.   ppo.py#L842-L861
     args = setup.args
     info = {
@@ -1202,11 +1244,17 @@ def save_models(
         "reward_model": args.rewards.trained_model,
         "label": args.rewards.label,
     }
-    models.save_policy_and_critic(
-        folder,
-        lm_backbone=actor_critic.lm_backbone,
-        critic=actor_critic.critic,
+    models.save_policy(
+        folder / "policy",
+        actor_critic.lm_backbone,
         adapters=adapters,
+        tokenizer=setup.tokenizer,
+        info=info,
+        weights=weights,
+    )
+    models.save_critic(
+        folder / "value",
+        actor_critic.critic,
         tokenizer=setup.tokenizer,
         info=info,
         trust_remote_code=args.trust_remote_code,

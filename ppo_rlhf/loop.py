@@ -1,0 +1,385 @@
+"""PPO inside a loop of your own: generate responses, score them as you like, make one update.
+
+    from ppo_rlhf.loop import PPO
+
+    ppo = PPO("gpt2", lr=1e-5)
+    for _ in range(100):
+        batch = ppo.generate(["The movie was"] * 64)
+        scores = [float(response.count("good")) for response in batch.responses]
+        metrics = ppo.step(batch, scores)
+    ppo.save("models/mine")  # opens with AutoModelForCausalLM
+
+The update is that of chapter 2, by its own functions: responses of any length, a penalty on the KL divergence from
+the model that the policy was at the start, a critic of its own, GAE, whitened advantages, and epochs of clipped
+losses. docs/from_trl.md has programs to begin with, and says what is called what in TRL.
+
+Under `accelerate launch`, each process generates for queries of its own, as many as every other. Gradients, metrics
+and whitening are over all of them together.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_rlhf.lib import command_line, pretrained, processes, reward_functions
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.tldr.policy import (
+    Args,
+    PpoArgs,
+    RewardsArgs,
+    Rollout,
+    algorithm_metrics,
+    compute_rewards,
+    join_networks,
+    ppo_update,
+    reference_logprobs,
+    respond,
+)
+from ppo_rlhf.tldr.responses import draw_minibatches
+from ppo_rlhf.train_policy import AdaptiveKLController, TaskArgs, episode_noise, has_stop, load_pretrained, padded
+from ppo_rlhf.train_reward import RewardModel
+
+Text = str | Sequence[int] | Tensor  # a text, or its token ids, which are taken as they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Queries and responses of this process, as policy, critic and reference read them before the next step."""
+
+    queries: list[str]
+    responses: list[str]
+    response_ids: list[list[int]]  # with the token that ends a text, where there is one
+    stopped: list[bool]  # whether there is one
+    step: int  # how many steps the policy had made
+    rollout: Rollout  # without scores, and so without rewards
+
+
+class PPO:
+    """A policy, its critic, the reference, and an optimiser for the first two."""
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        critic: str | Path | RewardModel | None = None,
+        reference: str | Path | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        max_grad_norm: float | None = None,
+        response_length: int = 48,
+        temperature: float = 0.7,
+        kl_coef: float = 0.05,
+        kl_target: float | None = None,
+        kl_horizon: int = 10_000,
+        lora: models.LoraArgs | None = None,
+        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+        seed: int = 1,
+        trust_remote_code: bool = False,
+        **ppo: Any,
+    ):
+        """model: a causal language model, its folder or its name on the hub. A loaded one needs its tokenizer, and is
+        trained in place.
+
+        critic: what the critic starts as: a reward model or critic that was trained here, a sequence classifier with
+        one label, or a base model; None: the language model, with a new head. reference: None: the model as it is
+        now. optimizer: makes one from the parameters that learn; None: AdamW with ppo's lr, adam_eps and
+        weight_decay. It is `self.optimizer`, whose learning rate nobody changes but you. max_grad_norm: gradients of
+        policy and critic together are scaled to it.
+
+        kl_coef: reward per nat, meant for scores whose deviation is about 1; with kl_target, nats per response, it is
+        adapted. ppo: lr, noptepochs, nminibatches, cliprange, vf_coef, lam and whatever else chapter 2's PpoArgs
+        has, but for total_episodes and batch_size. Raises InputError, a ValueError.
+        """
+        loaded = model if isinstance(model, PreTrainedModel) else None
+        name = str(loaded.name_or_path if loaded else model)
+        if loaded and tokenizer is None:
+            raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
+        lora = lora or models.LoraArgs()
+        if lora.rank and reference is not None:
+            raise InputError("with lora, the reference is the policy without its adapters; leave it out")
+        if dtype not in ("float32", "bfloat16", "float64"):
+            raise InputError(f"dtype is {dtype}; it must be float32, bfloat16 or float64")
+        adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
+        rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
+        self.args = Args(
+            base_model=name,
+            rewards=rewards,
+            ppo=PpoArgs(**ppo),
+            lora=lora,
+            dtype=dtype,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
+        self.task = TaskArgs(
+            response_length=response_length,
+            temperature=temperature,
+            start_text=None,
+            end_text=None,
+            truncate_text=None,
+        )
+        for args in (self.args, self.task):
+            command_line.check_bounds(args)
+        self.accelerator = processes.make_accelerator()
+        self.tokenizer = tokenizer or pretrained.load_tokenizer(name, trust_remote_code)
+        self.pad_id, self.stop_ids = pretrained.vocabulary_size(self.tokenizer), pretrained.end_ids(self.tokenizer)
+        # Every copy is made before the networks are joined, which changes how they read rows.
+        weights = torch.float64 if dtype == "float64" else torch.float32
+        policy = loaded.to(weights).eval() if loaded else load_pretrained(name, weights, trust_remote_code)
+        if isinstance(critic, RewardModel):
+            value_model = models.critic_that_learns(critic.to(weights))
+        elif critic is None and loaded:
+            value_model = models.with_new_head(copy.deepcopy(policy.base_model), seed)
+        else:
+            value_model = models.load_any_critic(
+                self._checked("critic", critic or name), weights, seed, trust_remote_code
+            )
+        if reference is not None:
+            frozen = load_pretrained(self._checked("reference", reference), weights, trust_remote_code)
+        else:
+            frozen = None if lora.rank else copy.deepcopy(policy)
+        self.actor_critic, self.reference = join_networks(
+            policy,
+            value_model,
+            frozen and frozen.requires_grad_(False),
+            args=self.args,
+            length=response_length + 1,
+            vocab_size=self.pad_id,
+            device=self.accelerator.device,
+        )
+        parameters = [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
+        self.optimizer = (optimizer or partial(adam, args=self.args.ppo))(parameters)
+        if max_grad_norm is not None:
+            self.optimizer.register_step_pre_hook(partial(clip, parameters=parameters, most=max_grad_norm))
+        self.controller = AdaptiveKLController(kl_coef, kl_target, kl_horizon)
+        self.steps = 0
+        self.draws = 0  # calls of generate, each with noise of its own
+
+    def _checked(self, what: str, model: str | Path) -> str:
+        """A model that must have the policy's vocabulary."""
+        pretrained.check_vocabulary(str(model), f"{what} {model}", self.args.base_model, self.args.trust_remote_code)
+        return str(model)
+
+    # ---- Generate: steps 1 to 3 --------------------------------------------------------------------------------
+
+    def generate(self, queries: Sequence[Text], response_length: int | None = None) -> Batch:
+        """Sample a response to each query, up to a token that ends a text, or of response_length tokens."""
+        contexts = self._tokens(queries, "queries")  # (batch, context_length)
+        batch, length = len(contexts), self.task.response_length if response_length is None else response_length
+        self._check_length(contexts.shape[1], length)
+        noise = episode_noise(self.args.seed, self.draws, batch * self.accelerator.num_processes, length)
+        self.draws += 1
+        uniforms = noise[self._rows(batch)].to(processes.device_of_noise(contexts.device))
+        responses, logprobs, values, _ = self._in_passes(
+            respond, contexts, uniforms, new_tokens=length, stop_ids=self.stop_ids
+        )
+        return self._make_batch(contexts, responses, logprobs, values, own=responses != self.pad_id)
+
+    def batch(
+        self, queries: Sequence[Text], responses: Sequence[Text], mask: Sequence[Sequence[bool]] | None = None
+    ) -> Batch:
+        """A batch of responses that were written elsewhere, or have tokens of somebody else between the policy's.
+
+        mask: for each token of a response, whether it is the policy's and learns; None: all of them. Nothing is
+        appended: a text that ends needs `tokenizer.eos_token` at its end.
+        """
+        contexts, tokens = self._tokens(queries, "queries"), self._tokens(responses, "responses")
+        own = tokens != self.pad_id  # (batch, response_length)
+        if len(contexts) != len(tokens):
+            raise InputError(f"there are {len(contexts)} queries and {len(tokens)} responses; each needs its own")
+        if mask is not None:
+            if [len(row) for row in mask] != own.sum(1).tolist():
+                raise InputError("mask must have one entry for each token of each response")
+            own = padded([[int(bool(entry)) for entry in row] for row in mask], 0).bool().to(own.device)
+        if not own.any(1).all():
+            raise InputError("in each response, mask must have a token of the policy")
+        self._check_length(contexts.shape[1], tokens.shape[1])
+        query_responses = torch.cat([contexts, tokens], dim=1)
+        logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
+        return self._make_batch(contexts, tokens, logprobs, values, own=own)
+
+    def _in_passes(self, function: Callable, tokens: Tensor, *others: Tensor, **more: Any) -> Any:
+        """What a function of the actor-critic returns for rows of tokens, of which it gets a few at a time."""
+        with self.actor_critic.sampling():
+            return packing.by_length(
+                function,
+                self.actor_critic,
+                tokens,
+                *others,
+                pad_id=self.pad_id,
+                rows=self.args.ppo.local_rollout_batch_size,
+                temperature=self.task.temperature,
+                **more,
+            )
+
+    def _make_batch(
+        self, contexts: Tensor, responses: Tensor, logprobs: Tensor, values: Tensor, *, own: Tensor
+    ) -> Batch:
+        """own: whether a token is the policy's. All tensors but contexts are (batch, response_length)."""
+        query_responses = torch.cat([contexts, responses], dim=1)
+        # As response_masks has them, but tokens of somebody else don't count, wherever they are.
+        columns = torch.arange(responses.shape[1], device=responses.device)
+        last = (columns * own).max(1, keepdim=True).values  # (batch, 1)
+        rollout = Rollout(
+            query_responses=query_responses,
+            logprobs=logprobs,
+            values=values,
+            rewards=torch.zeros_like(logprobs),
+            mask=own,
+            value_mask=own | (columns == last + 1),
+            stopped=has_stop(responses, self.stop_ids, 0),
+            ref_logprobs=self._in_passes(reference_logprobs, query_responses, responses, reference=self.reference),
+        )
+        ends = torch.isin(responses, responses.new_tensor(self.stop_ids))
+        return Batch(
+            queries=posts.to_texts(self.tokenizer, contexts, self.pad_id),
+            responses=posts.to_texts(self.tokenizer, responses.masked_fill(ends, self.pad_id), self.pad_id),
+            response_ids=[row[row != self.pad_id].tolist() for row in responses],
+            stopped=rollout.stopped.tolist(),
+            step=self.steps,
+            rollout=rollout,
+        )
+
+    # ---- Step: steps 5 to 8 ------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, scores: Sequence[float]) -> dict[str, float]:
+        """One update of PPO. scores: one for each response. Returns metrics under the names of chapter 2's script.
+
+        Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
+        don't fit the batch, or if the batch is older than the last step.
+        """
+        args, ppo, rollout = self.args, self.args.ppo, batch.rollout
+        of_episodes = torch.tensor(self._checked_scores(batch, scores)).to(rollout.logprobs)  # (batch,)
+        kl_coef = self.controller.value
+        rewards, non_score_rewards, kl = compute_rewards(
+            of_episodes,
+            logprobs=rollout.logprobs,
+            ref_logprobs=rollout.ref_logprobs,
+            mask=rollout.mask,
+            kl_coef=kl_coef,
+            kl_estimator="k1",
+        )
+        rollout = dataclasses.replace(
+            rollout, rewards=rewards, scores=of_episodes, kl=kl, non_score_rewards=non_score_rewards
+        )
+        rows = self._rows(len(scores))
+        steps = ppo_update(
+            self.actor_critic,
+            self.optimizer,
+            rollout=rollout,
+            minibatches=draw_minibatches(args.seed, self.steps, ppo.noptepochs, rows, ppo.nminibatches),
+            ppo=ppo,
+            pad_id=self.pad_id,
+            temperature=self.task.temperature,
+            accelerator=self.accelerator,
+        )
+        metrics = algorithm_metrics(rollout, steps, self.accelerator, kl_coef=kl_coef, more={})
+        metrics["lr"] = self.optimizer.param_groups[0]["lr"]
+        processes.check_update(metrics, self.steps, args.dtype, gap="val/first_ratio_gap")
+        self.controller.update(metrics["objective/kl"], len(scores) * self.accelerator.num_processes)
+        self.steps += 1
+        return metrics
+
+    def _checked_scores(self, batch: Batch, scores: Sequence[float]) -> list[float]:
+        """Finite numbers, one for each response of a batch that is made with today's policy."""
+        numbers, problem, ppo = [], "", self.args.ppo
+        try:
+            numbers = [float(score) for score in scores]
+        except (TypeError, ValueError) as error:
+            problem = f"scores must be a list of numbers: {error}"
+        wrong = [number for number in numbers if not abs(number) <= reward_functions.LARGEST_SCORE]
+        if not problem and len(numbers) != len(batch.responses):
+            problem = f"there are {len(numbers)} scores for {len(batch.responses)} responses"
+        elif wrong:
+            problem = f"score {numbers.index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
+        elif batch.step != self.steps:
+            problem = f"the batch is of step {batch.step}, but the policy has made {self.steps}; make it again"
+        elif len(numbers) % ppo.nminibatches:
+            problem = f"{len(numbers)} responses do not divide by nminibatches {ppo.nminibatches}"
+        processes.fail_together(problem)
+        processes.check_equal("the number of responses", len(numbers), self.accelerator)
+        return numbers
+
+    # ---- Keep --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` of a PPO that was made in the same way needs to go on with the same numbers."""
+        return {
+            "actor_critic": self.actor_critic.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "kl_coef": self.controller.value,
+            "steps": self.steps,
+            "draws": self.draws,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.actor_critic.load_state_dict(state["actor_critic"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # else it would share its moments
+        self.controller.value = state["kl_coef"]
+        self.steps, self.draws = state["steps"], state["draws"]
+
+    def save(self, folder: str | Path) -> None:
+        """Save the policy as an ordinary causal language model, adapters merged in, and the critic in `critic` there.
+
+        Training may go on. sample.py continues texts with what is saved.
+        """
+        # Adapters are merged into a copy.
+        policy, adapters = self.actor_critic.lm_backbone, self.reference.adapters
+        if adapters is not None:
+            policy, adapters = copy.deepcopy((policy, adapters))
+        info = {"base_model": self.args.base_model, "task": dataclasses.asdict(self.task)}
+        info |= {"monitor": "", "function": "", "reward_model": ""}
+        models.save_policy(Path(folder), policy, adapters, tokenizer=self.tokenizer, info=info)
+        models.save_critic(Path(folder, "critic"), self.actor_critic.critic, tokenizer=self.tokenizer, info=info)
+
+    # ---- Texts and token ids -----------------------------------------------------------------------------------
+
+    def _tokens(self, rows: Sequence[Text], what: str) -> Tensor:
+        """Token ids (rows, longest), with padding at the end; of queries with what the tokenizer puts before them."""
+        if isinstance(rows, str) or not len(rows):
+            raise InputError(f"{what} must be a list with a text, or a list of token ids, for each episode")
+        start = pretrained.start_of_plain(self.tokenizer) if what == "queries" else []
+        encoded = []
+        for number, row in enumerate(rows, 1):
+            if isinstance(row, str):
+                tokens = [*start, *self.tokenizer.encode(row, add_special_tokens=False)]
+            else:
+                tokens = row.tolist() if isinstance(row, Tensor) else list(row)
+            if not all(isinstance(token, int) and 0 <= token < self.pad_id for token in tokens):
+                raise InputError(f"{what}: number {number} is no text and no list of ids in 0..{self.pad_id - 1}")
+            if not tokens:
+                raise InputError(f"{what}: number {number} has no token")
+            encoded.append(tokens)
+        return padded(encoded, self.pad_id).to(self.accelerator.device)
+
+    def _check_length(self, query_length: int, response_length: int) -> None:
+        longest = getattr(self.actor_critic.lm_backbone.config, "max_position_embeddings", None)
+        if response_length < 1:
+            raise InputError(f"response_length is {response_length}; it must be at least 1")
+        if longest and query_length + response_length > longest:
+            raise InputError(
+                f"the model reads at most {longest} tokens; query and response have {query_length + response_length}"
+            )
+
+    def _rows(self, local_batch: int) -> slice:
+        """This process's rows of what all have together."""
+        rank = self.accelerator.process_index
+        return slice(rank * local_batch, (rank + 1) * local_batch)
+
+
+def adam(parameters: Iterable[nn.Parameter], args: PpoArgs) -> torch.optim.Optimizer:
+    """The optimiser of chapter 2."""
+    return torch.optim.AdamW(parameters, args.lr, eps=args.adam_eps, weight_decay=args.weight_decay, fused=True)
+
+
+def clip(*_: Any, parameters: list[nn.Parameter], most: float) -> None:
+    """Scale the gradients of parameters to a norm of at most this; a hook of an optimiser."""
+    nn.utils.clip_grad_norm_(parameters, most)

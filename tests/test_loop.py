@@ -1,0 +1,344 @@
+"""ppo_rlhf/loop.py: it is chapter 2's update, takes batches from anywhere, and refuses what doesn't fit."""
+
+import dataclasses
+import io
+import json
+import math
+import re
+import sys
+import typing
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from processes import launch, launch_together
+from runs import error_line
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    TrainingArguments,
+)
+
+from ppo_rlhf.lib import processes
+from ppo_rlhf.loop import PPO
+from ppo_rlhf.rlvr import asynchronous, policy as rlvr_policy
+from ppo_rlhf.tldr import models, policy, posts
+from ppo_rlhf.tldr.responses import draw_minibatches
+from ppo_rlhf.train_policy import episode_noise
+
+SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
+QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
+NAMES = Path(__file__).with_name("names_elsewhere.json")  # what those releases call their arguments
+SCORES = [1.0, -2.0, 0.5, 3.0]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models, tiny_tokenizer, tmp_path_factory) -> str:
+    """The folder of a language model in float64, with a token for each letter."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models("gpt2").double().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- It is chapter 2's update ----------------------------------------------------------------------------------
+
+
+def update_of_the_script(model: str, queries: Tensor) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Weights after two updates as train() of tldr/policy.py makes them, and what it logs of the algorithm."""
+    accelerator = processes.make_accelerator()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ppo = policy.PpoArgs(lr=1e-2, nminibatches=2, noptepochs=2, batch_size=4, total_episodes=8)
+    task = posts.TaskArgs(query_length=32, response_length=6)
+    rewards = policy.RewardsArgs(missing_eos="none")
+    args = policy.Args(base_model=model, dtype="float64", seed=1, task=task, rewards=rewards, ppo=ppo)
+    actor_critic, reference = policy.load_networks(args, tokenizer, accelerator)
+    optimizer = torch.optim.AdamW(actor_critic.parameters(), 1e-2, eps=1e-5, weight_decay=0.01, fused=True)
+    setup = policy.Setup(
+        args=args,
+        sizes=policy.ppo_sizes(ppo, 1),
+        tokenizer=tokenizer,
+        ids=posts.task_ids(task, tokenizer),
+        train_posts=None,
+        held_out={},
+        monitor={},
+        score=lambda *_: torch.tensor(SCORES, dtype=torch.float64),
+        accelerator=accelerator,
+    )
+    rows = posts.Posts(queries=queries, references=queries, too_long=0)
+    logged = []
+    for update in range(2):
+        rollout = policy.make_rollout(
+            dataclasses.replace(
+                setup, args=dataclasses.replace(args, rewards=policy.RewardsArgs(missing_eos="none"))
+            ),
+            actor_critic,
+            reference,
+            batch=rows,
+            uniforms=episode_noise(1, update, 4, 6),
+            kl_coef=0.3,
+        )
+        steps = policy.ppo_update(
+            actor_critic,
+            optimizer,
+            rollout=rollout,
+            minibatches=draw_minibatches(1, update, 2, slice(0, 4), 2),
+            ppo=ppo,
+            pad_id=setup.ids.pad,
+            temperature=0.7,
+            accelerator=accelerator,
+        )
+        logged.append(policy.algorithm_metrics(rollout, steps, accelerator, kl_coef=0.3, more={}))
+    return weights_of(actor_critic), logged
+
+
+def test_two_steps_change_the_weights_as_the_script_does_bit_for_bit(model):
+    ppo = PPO(model, **SIZES)
+    before, logged = weights_of(ppo.actor_critic), []
+    for _ in range(2):
+        batch = ppo.generate(QUERIES)
+        queries = batch.rollout.queries
+        logged.append(ppo.step(batch, SCORES))
+    expected, metrics = update_of_the_script(model, queries)
+    assert same(weights_of(ppo.actor_critic), expected) and not same(before, expected)
+    assert [{name: row[name] for name in metrics[0]} for row in logged] == metrics
+    assert all(row["val/first_ratio_gap"] < 1e-12 for row in logged) and abs(logged[0]["objective/kl"]) < 1e-12
+
+
+def test_two_processes_are_one(tiny_world, tmp_path):
+    script, words = Path(__file__).with_name("loop_run.py"), (str(tiny_world / "model"), "metrics.json")
+    for name, run in (("one", launch), ("two", partial(launch_together, 2))):
+        (tmp_path / name).mkdir()
+        results = run(script, *words, folder=tmp_path / name)
+        for result in results if isinstance(results, list) else [results]:
+            assert result.status == 0, result.stderr
+    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two"))
+    for row, other in zip(one, two, strict=True):
+        assert row == pytest.approx(other, rel=1e-7, abs=1e-9)
+
+
+# ---- Batches from elsewhere ------------------------------------------------------------------------------------
+
+
+def test_a_batch_from_elsewhere_is_read_as_one_that_was_generated(model):
+    ppo = PPO(model, **SIZES)
+    generated = ppo.generate(QUERIES)
+    read = ppo.batch(QUERIES, generated.response_ids)
+    assert (read.queries, read.responses, read.stopped) == (
+        generated.queries,
+        generated.responses,
+        generated.stopped,
+    )
+    for name in ("logprobs", "values", "ref_logprobs"):
+        of_tokens = (getattr(batch.rollout, name)[generated.rollout.mask] for batch in (generated, read))
+        torch.testing.assert_close(*of_tokens, rtol=1e-9, atol=1e-12)
+
+
+numbers = st.floats(-3, 3)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(numbers, numbers, st.booleans()), min_size=1, max_size=8), numbers, st.floats(0, 1))
+def test_advantages_skip_what_somebody_else_says(tokens, gamma, lam):
+    """They are those of the policy's tokens alone, one after the other."""
+    rewards, values, own = (torch.tensor([column]) for column in zip(*tokens, strict=True))
+    rewards, values = rewards.double(), values.double()
+    advantages, returns = policy.compute_gae(rewards, values, own, gamma, lam)
+    mine = own[0].nonzero()[:, 0].tolist()
+    for place, t in enumerate(mine):
+        later, expected = mine[place:], 0.0
+        for distance, (k, following) in enumerate(zip(later, [*later[1:], None], strict=True)):
+            next_value = 0.0 if following is None else values[0, following].item()
+            expected += (gamma * lam) ** distance * (rewards[0, k].item() + gamma * next_value - values[0, k].item())
+        assert advantages[0, t].item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        assert returns[0, t].item() == pytest.approx(expected + values[0, t].item(), rel=1e-9, abs=1e-9)
+    assert (advantages[~own] == 0).all() and (returns[~own] == 0).all()
+
+
+def test_tokens_of_somebody_else_are_read_but_do_not_learn(model):
+    """The score is on the state after the policy's last token; nothing is on tokens of the other side."""
+    ppo = PPO(model, **SIZES)
+    ids = [[1, 2, 3, 4, 5], [6, 7, 8]] * 2
+    mask = [[1, 0, 0, 1, 0], [1, 1, 1]] * 2
+    batch = ppo.batch(QUERIES, ids, mask)
+    own = [[True, False, False, True, False], [True, True, True, False, False]] * 2
+    counted = [[True, False, False, True, True], [True, True, True, True, False]] * 2
+    assert batch.rollout.mask.tolist() == own and batch.rollout.value_mask.tolist() == counted
+    metrics = ppo.step(batch, SCORES)
+    assert metrics["objective/response_length"] == 2.5 and math.isfinite(metrics["objective/kl"])
+    changed = ppo.batch(QUERIES, [[1, 9, 9, 4, 5], *ids[1:]], mask).rollout.logprobs
+    assert (changed[0] != ppo.batch(QUERIES, ids, mask).rollout.logprobs[0])[3]  # it is read
+
+
+# ---- What it starts from, and what it leaves -------------------------------------------------------------------
+
+
+def test_a_critic_from_a_classifier_says_what_the_classifier_says(model, tmp_path):
+    torch.manual_seed(0)
+    classifier = GPT2ForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float64)
+    classifier.config.pad_token_id = 0
+    classifier.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    ppo = PPO(model, critic=tmp_path, **SIZES)
+    ids = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 4, 7]]
+    batch = ppo.batch(QUERIES, ids)
+    query = batch.rollout.query_responses[0, : -len(ids[0])]
+    query = query[query != ppo.pad_id].tolist()
+    for place in range(3):
+        row = torch.tensor([[*query, *ids[0][:place]]])
+        assert batch.rollout.values[0, place].item() == pytest.approx(classifier(row).logits.item(), abs=1e-9)
+
+
+def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path):
+    ppo = PPO(AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model), **SIZES)
+    ppo.step(ppo.generate(QUERIES), SCORES)
+    ppo.save(tmp_path / "mine")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
+    row = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(again(row).logits, ppo.actor_critic.lm_backbone(row).logits)
+    second = PPO(tmp_path / "mine", critic=tmp_path / "mine/critic", reference=model, **SIZES)
+    first, of_second = (one.batch(QUERIES, ["abc"] * 4).rollout for one in (ppo, second))
+    for name in ("logprobs", "values", "ref_logprobs"):
+        torch.testing.assert_close(getattr(first, name), getattr(of_second, name), rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_goes_on_with_the_same_numbers(model):
+    """Of a PPO with adapters, an optimiser of one's own, its warm-up and its clipping."""
+
+    def make() -> PPO:
+        lora = models.LoraArgs(rank=2, target_modules="all-linear")
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        return PPO(model, lora=lora, optimizer=sgd, max_grad_norm=1e-3, kl_target=0.1, **SIZES)
+
+    def step(ppo: PPO) -> dict[str, float]:
+        return ppo.step(ppo.generate(QUERIES), SCORES)
+
+    one, two = make(), make()
+    warm_up = torch.optim.lr_scheduler.LinearLR(one.optimizer, 0.5, total_iters=2)
+    before = weights_of(one.actor_critic)
+    assert step(one)["lr"] == 0.05
+    moved = math.sqrt(sum(((one.actor_critic.state_dict()[name] - before[name]) ** 2).sum() for name in before))
+    # Four steps of SGD with a momentum of 0.9, each by a gradient of at most 1e-3.
+    assert 0 < moved <= 0.05 * 1e-3 * (1 + 1.9 + 2.71 + 3.439) * 1.001
+    warm_up.step()
+    two.load_state_dict(one.state_dict())
+    assert step(one) == step(two) and same(weights_of(one.actor_critic), weights_of(two.actor_critic))
+    assert one.controller.value != 0.3
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tiny_tokenizer):
+    ppo = PPO(model, **SIZES)
+    batch, before = ppo.generate(QUERIES), weights_of(ppo.actor_critic)
+    wrong = {
+        "score 2 is nan": partial(ppo.step, batch, [1.0, math.nan, 0.0, 0.0]),
+        "3 scores for 4 responses": partial(ppo.step, batch, [1.0, 2.0, 3.0]),
+        "do not divide by nminibatches 2": partial(ppo.step, ppo.generate(QUERIES[:3]), [1.0, 2.0, 3.0]),
+        "must be a list": partial(ppo.generate, "a cat"),
+        "number 1 has no token": partial(ppo.generate, [""]),
+        "no list of ids in 0..28": partial(ppo.batch, ["a"], [[29]]),
+        "1 queries and 2 responses": partial(ppo.batch, ["a"], ["b", "c"]),
+        "a token of the policy": partial(ppo.batch, ["a"], ["b"], [[0]]),
+        "reads at most": partial(ppo.generate, [[1] * 1000]),
+        "response_length is 0": partial(ppo.generate, QUERIES, response_length=0),
+        "it must be float32": partial(PPO, model, dtype="float16"),
+        "needs its tokenizer": partial(PPO, AutoModelForCausalLM.from_pretrained(model)),
+        "lr is -1.0": partial(PPO, model, lr=-1.0),
+        "no such folder": partial(PPO, "./nowhere"),
+    }
+    for words, call in wrong.items():
+        assert words in error_line(call)
+    assert same(before, weights_of(ppo.actor_critic))
+    ppo.step(batch, SCORES)
+    assert "is of step 0" in error_line(ppo.step, batch, SCORES)
+
+
+# ---- The page ------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[1] / "docs/from_trl.md").read_text()
+PROGRAMS = re.findall(r"```python\n(import .*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)  # and what they printed
+
+
+@pytest.fixture
+def classifier(tiny_world, tmp_path) -> str:
+    """The folder of a classifier of two labels that reads the tokens of that world."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
+    tokenizer.pad_token = tokenizer.decode(0)
+    tokenizer.save_pretrained(tmp_path / "classifier")
+    sizes = {"n_positions": 128, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    labels = {0: "NEGATIVE", 1: "POSITIVE"}
+    config = GPT2Config(vocab_size=len(tokenizer), id2label=labels, pad_token_id=0, **sizes)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    return str(tmp_path / "classifier")
+
+
+def without_numbers(text: str) -> list[str]:
+    """What is said of steps, with # for each number."""
+    return re.findall(r"(?m)(?:^|step )#: [^\n]*", re.sub(r"-?\d+(\.\d+)?", "#", text))
+
+
+@pytest.mark.parametrize("place", range(4), ids=["reward", "person", "classifier", "game"])
+def test_the_programs_of_the_page_run_as_they_stand(tiny_world, classifier, tmp_path, monkeypatch, capsys, place):
+    code, printed = PROGRAMS[place]
+    words = {2: [classifier, "POSITIVE"]}.get(place, [])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program.py", str(tiny_world / "model"), *words, "2"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0.5\n1\n-1\n0\n" * 2))
+    exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})
+    said = without_numbers(capsys.readouterr().out)
+    assert code.count("\n") <= 40 and len(said) == 2 and set(said) == set(without_numbers(printed))
+    if place == 0:
+        AutoModelForCausalLM.from_pretrained("models/mine")
+
+
+def names_in(cell: str) -> list[str]:
+    return [name for name in re.findall(r"`([\w.]+)`", cell) if not name.endswith(".jsonl")]
+
+
+def fields_of(args: type, prefix: str = "") -> set[str]:
+    names = set()
+    for name, hint in typing.get_type_hints(args).items():
+        names.add(prefix + name)
+        names |= fields_of(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else set()
+    return names
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Cells of the tables below a heading, without their heads."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [row for row in rows if names_in(row[0]) and not row[0].startswith(("-", " `PPOTrainer(", " `PPOConfig`"))]
+
+
+def test_every_name_of_the_page_is_one_of_ours_or_of_that_release():
+    known = {where: set(names) for where, names in json.loads(NAMES.read_text()).items()}
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    theirs = known["TRL 1.12 PPOConfig"] | known["TRL 1.12 PPOTrainer"] | inherited
+    for row in rows_of("PPOTrainer"):
+        assert set(names_in(row[0])) <= theirs, row
+        assert set(names_in(row[1])) <= fields_of(policy.Args), row
+    ours = fields_of(rlvr_policy.Args) | fields_of(asynchronous.Args)
+    trl = known["TRL 1.16 GRPOConfig"] | known["TRL 1.16 GRPOTrainer"] | inherited
+    short = {"actor": "actor_rollout_ref.actor", "rollout": "actor_rollout_ref.rollout"}
+    for row in rows_of("GRPO, verl, open-instruct"):
+        assert set(names_in(row[0])) <= ours, row
+        assert set(names_in(row[1])) <= trl, row
+        for name in names_in(row[2]):
+            first, dot, rest = name.partition(".")
+            assert short.get(first, first) + dot + rest in known["verl 0.9.1"], name
+        assert set(names_in(row[3])) <= known["open-instruct e6c3044 GRPO"], row
