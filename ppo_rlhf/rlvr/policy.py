@@ -1115,26 +1115,30 @@ def load_networks(
     if args.lora.rank:
         adapters = models.add_adapters(lm_backbone, args.lora, args.seed)
     if args.rewards.has_penalty:
-        frozen, taught = lm_backbone, bool(args.rewards.teacher)
-        if taught or adapters is None:
-            frozen = load_teacher(args, vocab_size) if taught else models.load_base_model(args, frozen=True)
+        frozen = lm_backbone
+        if args.rewards.teacher:
+            frozen = load_teacher(args, vocab_size, accelerator.device)
+        elif adapters is None:
+            frozen = models.load_base_model(args, frozen=True)
             packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
             frozen.to(accelerator.device)
         network = ActorCritic(frozen, None, vocab_size, task.temperature)
-        reference = Reference(network, None if taught else adapters)
+        reference = Reference(network, None if args.rewards.teacher else adapters)
     return actor_critic, reference, adapters
 
 
-def load_teacher(args: Args, vocab_size: int) -> PreTrainedModel:
+def load_teacher(args: Args, vocab_size: int, device: torch.device) -> PreTrainedModel:
     """The teacher, if its ids mean the same texts as the policy's and it reads padding as the policy does."""
     name, length = args.rewards.teacher, args.task.prompt_length + args.task.response_length
     names = {"base_model": "rewards.teacher", "task.query_length": errors.typed("task.query_length")}
     with errors.typed_as(names):
+        teacher = models.load_base_model(dataclasses.replace(args, base_model=name)).requires_grad_(False)
         what = f"{flag('base_model')} {name}"
-        teacher = models.load_base_model(dataclasses.replace(args, base_model=name), frozen=True)
         pretrained.check_vocabulary(name, what, args.base_model, args.trust_remote_code)
-        pretrained.check_model(teacher, name, length, vocab_size, read_tokens)
-    return teacher
+        packing.enable(teacher, share_prefixes=args.ppo.share_prefixes)
+        models.check_model(teacher.to(device), name, length, vocab_size, read_tokens)
+    # In bfloat16, two ways of reading a token would differ too much for that check.
+    return teacher.to(pretrained.dtype_of_weights(args, frozen=True))
 
 
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
