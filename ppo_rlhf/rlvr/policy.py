@@ -634,7 +634,7 @@ def update(
     processes add up.
     """
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
-    kl_coef, kl_name = args.rewards.kl_in_loss
+    kl_coef, kl_name = args.rewards.loss_kl
     needs_exact_kl = kl_coef and kl_name == "full"
     lengths = packing.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
@@ -702,7 +702,7 @@ def micro_batch_loss(
 
     new: what the networks say now. counts, right_tokens: of the whole minibatch. entropy_coef: of the bonus.
     """
-    ppo, (kl_coef, kl_name) = args.ppo, args.rewards.kl_in_loss
+    ppo, (kl_coef, kl_name) = args.ppo, args.rewards.loss_kl
     total = partial(algebra.aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
     losses, clipped, clipped_below = policy_losses(new.logprobs, mb, ppo)
     kl = kl_in_loss(new.logprobs, mb, exact_kl=new.exact_kl, shaping=args.rewards)
@@ -753,7 +753,7 @@ def policy_losses(new_logprobs: Tensor, mb: Batch, ppo: PpoArgs) -> tuple[Tensor
 
 def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: RewardsArgs) -> Tensor:
     """The KL penalty of each token (micro_batch, response_length), without its coefficient; 0 if there is none."""
-    coef, name = shaping.kl_in_loss
+    coef, name = shaping.loss_kl
     if name == "full" or not coef:
         return exact_kl
     kl = algebra.kl_estimate(new_logprobs, mb.ref_logprobs, mask=mb.loss_mask, name=name)
@@ -1183,7 +1183,7 @@ def start_run(
     progress = Progress(
         first_update=state["step"],
         controller=AdaptiveKLController(
-            state.get("kl_coef", args.rewards.kl_in_reward), target=adaptive_kl.target, horizon=adaptive_kl.horizon
+            state.get("kl_coef", args.rewards.reward_kl), target=adaptive_kl.target, horizon=adaptive_kl.horizon
         ),
         bonus=EntropyController(
             state.get("entropy_coef", args.ppo.entropy_coef),
