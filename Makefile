@@ -45,11 +45,9 @@ demo-real: $(VENV)/real
 		--reward_model "$$(ls -td models/judge__reviews__*/reward | head -1)"
 	$(BIN)/python ppo_rlhf/report
 
-# Reports of three demos for people who have run nothing, at most 2 MB each.
-examples: install demo demo-tldr demo-rlvr
-	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/train_policy__tales__* | head -1)" --out static/demo/report.html
-	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/tldr_policy__posts__* | head -1)" --out static/demo-tldr/report.html
-	$(BIN)/python ppo_rlhf/report "$$(ls -td runs/rlvr_policy__sums__* | head -1)" --out static/demo-rlvr/report.html
+# Reports, at most 2 MB each, and numbers of all demos for people who have run nothing, and the pictures of the pages.
+examples: install demo demo-tldr demo-rlvr demo-tools
+	$(BIN)/python benchmark/pictures.py --runs runs
 
 # Is everything that the presets take from the hub there?
 hub-check: $(VENV)/installed

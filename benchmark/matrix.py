@@ -3,18 +3,22 @@
     python benchmark/matrix.py                                                    # all, in some hours
     python benchmark/matrix.py "gae: next value 0" "whiten: with n minus 1"       # these again
 
-Each mistake is put into one of our functions, in a copy of what git has of the repository. The files in FAST run
-whole there. If none of their tests fails, the other test files run, those first that reject another mistake in the
-same script, up to the first failure. Left out are tests that edit the code or look at its text, and mistakes in
-check/forms.py, which are for test_check.py.
+Each mistake is put into one of our functions, in a copy of what git has of the repository. Those files in FAST that
+reject some mistake in the same script, by the matrix that git has, run whole. If none of their tests fails, the other
+files run up to the first failure: first those that rejected this mistake, then those that rejected others in the
+script. Their failure counts if the test passes once the mistake is taken out again. Left out are tests that edit the
+code or look at its text, and mistakes in check/forms.py, which are for test_check.py.
 
-A row of matrix.csv has a mistake, where it was put, a test file, its first test that failed, and how many did.
-If it is started again, it goes on with the mistakes that have no row yet.
+A row of matrix.csv has a mistake, where it was put, a test file, its first test that failed, and how many did. A test
+that does not end has failed too, and the row says so. If the program is started again, it goes on with the mistakes
+that have no row yet; without the file, with all.
 """
 
-import csv
+import contextlib
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,45 +26,88 @@ from collections import Counter
 from pathlib import Path
 
 from ppo_rlhf.check import faults
+from ppo_rlhf.lib import files
 from tests import mistakes
 
 ROOT = Path(__file__).parent.parent
 MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edits if not place.startswith("check/")]
 FAST = ["golden", "golden_tldr", "golden_verl", "check", "policy_math", "reward_math", "tldr_math", "rlvr_math"]
+ABOUT_TEXT = ["house", "matrix", "pages", "readme", "register", "small_changes"]
+LEFT_OUT = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text or have_the_same_text)"
+LIMIT = 600  # seconds that a process may compute, however busy the machine is
+LONGEST = 4 * 3600  # seconds until the end, for what waits and does not compute
+HANGS = "(does not end)"
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
+STARTED = re.compile(r"^tests/(test_\w+\.py)::(.*\S)", re.MULTILINE)
 COLUMNS = ["mistake", "place", "test", "rejected_by", "failures"]
 
 
-def failures(folder: Path, files: list[str], *options: str) -> list[tuple[str, str]]:
-    """Files and names of the tests that fail in a copy of the repository."""
-    injecting = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text)"
-    words = ["-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-rfE", "-k", injecting, *options]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, *words, *(f"tests/{file}" for file in files)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode not in (0, 1, 5):  # 5: the options leave no test of these files
-        raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stderr[-1000:]}")
-    return FAILED.findall(done.stdout)
+def files_of(names: list[str]) -> list[str]:
+    return [f"test_{name}.py" for name in names]
+
+
+def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, str]]:
+    """Files and names of the tests that fail in a copy of the repository, or of the one that does not end.
+
+    tests: of the folder tests, such as test_hub.py or test_hub.py::test_split.
+    """
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-v", "-rfE", "-k", LEFT_OUT, *options]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words, *(f"tests/{test}" for test in tests)],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, resource.RLIM_INFINITY)),
+        )
+        try:
+            status = process.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGXCPU
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        text = output.read()
+    if status == -signal.SIGXCPU:
+        file, name = (STARTED.findall(text) or [(tests[0], "")])[-1]
+        return [(file, f"{name} {HANGS}".strip())]
+    failed = FAILED.findall(text)
+    if not failed and status not in (0, 5):  # 5: the options leave no test of these files
+        raise RuntimeError(f"pytest ended with status {status}: {text[-1000:]}")
+    return failed
 
 
 def rejections(title: str, place: str) -> list[list[str]]:
     """The rows of a mistake."""
     script = place.partition("::")[0]
-    fast = [f"test_{name}.py" for name in FAST]
-    known = Counter(row[2] for row in mistakes.rows_of_matrix() if row[3] and row[1].startswith(f"{script}::"))
-    others = sorted({path.name for path in (ROOT / "tests").glob("test_*.py")} - {*fast}, key=lambda x: -known[x])
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         subprocess.run(["git", "checkout-index", "--all", f"--prefix={folder}/"], cwd=ROOT, check=True)
+        known = [row for row in mistakes.rows_of_matrix(folder / "tests/matrix.csv") if row[3]]
+        before = {file for *mistake, file, _, _ in known if mistake == [title, place]}
+        in_script = Counter(file for _, there, file, _, _ in known if there.startswith(f"{script}::"))
+        fast = [file for file in files_of(FAST) if file in in_script]
+        others = sorted(
+            {path.name for path in folder.glob("tests/test_*.py")} - {*fast, *files_of(ABOUT_TEXT)},
+            key=lambda file: (file not in before, -in_script[file], file),
+        )
+        path = folder / "ppo_rlhf" / script
+        right = path.read_text()
         wrong = mistakes.edited_file(script, {place: mistakes.named(title).edits[place]})
-        Path(folder, "ppo_rlhf", script).write_text(wrong)
-        failed = failures(Path(folder), fast)
+        path.write_text(wrong)
+        failed = failures(folder, fast) if fast else []
         for file in [] if failed else others:
-            failed = failed or failures(Path(folder), [file], "--exitfirst")
+            failed = failures(folder, [file], "--exitfirst")
+            if failed:
+                path.write_text(right)
+                tests = ["::".join(filter(None, (file, name.removesuffix(HANGS).strip()))) for file, name in failed]
+                if not failures(folder, tests):
+                    break
+                failed = []
+                path.write_text(wrong)
     first = dict(reversed(failed))
     counts = Counter(file for file, _ in failed)
     return [[title, place, file, first[file], str(counts[file])] for file in sorted(first)] or [
@@ -69,15 +116,15 @@ def rejections(title: str, place: str) -> list[list[str]]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a test that runs is ended, as by Ctrl-C
     for title, place in MUTANTS:
-        rows = mistakes.rows_of_matrix()
+        rows = mistakes.rows_of_matrix() if mistakes.MATRIX.exists() else []
         again = title in sys.argv[1:]
         if again or (not sys.argv[1:] and [title, place] not in [row[:2] for row in rows]):
             found = rejections(title, place)
             print(title, place, *(row[2] for row in found), flush=True)
             rows = [row for row in rows if row[:2] != [title, place]] + found
-            with mistakes.MATRIX.open("w", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+            files.replace_file(mistakes.MATRIX, files.csv_text([COLUMNS, *rows]))
 
 
 if __name__ == "__main__":

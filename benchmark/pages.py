@@ -73,18 +73,29 @@ def less(name: str, column: str, one: str, other: str, places: int = 1, scale: f
     return shown(paired(name, column, one, other), places, scale, sign=True)
 
 
-def differences(name: str, column: str, pairs: list[list[str]], places: int = 1, scale: float = 1) -> list[str]:
-    """Several such differences; a star: significant at 5 %, after Holm's correction for all of them."""
-    gaps = [paired(name, column, one, other) for one, other in pairs]
-    kept = lab.holm([lab.p_value(list(gap)) for gap in gaps])
+def starred(gaps: list[pd.Series], places: int = 1, scale: float = 1) -> list[str]:
+    """Differences by seed; a star: significant at 5 %, after Holm's correction for all of them."""
+    kept = lab.holm([p_value(gap) for gap in gaps])
     return [shown(gap, places, scale, True) + (" *" if p < 0.05 else "") for gap, p in zip(gaps, kept, strict=True)]
 
 
-def average(name: str, column: str, one: str, other: str, places: int = 1, scale: float = 1) -> str:
-    """Like `less`, of rows that agree in their staleness, averaged over it."""
-    rows = table(name).set_index(["staleness", "seed"])
-    gap = rows.query(one)[column] - rows.query(other)[column]
-    return shown(gap.dropna().groupby("seed").mean(), places, scale, sign=True)
+def differences(name: str, column: str, pairs: list[list[str]], places: int = 1, scale: float = 1) -> list[str]:
+    return starred([paired(name, column, one, other) for one, other in pairs], places, scale)
+
+
+def against(query: str, names: list[str], base: str) -> list[list[str]]:
+    """Pairs of queries: each name, and what it is compared with. query: with %s where the name belongs."""
+    return [[query % name, query % base] for name in names]
+
+
+def stale_against(way: str, other: str) -> list[list[str]]:
+    """Pairs of queries for 1, 2, 4 and 8 updates of staleness; "any": fresh batches, for which the way is all one."""
+    pair = "staleness == {0} and way == '{1}'".format
+    return [[pair(k, way), pair(0 if other == "any" else k, other)] for k in (1, 2, 4, 8)]
+
+
+def p_value(values: pd.Series) -> float:
+    return lab.p_value(list(values))
 
 
 def gained(name: str, column: str, variant: str) -> str:
@@ -112,18 +123,6 @@ def end_of_curve(metric: str, name: str = "tales/curves", task: str = "tales") -
     return curve["mean"].iloc[0], last["mean"].mean(), last["std"].mean()
 
 
-def proxies(labels: str) -> list[dict[str, float]]:
-    """Of each seed of over-optimisation: accuracy, the peak of the gold score with its distance, and both ends."""
-    runs = table("overoptimisation/overoptimisation").query(f"experiment == '{labels}'").groupby("seed")
-    found = []
-    for _, run in runs:
-        smooth = run[["d", "gold", "proxy"]].rolling(5).mean()
-        peak, end = smooth.loc[smooth["gold"].idxmax()], smooth.iloc[-1]
-        ends = {"gold": end["gold"], "proxy": end["proxy"], "end": end["d"]}
-        found.append({"accuracy": run["accuracy"].iloc[0], "peak": peak["gold"], "d": peak["d"]} | ends)
-    return found
-
-
 def best_of_n(method: str, setting: float) -> pd.Series:
     """Gold score minus that of best-of-n with the same reward model at the same KL, interpolated, by seed."""
     rows = table("methods/points")
@@ -134,18 +133,19 @@ def best_of_n(method: str, setting: float) -> pd.Series:
 
 
 @cache
-def speed(name: str) -> dict:
-    return json.loads((ROOT / f"benchmark/results/speed/{name}.json").read_text())
+def facts(name: str) -> dict:
+    """A committed JSON file, below benchmark/results, without its ending."""
+    return json.loads((ROOT / f"benchmark/results/{name}.json").read_text())
 
 
 def rate(name: str, side: str, column: str = "episodes/s") -> float:
     """The median of the runs."""
-    return float(next(row for row in speed(name)["speed"] if row[""] == side)[column].split()[0])
+    return float(next(row for row in facts(f"speed/{name}")["speed"] if row[""] == side)[column].split()[0])
 
 
 def times(name: str, side: str, peer: str) -> str:
     """How many times as fast, by pairs of runs: the median, the least and the most."""
-    runs = speed(name)["runs"]
+    runs = facts(f"speed/{name}")["runs"]
     pairs = zip(runs[side], runs[peer], strict=True)
     ratios = [ours["episodes_per_second"] / theirs["episodes_per_second"] for ours, theirs in pairs]
     return f"{statistics.median(ratios):.1f} [{min(ratios):.1f}, {max(ratios):.1f}]"
@@ -161,17 +161,24 @@ def meta(demo: str) -> dict:
 
 def engines(words: str) -> list[float]:
     """Measured differences of vLLM from our forward pass, in nats."""
-    checks = json.loads((ROOT / "benchmark/results/engines/engines.json").read_text())["checks"]
-    return [row["difference"] for row in checks if words in row["name"]]
+    return [row["difference"] for row in facts("engines/engines")["checks"] if words in row["name"]]
 
 
-def pairs_of_texts(first: int, last: int) -> list[dict]:
-    lines = (ROOT / "static/demo/comparison.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[first:last]]
-
-
-FUNCTIONS = (table, by_seed, shown, of, less, differences, ablation, end_of_curve, proxies, best_of_n, rate, times)
-FUNCTIONS += (commits, meta, pairs_of_texts, average, engines, star, zip, gained, speed)
+FUNCTIONS = (
+    table,
+    by_seed,
+    shown,
+    starred,
+    of,
+    differences,
+    against,
+    stale_against,
+    p_value,
+    ablation,
+    star,
+    end_of_curve,
+)
+FUNCTIONS += (best_of_n, facts, rate, times, commits, meta, engines, gained, zip)
 
 
 WIDTH = 128

@@ -20,7 +20,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class Query:
     context: list[int]  # token ids that the models continue
     tokens: list[int]  # the same without what the task puts around a query
     reference: str | None = None  # a summary that a person wrote, or the correct answer
+    row: rewards.Columns = field(default_factory=dict)  # of a problem, for verifiers that ask for its columns
 
 
 def read_queries(
@@ -102,7 +103,8 @@ def read_queries(
         rows = [problems.encode_prompt(text, task, tokenizer) for text in rendered]
         if not prompts:
             held_out = problems.read_problems(task, tokenizer, "test")
-            rows, references = held_out.prompts[:n], held_out.answers[:n]
+            known = zip(held_out.prompts[:n], held_out.answers, held_out.rows, strict=False)
+            return [Query(context=row, tokens=row, reference=answer, row=columns) for row, answer, columns in known]
         inside = rows
     parts = zip(rows, inside, references, strict=True)
     return [Query(context=row, tokens=tokens, reference=reference) for row, tokens, reference in parts]
@@ -190,13 +192,14 @@ class Comparison:
     def score_of_texts(self, name: str, field: str) -> Scorer:
         """Score with a function or a verifier. In chapter 3, a score is 1 if the solution is correct, and else 0."""
         if self.chapter is problems:
-            function = rewards.load_verifier(name, field, partial(problems.response_start, self.task))
+            function = rewards.load_verifier(name, field, partial(problems.response_start, self.task), trial=None)
         else:
             function = rewards.load_verifier(name, field)
 
         def score(queries: list[Query], responses: Tensor, texts: list[str]) -> list[float]:
             asked = [self.tokenizer.decode(query.tokens) for query in queries]
-            values = function(asked, texts, [query.reference for query in queries])
+            references, rows = [query.reference for query in queries], [query.row for query in queries]
+            values = function(asked, texts, references, rows)
             return [float(rewards.is_right(value, name)) for value in values] if self.chapter is problems else values
 
         return score

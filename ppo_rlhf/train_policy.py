@@ -71,7 +71,10 @@ from ppo_rlhf.lib.pretrained import vocabulary_size
 @dataclass(frozen=True, kw_only=True)
 class TaskArgs:
     query_dataset: str = "books"
-    """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
+    """texts: books, cnndm, tldr, tales, reviews, dummy, a file (.txt, .jsonl, .json, .parquet, .csv), a folder with
+    stories.txt, or a data set on the hub, <owner>/<name>"""
+    query_column: str = "text"
+    """key of a row's text in such a file or data set, with dots for nested ones"""
     query_length: PositiveInt = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
@@ -143,8 +146,8 @@ class RewardsArgs:
     there is a function"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
-    parameters named prompts, completions or answer get those, as docs/running.md says; references are None here. Of
-    a response, it gets what is before the first end-of-text token"""
+    also one for TRL or verl, as docs/chapter3.md says; there are no answers and no columns here. Of a
+    response, it gets what is before the first end-of-text token"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: NonNegativeInt = 256
@@ -494,7 +497,7 @@ class QueryStream:
     """
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
-        self.texts = text_sources.load_texts(task.query_dataset, split)
+        self.texts = text_sources.load_texts(task.query_dataset, split, task.query_column)
         self.task = task
         self.tokenizer = tokenizer
         self.position = position

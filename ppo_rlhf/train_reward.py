@@ -61,7 +61,10 @@ from ppo_rlhf.lib.pretrained import vocabulary_size
 @dataclass(frozen=True, kw_only=True)
 class TaskArgs:
     query_dataset: str = "books"
-    """texts: books, cnndm, tldr, tales, reviews, dummy, a .txt, .jsonl or .json file, or a folder with stories.txt"""
+    """texts: books, cnndm, tldr, tales, reviews, dummy, a file (.txt, .jsonl, .json, .parquet, .csv), a folder with
+    stories.txt, or a data set on the hub, <owner>/<name>"""
+    query_column: str = "text"
+    """key of a row's text in such a file or data set, with dots for nested ones"""
     query_length: PositiveInt = 64
     """longest query, in tokens; shorter ones are padded"""
     query_prefix: str = ""
@@ -131,7 +134,8 @@ class Args(command_line.MemoryArgs, command_line.RunArgs):
     base_model: str = "gpt2"
     """causal language model to start from: a folder, a name on the hub, or `tales`"""
     label_dataset: str = "sentiment/offline_5k.json"
-    """comparisons or ratings: a file of OpenAI's on the hub, a world's, or a local one, which may hold texts"""
+    """comparisons or ratings: a file of OpenAI's on the hub, a world's, or a local one, which may hold texts or rows
+    with chosen and rejected; or a data set of such rows on the hub, <owner>/<name>"""
     num_train: PositiveInt = 4_992
     """labels to train on, the first of the file; the others are held out"""
     batch_size: PositiveInt = 32
@@ -197,7 +201,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
-    labels = label_files.read_labels(args.label_dataset, args.task, tokenizer, args.num_train)
+    longest = pretrained.longest_text(args.base_model, args.trust_remote_code)
+    labels = label_files.read_labels(args.label_dataset, args.task, tokenizer, args.num_train, longest)
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
     stream = QueryStream(args.task, tokenizer)
@@ -290,7 +295,8 @@ def train(args: Args, joint: dict | None = None) -> Path:
         with torch.no_grad():
             scores = score_samples(reward_model, labels, shown, ids.pad)
         this_run.log_samples(sizes.steps, label_files.sample_rows(labels, shown, scores, tokenizer, ids.pad))
-    this_run.finish("reward", **labels.known, skipped_queries=stream.position - queries, **measured)
+    counts = {"skipped_queries": stream.position - queries, **labels.left_out}
+    this_run.finish("reward", **labels.known, **counts, **measured)
     return folder
 
 
@@ -610,7 +616,7 @@ class QueryStream:
     """
 
     def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
-        self.texts = text_sources.load_texts(task.query_dataset, split)
+        self.texts = text_sources.load_texts(task.query_dataset, split, task.query_column)
         self.task = task
         self.tokenizer = tokenizer
         self.position = position

@@ -44,9 +44,9 @@ def titles(file: str, *functions: str, without: tuple[str, ...] = ()) -> list[st
     return found
 
 
-def rows_of_matrix() -> list[list[str]]:
+def rows_of_matrix(path: Path = MATRIX) -> list[list[str]]:
     """Of each row a mistake, its place, a test file, the test of the file that rejects it, and how many do."""
-    with MATRIX.open(newline="") as file:
+    with path.open(newline="") as file:
         return list(csv.reader(file))[1:]
 
 

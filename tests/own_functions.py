@@ -57,6 +57,16 @@ def three_groups(prompts: list[str], responses: list[str], answers: list[str]) -
     return [float(place in (0, 4, 8)) for place in range(len(responses))]
 
 
+def countdown(
+    prompts: list[str], completions: list[str], ground_truth: list[str], number: list[int], **columns: list
+) -> list[float]:
+    """1 for an odd number of letters. golds.jsonl keeps what it is called with, **columns under their names."""
+    with open("golds.jsonl", "a") as file:
+        for prompt, gold, place, source in zip(prompts, ground_truth, number, columns["data_source"], strict=True):
+            file.write(json.dumps([prompt, gold, place, source]) + "\n")
+    return [float(sum(map(str.isalpha, completion)) % 2) for completion in completions]
+
+
 def first(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
     """Only the first response is correct."""
     return [float(place == 0) for place in range(len(responses))]

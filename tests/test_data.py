@@ -355,7 +355,7 @@ def wrapped(function):
         # Names count more than places.
         (lambda completions, prompts, answer: prompts, "rqa", {}),
         (lambda completions, scale=1.0, answer=None: scale, "r", {"answer": "a"}),
-        (lambda *texts, answers, **columns: answers, "", {"answers": "a"}),
+        (lambda *texts, answers, scale=1.0: answers, "", {"answers": "a"}),
     ],
 )
 def test_a_function_gets_what_its_parameters_are_named_after(function, positional, by_name):

@@ -46,7 +46,8 @@ def policy_run(tmp_path_factory, tiny_world, tiny_reward):
     ) -> Whole:
         words = f"--ppo.batch_size {BATCH} --ppo.total_episodes {3 * BATCH} --save_interval 0 --dtype {dtype}"
         words += f" --ppo.nminibatches {nminibatches} --rewards.adaptive_kl.target {kl_target}"
-        words += f" --ppo.local_micro_batch_size {BATCH // nminibatches // processes // parts}"
+        # The last part of a minibatch is smaller.
+        words += f" --ppo.local_micro_batch_size {BATCH // nminibatches // processes // parts + 1}"
         words += f" --ppo.local_rollout_batch_size {BATCH // processes // parts}"
         arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), *words.split()]
         return Whole(tmp_path_factory.mktemp("run"), str(RECORDED), arguments, processes).made(**environment)

@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 from jinja2 import UndefinedError
 
-from benchmark import pages
+from benchmark import pages, unsourced
 from ppo_rlhf.lib import processes
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
@@ -38,8 +38,20 @@ def test_differences_are_by_seed_and_corrected():
     shown = pages.differences("staleness/runs", "samples", pairs, 1, 100)
     assert shown == [f"{by_scipy(gap)}{' *' if k == 3 else ''}" for k, gap in enumerate(gaps)]
     assert shown[0] == "-2.4 ± 3.3" and shown[3] == "-25.0 ± 14.4 *"
-    page = (ROOT / "docs/results.md").read_text()
-    assert f"| {shown[0]} |" in page and f"| {shown[3]} |" in page
+    assert pages.stale_against("none", "decoupled") == pairs
+
+
+def test_a_small_p_value_among_many_has_no_star():
+    """Of seven estimators, gae has p = 0.02, which Holm multiplies by six; remax has 0.005."""
+    names = ["remax", "gae", "grpo", "dr_grpo", "opo", "reinforce++", "reinforce++-baseline"]
+    pairs = pages.against("part == 'estimators' and variant == '%s'", names, "rloo")
+    runs = pd.read_csv(RESULTS / "estimators/runs.csv").query("part == 'estimators'").set_index(["variant", "seed"])
+    gaps = [100 * (runs["samples"][name] - runs["samples"]["rloo"]) for name in names]
+    assert 0.05 / 6 < scipy.stats.ttest_1samp(gaps[1], 0).pvalue < 0.05
+    shown = pages.differences("estimators/runs", "samples", pairs, 1, 100)
+    assert shown == [
+        f"{by_scipy(gap)}{' *' if name == 'remax' else ''}" for name, gap in zip(names, gaps, strict=True)
+    ]
 
 
 def test_best_of_n_is_compared_at_the_same_kl():
@@ -86,3 +98,9 @@ def test_limits_that_the_questions_name():
         rlvr_async.check_gap(limit, dtype)
         with pytest.raises(InputError):
             rlvr_async.check_gap(1.001 * limit, dtype)
+
+
+def test_numbers_that_no_linked_file_has_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"0.868 or 86.8 %,\nnot 0.869, not 12 %, 3 `0.5` [x]({RESULTS}/people/world.json#x).\n")
+    assert unsourced.without_source(page) == [(2, "0.869"), (2, "12")]

@@ -94,6 +94,22 @@ def test_what_is_no_problem_ends_in_one_line(tmp_path, row, message):
     assert "\n" not in str(raised.value) and str(raised.value).startswith("--task.problems ")
 
 
+@pytest.mark.parametrize("gold", [{"target": 98, "numbers": [44, 19, 35]}, ["1", "-2"], True])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_function_reads_golds_that_are_objects_or_lists_as_json(tmp_path, gold, suffix):
+    """Whatever --task.answer_format says. All columns are kept, and that of the answer holds the answer."""
+    rows = [VERL | {"reward_model": {"ground_truth": gold}}] * 50
+    path = written(tmp_path / f"rows{suffix}", rows)
+    for answer_format in ("hashes", "boxed", "whole"):
+        found = read(path, verifier="my:function", answer_format=answer_format)
+        assert json.loads(found.answers[0]) == gold and found.rows[0] == rows[0]
+    with pytest.raises(InputError, match=r"'reward_model.ground_truth', must .* --rewards.verifier package.module"):
+        read(path, verifier="boxed")
+    row = {"question": "2+2?", "answer": "2+2\n#### 4"}
+    found = read(written(tmp_path / "other.jsonl", [row]), verifier="my:function", test_problems="x.jsonl")
+    assert found.rows == [{"question": "2+2?", "answer": "4"}]
+
+
 CUT = ["3/4", "12:30", "2 1/2", "10-15", "7 and 8", "1,2"]
 
 

@@ -135,7 +135,7 @@ ARGUMENTS = {
     ),
     "labels longer than the model reads": reward(
         "",
-        "reads at most 160 tokens",
+        "24 others have more than the model's 160 tokens, such as labels.json: row 0 has 201",
         damage=labels(*[{"query": "Mara" + " Mara" * 199, "sample0": ".", "sample1": ".", "best": 0}] * 24),
     ),
     "unknown texts": policy("--task.query_dataset nothing", "nothing", "books", ".jsonl"),

@@ -365,6 +365,33 @@ def test_the_likeliest_solutions_are_those_of_the_evaluation(critic, in_a_fresh_
     assert {row["policy score"] for row in rows} == {0.0, 1.0}
 
 
+def test_columns_and_golds_that_are_objects_reach_a_function(run_once, tiny_sums, tmp_path):
+    """In training, evaluation and sample.py: each prompt with the gold and the columns of its own row."""
+    folder, questions = tmp_path / "countdown", {}
+    folder.mkdir()
+    for split in ("train", "test"):
+        questions[split] = [row["question"] for row in rows_of(tiny_sums / f"problems_{split}.jsonl")]
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": question}],
+                "reward_model": {"ground_truth": {"target": place, "numbers": [place, 0]}},
+                "number": place,
+                "data_source": split,
+            }
+            for place, question in enumerate(questions[split])
+        ]
+        (folder / f"problems_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_once(f"--task.problems {folder} --rewards.verifier own_functions:countdown --eval_interval 1")
+    policy = only(Path.cwd(), "models/*/policy")
+    sampled = sample.sample(sample.Args(policy=str(policy), n=3, temperature=0.0, trust_remote_code=True))
+    assert all(row["policy score"] in (0, 1) for row in sampled)
+    called = rows_of(Path("golds.jsonl"))
+    for prompt, gold, place, source in called:
+        assert prompt == questions[source][place] + "\n"
+        assert json.loads(gold) == {"target": place, "numbers": [place, 0]}
+    assert {source for _, _, _, source in called} == {"train", "test"}
+
+
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 DOUBTFUL = {

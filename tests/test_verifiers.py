@@ -12,7 +12,7 @@ import torch
 from golden_models import golden, load_json
 from hypothesis import given, settings, strategies as st
 
-from ppo_rlhf.lib import rewards
+from ppo_rlhf.lib import reward_functions, rewards
 from ppo_rlhf.lib.confined_worker import SLOW, Worker
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problems
@@ -109,6 +109,8 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
     assert str(caught.value) == (
         "boxed answers need math-verify (ImportError: No module named math_verify): pip install -e '.[math]'"
     )
+    with pytest.raises(InputError, match="boxed answers need math-verify"):
+        rewards.load_verifier("boxed", "rewards.verifier", trial=(["p"] * 2, ["a word"] * 2, []))
 
 
 CASES = (Path(__file__).parent / "verifier_cases.jsonl").read_text().splitlines()
@@ -227,11 +229,21 @@ def trl(completions, ground_truth, **kwargs):
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
+    """2 for the answer, 1 for another text, and what extra_info adds."""
+    assert data_source in ("", "countdown")
+    return {"score": 1 + (solution_str == str(ground_truth)) + extra_info.pop("bonus", 0), "acc": 0.0}
+
+
+def verl_needs_more(data_source, solution_str, ground_truth, sandbox):
     return 1.0
 
 
 def unsure(prompts, responses, answers):
     return [{"n": None, "x": math.nan}.get(response[:1], 1) for response in responses]
+
+
+def another_column(completions, target):
+    return [1.0] * len(completions)
 
 
 def by_number(prompts, responses, answers):
@@ -260,6 +272,44 @@ def test_functions_get_prompts_responses_and_answers():
     assert load("test_verifiers:trl")(["q", "3"], ["1", "3"], ["1", "2"]) == [1.0, 0.0]
 
 
+COLUMNS = [
+    {"question": "1+1?", "answer": "2", "level": 3, "solution": "2 it is", "extra_info": {"bonus": 0.5}},
+    {"question": "2+2?", "answer": "4", "data_source": "countdown"},
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda completions, **kwargs: list(map(str.endswith, completions, kwargs["ground_truth"])), [1, 0]),
+        (lambda completions, ground_truth, **kwargs: list(map(str.endswith, completions, ground_truth)), [1, 0]),
+        (lambda completions, answer: list(map(str.endswith, completions, answer)), [1, 0]),
+        (lambda prompts, completions, answers, **kwargs: map(len, prompts), [5, 6]),
+        (lambda **kwargs: map(len, kwargs["completions"]), [6, 7]),
+        (lambda completions, level: level, [3, None]),
+        (lambda completions, **kwargs: kwargs["level"], [3, None]),
+        (lambda level, question: level, [3, None]),
+        # A column counts more than another name of the answer.
+        (lambda completions, solution, answer: [len(answer[0] + solution[0]), solution[1]], [8, None]),
+        (lambda solution_str, **kwargs: len(kwargs["data_source"]), [0, 9]),
+        (lambda solution_str, ground_truth: {"score": None} if ground_truth == "4" else 1, [1, None]),
+        (lambda q, r: map(len, q), [5, 6]),
+    ],
+)
+def test_functions_are_called_as_other_libraries_call_them(function, expected):
+    texts = (["1+1?.", "2+2?.."], ["#### 2", "##### 5"], ["2", "4"])
+    scores = reward_functions.scores_of(function, "f", *texts, rows=COLUMNS, none=math.nan)
+    assert scores == pytest.approx([math.nan if score is None else score for score in expected], nan_ok=True)
+
+
+def test_compute_score_is_called_once_for_each_text():
+    """An answer that is JSON text is the object again. A function gets copies of columns."""
+    answers = ["2", reward_functions.JsonText("[4,5]")]
+    for _ in range(2):
+        assert load("test_verifiers:verl")(["p", "q"], ["2", "[4, 5]"], answers, COLUMNS) == [2.5, 2.0]
+    assert load("test_verifiers:verl")(["p", "q"], ["1", "[4,5]"], answers) == [1.0, 1.0]
+
+
 def test_none_and_nan_mean_that_a_response_cannot_be_scored():
     scores = load("test_verifiers:unsure")(["p"] * 4, ["a", "none", "x", "b"], ["1"] * 4)
     assert [score for score in scores if not math.isnan(score)] == [1.0, 1.0]
@@ -269,7 +319,11 @@ def test_none_and_nan_mean_that_a_response_cannot_be_scored():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("verl", "missing a required argument: 'data_source'; a function is called by the names of its parameters"),
+        (
+            "verl_needs_more",
+            "'sandbox'; a function of solution_str is called with data_source, solution_str, ground_",
+        ),
+        ("another_column", "'target'; a function is called by the names of its parameters, any of queries, "),
         ("by_number", "returned a dict; it must return a list, one number per response"),
     ],
 )

@@ -4,7 +4,9 @@
 
     <task>/<file>.json     OpenAI's human labels, from the hub copy OPENAI_REPOSITORY. If the queries come from a
                            world, its simulated labels, which have the same names
-    <file>.json            a local file in the same format, or with texts in place of token ids
+    <file>                 a local .json, .jsonl, .parquet or .csv file in the same format, or with texts in place of
+                           token ids, or with preferences as they are published (lib/preferences.py)
+    <owner>/<name>         a data set of preferences on the hub, or <owner>/<name>:<configuration>
 
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
@@ -19,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import chat_templates, errors, files, hub, pretrained
+from ppo_rlhf.lib import chat_templates, data_files, errors, files, hub, preferences, pretrained
 from ppo_rlhf.lib.errors import InputError, flag
 
 OPENAI_PAD_ID = 50259
@@ -44,11 +46,19 @@ class Labels:
     ceiling: float | None  # accuracy of a perfect judge on the held-out labels, if it is known
     kind: LabelKind = "best"
     held_out: int = 0  # so many labels, the last ones, are never trained on
+    too_long: int = 0  # labels of texts that were left out, because the model cannot read them
+    identical: int = 0  # preferences that were left out, because their two answers are the same
 
     @property
     def known(self) -> dict[str, float | None]:
         """What a model's accuracy is compared with."""
         return {"ceiling": self.ceiling} | ({} if self.kind == "score" else {"chance": 1 / self.samples.shape[1]})
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many labels were left out, where some were."""
+        counts = {"too_long": self.too_long, "identical": self.identical}
+        return {name: count for name, count in counts.items() if count}
 
     def lengths(self, pad_id: int) -> torch.Tensor:
         """Tokens of each label's query and of the longest of its samples, together: (labels,)."""
@@ -80,10 +90,17 @@ def sample_rows(
     return rows
 
 
-def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBase, num_train: int = 0) -> Labels:
-    """Read a label file in OpenAI's format and check every row.
+def read_labels(
+    label_dataset: str,
+    task: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    num_train: int = 0,
+    longest: int | None = None,
+) -> Labels:
+    """Read a label file in OpenAI's format, or preferences, and check every row.
 
-    num_train: how many there must be, besides those that are held out. A row has one of these forms:
+    num_train: how many there must be, besides those that are held out. longest: the most tokens of a query and a
+    sample; labels of texts that have more are left out and counted. A row has one of these forms:
 
         {"query": ids, "sample0": ids, "sample1": ids, ..., "best": 1}             the best of n
         {"query": ids, "sample": ids, "score": 0.7}                                a rating
@@ -94,7 +111,8 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         {"query": "The plot", "sample": " makes no sense.", "score": -2.1}
 
     They are encoded one by one, so a sample begins with its space, if there is one between it and the query. A query
-    may be empty.
+    may be empty. A preference is a choice between two texts, the chosen and the rejected one; of a data set on the
+    hub, the first num_train of the split `train` are read, and what is held out is its split `test`, if it has one.
 
     Queries of ids hold task.query_length of them and samples task.response_length, padded on the right. A file next
     to it, `<name>.meta.json`, may give the `vocab_size` of the ids' tokenizer (one above its largest id), the
@@ -106,26 +124,16 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
     # A choice among samples.   label_types.py#L33-L55
     # [D21] A rating, or a difference.   label_types.py#L58-L120
     path = find_label_file(label_dataset, task.query_dataset)
-    what = f"{flag('label_dataset')} {path}"
+    what = f"{flag('label_dataset')} {path or label_dataset}"
     vocab_size = pretrained.vocabulary_size(tokenizer)
-    sidecar = path.with_suffix(".meta.json")
-    with errors.input_errors(what, OSError, ValueError, RecursionError):
-        rows = files.read_json(path)
-    with errors.input_errors(str(sidecar), OSError, ValueError, RecursionError):
-        meta = files.read_json(sidecar) if sidecar.is_file() else {}
-        if not isinstance(meta, dict):
-            raise ValueError("must be a JSON object")
-        if wrong := [name for name, kind in FACTS.items() if name in meta and not files.fits(meta[name], kind)]:
-            raise ValueError(
-                f"{wrong[0]} is {str(meta[wrong[0]])[:60]!r}; it must be a number, and a whole one of ids"
-            )
-        if meta.get("held_out", 0) < 0:
-            raise ValueError(f"held_out is {meta['held_out']}; it must be at least 0")
-    if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
-        raise InputError(f"{what}: must be a JSON array of objects, and not empty")
+    meta = read_sidecar(path) if path else {}
+    # Of a data set on the hub, what is trained on and what is held out; of a file, all rows.
+    parts = [read_rows(path)] if path else [read_split(label_dataset, split) for split in ("train", "test")]
+    _, first = parts[0][0]
     their_vocab_size = meta.get("vocab_size", OPENAI_VOCAB_SIZE if vocab_size > OPENAI_VOCAB_SIZE else vocab_size)
     padding_id = meta.get("padding_id", OPENAI_PAD_ID)
-    as_texts = isinstance(rows[0].get("query"), str)
+    as_preferences = preferences.is_preference(first)
+    as_texts = as_preferences or isinstance(first.get("query"), str)
     if not as_texts:
         if their_vocab_size != vocab_size:
             raise InputError(
@@ -135,22 +143,20 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         if 0 <= padding_id < vocab_size:
             raise InputError(
                 f"{what}: its padding id {padding_id} is one of the tokenizer's {vocab_size} ids; pad with another, "
-                f'such as {vocab_size}, and name it in {sidecar.name}: "padding_id": {vocab_size}'
+                f'such as {vocab_size}, and name it in {sidecar_of(path).name}: "padding_id": {vocab_size}'
             )
-    kind = next((kind for kind in get_args(LabelKind) if kind in rows[0]), None)
+    kind = "best" if as_preferences else next((kind for kind in get_args(LabelKind) if kind in first), None)
     if kind is None:
-        raise InputError(f"{what}: row 0 has none of the keys {', '.join(get_args(LabelKind))}")
-    number_of_samples = sum(key.startswith("sample") for key in rows[0])
+        raise InputError(
+            f"{what}: its first row has none of the keys {', '.join(get_args(LabelKind))}, chosen; it has "
+            f"{', '.join(map(repr, first))}; {preferences.FORMS}"
+        )
+    number_of_samples = 2 if as_preferences else sum(key.startswith("sample") for key in first)
     sample_keys = {
         "best": [f"sample{i}" for i in range(number_of_samples)],
         "score": ["sample"],
         "difference": ["sample0", "sample1"],
     }[kind]
-    held_out = meta.get("held_out", len(rows) - num_train)
-    # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
-    if len(rows) - meta.get("held_out", 0) < num_train:
-        there = f"{len(rows)} labels" + (f", and its held_out is {held_out}" if "held_out" in meta else "")
-        raise InputError(f"{flag('num_train')} {num_train}: {flag('label_dataset')} {label_dataset} has {there}")
 
     def token_ids(content: str | list[int], length: int) -> torch.Tensor:
         """A text or ids of a row, with our padding. length: the number of ids that there must be."""
@@ -164,15 +170,42 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         return ids
 
     queries, samples, targets = [], [], []
-    for number, row in enumerate(rows):
-        try:
-            queries.append(token_ids(row["query"], task.query_length))
-            samples += [token_ids(row[key], task.response_length) for key in sample_keys]
-            targets.append(row[kind])
-            if not (row[kind] in range(len(sample_keys)) if kind == "best" else abs(row[kind]) <= LARGEST_RATING):
-                raise ValueError(f"{kind} is {row[kind]!r}")
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{what}: row {number} is no label: {type(error).__name__}: {error}") from error
+    held_out = identical = 0
+    too_long = []
+    for part, rows in enumerate(parts):
+        for number, (where, row) in enumerate(rows):
+            if path is None and part == 0 and len(queries) == num_train > 0:
+                break
+            try:
+                if as_preferences:
+                    row = as_choice(row, f"{flag('label_dataset')} {where}")
+                query = token_ids(row["query"], task.query_length)
+                own_samples = [token_ids(row[key], task.response_length) for key in sample_keys]
+                if not (row[kind] in range(len(sample_keys)) if kind == "best" else abs(row[kind]) <= LARGEST_RATING):
+                    raise ValueError(f"{kind} is {row[kind]!r}")
+            except InputError:
+                raise
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                message = f"is no label: {type(error).__name__}: {error}"
+                raise InputError(f"{flag('label_dataset')} {where} {message}") from error
+            length = len(query) + max(map(len, own_samples))
+            if as_texts and longest and length > longest:
+                too_long.append(f"{where} has {length}")
+            elif as_preferences and own_samples[0].equal(own_samples[1]):
+                identical += 1
+            else:
+                queries.append(query)
+                samples += own_samples
+                targets.append(row[kind])
+                held_out += part == 1 or number >= len(rows) - meta.get("held_out", 0)
+    # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
+    if not queries or len(queries) - held_out < num_train:
+        there = f"{len(queries)} labels"
+        if held_out:
+            there += f", and its held_out is {meta.get('held_out', held_out)}"
+        if too_long:
+            there += f"; {len(too_long)} others have more than the model's {longest} tokens, such as {too_long[0]}"
+        raise InputError(f"{flag('num_train')} {num_train}: {flag('label_dataset')} {label_dataset} has {there}")
 
     def padded(rows: list[torch.Tensor]) -> torch.Tensor:
         return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=vocab_size)
@@ -183,17 +216,74 @@ def read_labels(label_dataset: str, task: Any, tokenizer: PreTrainedTokenizerBas
         targets=torch.tensor(targets, dtype=torch.long if kind == "best" else torch.float32),
         ceiling=meta.get("ceiling"),
         kind=kind,
-        held_out=held_out,
+        held_out=held_out if path is None or "held_out" in meta else len(queries) - num_train,
+        too_long=len(too_long),
+        identical=identical,
     )
 
 
-def find_label_file(label_dataset: str, query_dataset: str) -> Path:
-    """The file that this names: a local one, one next to the texts of a world, or one of OpenAI's on the hub."""
+def as_choice(row: dict[str, Any], what: str) -> dict[str, Any]:
+    """A preference as a choice between two texts."""
+    if not preferences.is_preference(row):
+        raise InputError(f"{what} has no chosen and rejected; it has {', '.join(map(repr, row))}")
+    query, chosen, rejected = preferences.read_preference(row, what).texts()
+    return {"query": query, "sample0": chosen, "sample1": rejected, "best": 0}
+
+
+def sidecar_of(path: Path) -> Path:
+    return path.with_suffix(".meta.json")
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The facts about a label file, which may be next to it."""
+    sidecar = sidecar_of(path)
+    with errors.input_errors(str(sidecar), OSError, ValueError, RecursionError):
+        meta = files.read_json(sidecar) if sidecar.is_file() else {}
+        if not isinstance(meta, dict):
+            raise ValueError("must be a JSON object")
+        if wrong := [name for name, kind in FACTS.items() if name in meta and not files.fits(meta[name], kind)]:
+            raise ValueError(
+                f"{wrong[0]} is {str(meta[wrong[0]])[:60]!r}; it must be a number, and a whole one of ids"
+            )
+        if meta.get("held_out", 0) < 0:
+            raise ValueError(f"held_out is {meta['held_out']}; it must be at least 0")
+    return meta
+
+
+def read_rows(path: Path) -> list[data_files.Row]:
+    """The rows of a label file: there is one, and it is an object."""
+    what = f"{flag('label_dataset')} {path}"
+    if path.suffix in data_files.FORMATS and path.suffix != ".json":
+        rows = data_files.read_file(path, "label_dataset")
+    else:
+        with errors.input_errors(what, OSError, ValueError, RecursionError):
+            content = files.read_json(path)
+        rows = [(f"{path}: row {i}", row) for i, row in enumerate(content)] if isinstance(content, list) else []
+    if not rows or not isinstance(rows[0][1], dict):
+        raise InputError(f"{what}: must be a JSON array of objects, or one of them per line, and not empty")
+    return rows
+
+
+def read_split(name: str, split: str) -> list[data_files.Row]:
+    """The rows of a split of a data set on the hub."""
+    rows = list(data_files.load_split(name, "label_dataset", split, "give the path of a label file"))
+    if not rows:
+        raise InputError(f"{flag('label_dataset')} {name}: its split {split} is empty")
+    return rows
+
+
+def find_label_file(label_dataset: str, query_dataset: str) -> Path | None:
+    """The file that this names: a local one, one next to the texts of a world, or one of OpenAI's on the hub.
+
+    None if it is a data set on the hub.
+    """
     what = f"{flag('label_dataset')} {label_dataset}"
     labels = Path(worlds.find_value("task.query_dataset", query_dataset), "labels")
     for path in (Path(label_dataset), labels / label_dataset):
         if files.stored(path).is_file():
             return path
+    if data_files.is_on_hub(label_dataset):
+        return None
     if labels.is_dir():
         there = sorted(path.relative_to(labels).as_posix().removesuffix(".xz") for path in labels.glob("*/*.json*"))
         there = [name for name in there if not name.endswith(".meta.json")]

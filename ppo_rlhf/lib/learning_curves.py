@@ -1,13 +1,15 @@
 """The picture of a run's metrics, and which metrics share a panel."""
 
+import fnmatch
+import itertools
 import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 METRICS = tomllib.loads((Path(__file__).parents[1] / "metrics.toml").read_text("utf-8"))
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]  # of curves
 
 
 def own_metrics(args: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
@@ -28,15 +30,31 @@ def without_groups_of_one(metrics: Iterable[str], args: dict[str, Any]) -> list[
     return [name for name in metrics if not (alone and name.startswith("val/groups_"))]
 
 
-def panels_of(metrics: Iterable[str], own: dict[str, list[str]]) -> list[tuple[dict[str, Any], list[str]]]:
-    """The panels of metrics.toml that show any of these metrics, each with those. own: from own_metrics."""
+def panels_of(
+    metrics: Iterable[str], own: dict[str, list[str]]
+) -> list[tuple[dict[str, Any], list[tuple[str, str, str]]]]:
+    """The panels of metrics.toml that show any of these metrics, each with those as (metric, label, colour).
+
+    own: from own_metrics.
+    """
     panels = []
     for panel in METRICS["panel"]:
-        wanted = panel["metrics"] + own.get(panel["title"], [])
-        names = [name for name in metrics if any(fnmatchcase(name, pattern) for pattern in wanted)]
-        names = [name for name in names if name != "objective/scores" or "objective/score" not in names]  # the same
-        if names:
-            panels.append((panel, names))
+        words = dict(panel["metrics"])
+        for name in own.get(panel["title"], []):
+            words.setdefault(name, name.rpartition("/")[2].replace("_", " "))
+        labels = {}
+        for pattern, label in words.items():
+            for name in fnmatch.filter(metrics, pattern):
+                labels[name] = label.replace("*", name[len(pattern) - 1 :])
+        if {"objective/score", "objective/scores"} <= labels.keys():  # the same
+            del labels["objective/scores"]
+        # Words without a metric keep their colour, so that it means the same in each run. Others get what is left.
+        colors = dict(zip(dict.fromkeys(words.values()), COLORS, strict=False))
+        taken = {colors.get(label) for label in labels.values()}
+        left = itertools.cycle([color for color in COLORS if color not in taken] or COLORS)
+        lines = [(name, label, colors.get(label) or next(left)) for name, label in labels.items()]
+        if lines:
+            panels.append((panel, lines))
     return panels
 
 
@@ -45,24 +63,29 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[
     from matplotlib.figure import Figure
 
     metrics = without_groups_of_one(rows[0] if rows else [], args)
+    metrics = [name for name in metrics if "@" not in name]  # rows only repeat what it was before training
     if not (panels := panels_of(metrics, own_metrics([args]))):
         return
-    columns = min(4, len(panels))
+    columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    width, height = 3.4 * columns, 2.6 * lines  # inches
+    width, height = 3.3 * columns, 2.6 * lines  # inches
     figure = Figure(figsize=(width, height))
     # Fixed margins in inches have room for titles and tick labels. The library could measure what these need, but it
     # would draw everything twice to do so.
-    edges = {"left": 0.6 / width, "right": 1 - 0.08 / width, "bottom": 0.25 / height, "top": 1 - 0.35 / height}
-    grid = figure.add_gridspec(lines, columns, **edges, wspace=0.26, hspace=0.3)
-    for axes, (panel, names) in zip(grid.subplots(squeeze=False).flat, panels, strict=False):
-        for name in names:
-            axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=name, linewidth=1.2)
-        axes.set_title(textwrap.fill(panel["title"], 44), fontsize=9)
-        axes.tick_params(labelsize=8)
+    edges = {"left": 0.75 / width, "right": 1 - 0.08 / width, "bottom": 0.5 / height, "top": 1 - 0.45 / height}
+    grid = figure.add_gridspec(lines, columns, **edges, wspace=0.32, hspace=0.42)
+    for axes, (panel, curves) in zip(grid.subplots(squeeze=False).flat, panels, strict=False):
+        for name, label, color in reversed(curves):  # the first is in front
+            axes.plot(
+                [row["step"] for row in rows], [row[name] for row in rows], label=label, color=color, linewidth=1.4
+            )
+        axes.set_title(textwrap.fill(panel["title"], 34), fontsize=11)
+        axes.tick_params(labelsize=11)
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))  # 0.0001 as 1 and 1e-4
         axes.grid(alpha=0.3)
-        if len(names) > 1:
-            axes.legend(fontsize=7)
+        if len(curves) > 1:
+            axes.legend(fontsize=11, framealpha=0.6, borderpad=0.2, labelspacing=0.2, reverse=True)
     for axes in figure.axes[len(panels) :]:
         axes.set_axis_off()
-    figure.savefig(folder / "learning_curves.png", dpi=110)
+    figure.supxlabel("update", fontsize=11, y=0.08 / height)
+    figure.savefig(folder / "learning_curves.png", dpi=165)

@@ -1,14 +1,18 @@
 """Scorers of texts that are the user's functions: import them, call them, and say in one line what they do wrong."""
 
 import contextlib
+import copy
 import importlib.util
 import inspect
+import itertools
+import json
 import math
 import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -135,18 +139,23 @@ def scores_of(
     responses: list[str],
     references: Sequence[str | None],
     *,
+    rows: Sequence[Mapping[str, Any]] = (),
     none: float | None = None,
     on_all_processes: bool = False,
 ) -> list[float]:
     """A function's scores, one finite number per response. Raises an InputError that says what is wrong.
 
-    The function gets copies of the lists that it asks for (see arguments_of). what: the function as messages name
-    it. none: the number that replaces None among the scores; if it is None, the function must not return None. If it
-    is NaN, the function may return NaN too. on_all_processes: all processes call this, and fail together.
+    The function gets copies of the lists that it asks for (see arguments_of). One that has a parameter solution_str
+    is called once for each text (see text_by_text). what: the function as messages name it. rows: of the data, one
+    per response, whose columns the function may ask for. none: the number that replaces None among the scores; if it
+    is None, the function must not return None. If it is NaN, the function may return NaN too. on_all_processes: all
+    processes call this, and fail together.
     """
     scores, problem = [], ""
     try:
-        arguments = arguments_of(function, queries, responses, references)
+        if "solution_str" in inspect.signature(function).parameters:
+            function = text_by_text(function)
+        arguments = arguments_of(function, queries, responses, references, rows=rows)
         with contained():
             returned = function(*arguments.args, **arguments.kwargs)
         if isinstance(returned, str | dict):  # a loop over them would give numbers, but no scores
@@ -184,28 +193,84 @@ NAMES = {
     "reference": 2,
     "answers": 2,
     "answer": 2,
+    "ground_truths": 2,
     "ground_truth": 2,
+    "solutions": 2,
     "solution": 2,
 }
 
 
-def arguments_of(function: Callable, *texts: Sequence) -> inspect.BoundArguments:
+class JsonText(str):
+    """A reference answer that is an object, a list or a boolean, as JSON text."""
+
+
+def arguments_of(
+    function: Callable, *texts: Sequence, rows: Sequence[Mapping[str, Any]] = ()
+) -> inspect.BoundArguments:
     """What a user's function is called with. texts: of queries, of responses, and references, as copies.
 
-    If any of its parameters has a name from NAMES, each gets what its name says, in whatever order they come. If none
-    has, it gets queries and responses by position and, with a third positional parameter, the references. Raises a
-    TypeError if the function cannot be called like that.
+    If any of its parameters is named after an entry of NAMES or a column of the rows, or if it takes nothing but
+    **kwargs, each parameter gets what its name says, in whatever order they come, and **kwargs gets all the others. A
+    column counts more than another name of the answer. If no parameter has such a name, the function gets queries and
+    responses by position and, with a third positional parameter, the references. Raises a TypeError if the function
+    cannot be called like that.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
-    named = {p.name: list(texts[NAMES[p.name]]) for p in parameters if p.name in NAMES}
+    columns = dict.fromkeys(column for row in rows for column in row)
+    kinds = {p.kind for p in parameters}
     try:
-        if named:
-            return signature.bind(**named)
+        if kinds == {inspect.Parameter.VAR_KEYWORD} or signature.parameters.keys() & {*NAMES, *columns}:
+            given = {column: [copy.deepcopy(row.get(column)) for row in rows] for column in asked(signature, columns)}
+            for name in asked(signature, NAMES):
+                if NAMES[name] < 2 or name not in columns:
+                    given[name] = list(texts[NAMES[name]])
+            return signature.bind(**given)
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return signature.bind(*map(list, texts[: 3 if len(positional) > 2 else 2]))
     except TypeError as error:
         raise TypeError(
-            f"{error}; a function is called by the names of its parameters, any of {', '.join(NAMES)}, or, if it "
-            f"has none of these, with two lists"
+            f"{error}; a function is called by the names of its parameters, any of {', '.join([*NAMES, *columns])}, "
+            f"or, if it has none of these, with two lists"
         ) from error
+
+
+def asked(signature: inspect.Signature, names: Iterable[str]) -> list[str]:
+    """Those of the names that a function has parameters for: all of them if it takes **kwargs."""
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return [name for name in names if takes_all or name in signature.parameters]
+
+
+def text_by_text(function: Callable) -> Callable:
+    """A function of lists that calls a function of one text, such as compute_score, by the names of verl 0.9.1.
+
+    data_source and extra_info are the columns of these names, or an empty text and an empty object. A reference that
+    is JSON text is passed as the object. The score is a number, or under "score" in an object.
+    """
+    signature = inspect.signature(function)
+
+    def of_lists(
+        responses: list[str],
+        references: list[str | None],
+        data_source: Sequence[str] = (),
+        extra_info: Sequence[dict | None] = (),
+    ) -> list[float | None]:
+        scores = []
+        for response, reference, source, info in itertools.zip_longest(
+            responses, references, data_source, extra_info
+        ):
+            given = {
+                "data_source": source or "",
+                "solution_str": response,
+                "ground_truth": json.loads(reference) if isinstance(reference, JsonText) else reference,
+                "extra_info": info or {},
+            }
+            try:
+                arguments = signature.bind(**{name: given[name] for name in asked(signature, given)})
+            except TypeError as error:
+                raise TypeError(f"{error}; a function of solution_str is called with {', '.join(given)}") from error
+            score = function(*arguments.args, **arguments.kwargs)
+            scores.append(score["score"] if isinstance(score, dict) else score)
+        return scores
+
+    return of_lists

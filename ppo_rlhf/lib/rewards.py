@@ -10,8 +10,9 @@ import functools
 import math
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from typing import Any
 
 import torch
 
@@ -272,34 +273,58 @@ def can_be_right(verifier: str, answer: str) -> bool:
     return form is None or VERIFIERS[verifier](form.format(answer), answer) == 1
 
 
+Columns = Mapping[str, Any]  # of a problem
+# Prompts and answers of two problems, and their columns or none, on which a function is tried
+MADE_UP = (["A prompt."] * 2, ["4", "5"], ())
+
+
 def load_verifier(
-    name: str, field: str, start_of: Callable[[str], str] = lambda prompt: "", *, on_all_processes: bool = False
-) -> Callable[[list[str], list[str], list[str]], list[float]]:
+    name: str,
+    field: str,
+    start_of: Callable[[str], str] = lambda prompt: "",
+    *,
+    trial: tuple[list[str], list[str], Sequence[Columns]] | None = MADE_UP,
+    on_all_processes: bool = False,
+) -> Callable[..., list[float]]:
     """One of VERIFIERS, or the user's function `package.module:name` of texts, applied to whole batches.
 
-    It takes prompts, responses and answers, and returns a number for each response, or NaN if a response cannot be
-    scored. A user's function returns None or NaN for such a response; any other mistake of it ends in an InputError.
+    It takes prompts, responses, answers and, if they are known, the columns of the problems, for which a user's
+    function may ask. It returns a number for each response, or NaN if a response cannot be scored. A user's function
+    returns None or NaN for such a response; any other mistake of it ends in an InputError.
     start_of: gives the end of a prompt that belongs to the response, such as <think>. Words without a tag, as in `The
     answer is`, are no part of an answer that is a whole response.
 
-    on_all_processes: all processes call it together, each with its own texts. If it fails on one, it fails on all.
+    trial: a function that cannot be called with these is refused at once; None: it isn't tried. on_all_processes: all
+    processes call it together, each with its own texts. If it fails on one, it fails on all.
     """
     # It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
     what = f"{flag(field)} {name}"
     ours = VERIFIERS.get(name)
     function = None if ours else import_verifier(name, field)
 
-    def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+    def score(
+        prompts: list[str], responses: list[str], answers: list[str], rows: Sequence[Columns] = ()
+    ) -> list[float]:
         # [V21] A tag that the prompt opened is part of the response.
         starts = [start if name not in WHOLE_TEXTS or "<" in start else "" for start in map(start_of, prompts)]
         responses = [start + response for start, response in zip(starts, responses, strict=True)]
         if ours:
             return [ours(response, answer) for response, answer in zip(responses, answers, strict=True)]
-        texts = (prompts, responses, answers)
-        return reward_functions.scores_of(function, what, *texts, none=math.nan, on_all_processes=on_all_processes)
+        return reward_functions.scores_of(
+            function,
+            what,
+            prompts,
+            responses,
+            answers,
+            rows=rows,
+            none=math.nan,
+            on_all_processes=on_all_processes,
+        )
 
-    with contextlib.chdir("."):
-        score(["A prompt."] * 2, ["A response.", r"Another one: \boxed{5}"], ["4", "5"])
+    if trial:
+        prompts, answers, rows = trial
+        with contextlib.chdir("."):
+            score(prompts, ["A response.", r"Another one: \boxed{5}"], answers, rows)
     score.verifier = name
     return score
 

@@ -1,9 +1,13 @@
 """The page of a run: reads what the run left, and renders report.html."""
 
+import ast
+import functools
 import itertools
 import json
 import math
+import re
 import statistics
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,12 +114,43 @@ def render(one_run: OneRun) -> str:
             "numbers": NUMBERS,
             "steps": [
                 {name: getattr(step, name) for name in ("title", "formula", "filled", "sentence", "place")}
+                | {"source": source_of(step.place, one_run.meta.get("commit", ""))}
                 for step in steps
             ],
+            "commit": one_run.meta.get("commit", ""),
         },
         script="".join((HERE / name).read_text("utf-8") for name in ("charts.js", "report.js")),
     )
     return text.encode(errors="replace").decode()  # half a character has no place in a file
+
+
+SOURCE_LINES = 12  # at most, of a place
+
+
+def source_of(place: str, commit: str) -> str:
+    """The numbered lines of a place, a step's file, function and mark, in the commit that ran.
+
+    Empty where this is no checkout with that commit. If the mark is above the function, its first lines.
+    """
+    path, name, mark = place.split()
+    text = file_of_commit(path, commit.removesuffix("-dirty"))
+    found, lines = [], text.splitlines()
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef) and function.name == name:
+            first = function.body[0].end_lineno + 1 if ast.get_docstring(function) else function.lineno
+            of_function = range(first, function.end_lineno + 1)
+            marked = [k for k in of_function if mark in lines[k - 1]]
+            found.append((not marked, of_function[(marked or [first])[0] - first :][:SOURCE_LINES]))
+    return "\n".join(f"{k} {lines[k - 1]}" for k in min(found)[1]) if found else ""
+
+
+@functools.cache
+def file_of_commit(path: str, commit: str) -> str:
+    command = ["git", "-C", str(HERE), "show", f"{commit}:{path}"]
+    try:
+        return subprocess.run(command, capture_output=True, check=True).stdout.decode() if commit else ""
+    except (OSError, subprocess.CalledProcessError):  # no git, no checkout, or not its commit
+        return ""
 
 
 def tables_of(one_run: OneRun) -> dict[str, dict[str, str]]:
@@ -245,10 +280,11 @@ QUANTITIES = {
     "push": (
         "pushed up or down",
         0,
-        "Minus the gradient of the policy loss by the token's log-prob, averaged over the epochs. What it becomes "
-        "also depends on the losses of all other tokens.",
+        "Minus the gradient of the policy loss by the token's log-prob, averaged over the epochs. Above 0 the loss "
+        "pushed the token up, below 0 down. It may have moved the other way, since all tokens share the weights: see "
+        "the ratio after the update.",
     ),
-    "advantages": ("advantage", 0, "How much better than expected."),
+    "advantages": ("advantage", 0, "How much better than expected, as the last epoch's loss had it."),
     "kl": (
         "KL",
         0,
@@ -276,7 +312,7 @@ NUMBERS = {  # of an episode: title
     "gold_scores": "gold score",
     "stopped": "ends",
     "groups": "group",
-    "verifier": "by the verifier (above 0: correct)",
+    "verifier": "by the verifier (above 0: accepted)",
 }
 UNTRAINED = ("advantages", "returns")  # what an episode that is not trained on has not, even if its trace does
 MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
@@ -358,13 +394,25 @@ def shown_episodes(one_run: OneRun, update: int) -> list[dict[str, Any]]:
         ]
         lines = derivation.lines_of(episode, steps, epochs[-1])
         tokens = {name: row for name, row in episode["tokens"].items() if name in (*QUANTITIES, *MARKS, "ids")}
+        if "advantages" in episode["epochs"]:  # each minibatch has whitened for itself
+            tokens["advantages"] = episode["epochs"]["advantages"][-1]
         if count:
             pushes = [[of_token.get("push", 0.0) for of_token in epoch] for epoch in epochs]
             tokens = {"push": [*map(statistics.fmean, zip(*pushes, strict=True))]} | tokens
         shown = {name: episode[name] for name in ("query", "again", "places", "pieces", "texts", "numbers")}
         shown["tokens"] = {name: rounded(row, 6) for name, row in tokens.items()}
+        if episode["numbers"].get("verifier"):
+            shown["luck"] = wrong_calculation("".join(episode["pieces"]))
         found.append(shown | derivation.packed(steps, lines))
     return found
+
+
+def wrong_calculation(text: str) -> str:
+    """The first wrong calculation in a text, such as 3+2=6; empty if there is none."""
+    found = re.finditer(r"(?<![\w.*/+-])(\d+) ?([-+*]) ?(\d+) ?= ?(-?\d+)(?![\w*/+-]|[.,]\d)", text)
+    calculate = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    wrong = (match for match in found if calculate[match[2]](int(match[1]), int(match[3])) != int(match[4]))
+    return next((match[0] for match in wrong), "")
 
 
 def explained(one_run: OneRun, update: int, number: int, token: int) -> str:
@@ -413,22 +461,20 @@ def scales(shown: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 # ---- Learning curves -------------------------------------------------------------------------------------------
 
-COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]
-
 
 def draw_panels(one_run: OneRun) -> list[dict[str, Any]]:
     """The panels of metrics.toml that the run has metrics for, each with what charts.js draws."""
     args = one_run.meta["args"]
     target = args.get("rewards", {}).get("adaptive_kl", {}).get("target")
     panels = []
-    for panel, names in learning_curves.panels_of(one_run.metrics, learning_curves.own_metrics([args])):
+    for panel, lines in learning_curves.panels_of(one_run.metrics, learning_curves.own_metrics([args])):
         curves = []
-        for name, color in zip(names, itertools.cycle(COLORS), strict=False):
+        for name, label, color in lines:
             x, values = one_run.steps, one_run.metrics[name]
             if name.startswith("eval/") and "reference" not in name:
                 x, values = evaluated(x, values, one_run.meta.get("results", {}).get(name))
-            curves.append({"name": name, "x": x, "y": rounded(values), "color": color})
-        targets = [target] if target and panel["metrics"] == ["objective/kl"] else []
+            curves.append({"name": label, "metric": name, "x": x, "y": rounded(values), "color": color})
+        targets = [target] if target and "objective/kl" in panel["metrics"] else []
         figure = {"data": curves, "targets": targets}
         panels.append(panel | {"figure": figure})
     return panels

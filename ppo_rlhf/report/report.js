@@ -13,7 +13,7 @@ data.figures.forEach((figure, i) => chart(find(`plot-${i}`), figure));
 
 // ---- Token view: an update, an episode and a token are chosen ----
 
-const chosen = {update: Math.floor(data.updates.length / 2), episode: 0, token: 0};
+const chosen = {update: 0, episode: 0, token: 0};
 const updateOf = () => data.updates[chosen.update];
 const episodeOf = () => updateOf().episodes[chosen.episode];
 const picked = () => find("quantity").value;
@@ -42,7 +42,9 @@ function tokensOf(episode) {
   const box = make("div", {className: "text response"});
   episode.pieces.forEach((piece, i) => {
     const masked = tokens.mask && !tokens.mask[i], strength = strengthOf(values[i]), isChosen = number === chosen.episode && i === chosen.token;
-    const span = make("span", {className: "token", tabIndex: 0, textContent: piece.replaceAll("\n", "⏎\n") || (masked ? "∎" : "◦")});
+    // A space before a word is no part of its box, which a line break would else cut in two.
+    const space = piece.trim() ? piece.match(/^ */)[0] : "", text = piece.slice(space.length).replaceAll("\n", "⏎\n");
+    const span = make("span", {className: "token", tabIndex: 0, textContent: text || (masked ? "∎" : "◦")});
     const classes = {masked, cut: tokens.scored && !tokens.scored[i], tool: tokens.tool && tokens.tool[i],
       stop: episode.numbers.stopped && i === last, up: strength > 0.05, down: strength < -0.05, chosen: isChosen};
     span.classList.add(...Object.keys(classes).filter(name => classes[name]));
@@ -54,9 +56,31 @@ function tokensOf(episode) {
     span.onkeydown = event => {
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); span.click(); }
     };
-    box.append(span);
+    box.append(space, span);
   });
   return box;
+}
+
+// Where the page opens: the scored token whose advantage is farthest from 0. The first update counts only if there is no
+// other, since its critic knows nothing yet, and a response that is right by luck never does.
+function opening() {
+  const places = data.updates.flatMap(({episodes}, update) => episodes.flatMap((one, episode) => {
+    const {advantages, mask, scored} = one.tokens;
+    if (one.again || one.luck || !advantages || !update && data.updates.length > 1) return [];
+    const counts = token => (!mask || mask[token]) && (!scored || scored[token]);
+    return advantages.map((advantage, token) => ({update, episode, token, advantage})).filter(({token}) => counts(token));
+  }));
+  return places.reduce((best, place) => Math.abs(place.advantage) > Math.abs(best.advantage) ? place : best, places[0]);
+}
+
+function reasonOf({update, episode, token, advantage}) {
+  const one = data.updates[update].episodes[episode], {values} = one.tokens;
+  const expected = values ? ` (the critic had expected a sum of rewards of ${shown(values[token])} from there on)` : "";
+  const others = (data.updates.length > 1 ? " after the first update" : "") +
+    (data.updates.some(({episodes}) => episodes.some(({luck}) => luck)) ? ", but for responses that are right by luck" : "");
+  return `The page opens on update ${data.updates[update].update}, episode ${episode + 1}, token ${one.places[token] + 1}. Of all scored tokens ` +
+    `that were traced${others}, its advantage, ${shown(advantage)}, is farthest from 0: things went ${advantage > 0 ? "better" : "worse"} than expected${expected}. ` +
+    "From such surprises the policy learns; tokens with an advantage near 0 hardly change it.";
 }
 
 const titleOf = episode => `${updateOf().episodes.indexOf(episode) + 1}${episode.again ? ", fixed query" : ""}`;
@@ -71,9 +95,12 @@ function drawEpisode() {
     make("h3", {textContent: inGroup ? `The ${group.length} responses of its group` : "Response"}),
     make("div", {className: inGroup ? "group" : ""}, ...responses));
   if (!episode.tokens[picked()]) box.append(make("p", {className: "unknown", textContent: "This number is not known of this episode."}));
+  if (episode.luck) box.append(make("p", {className: "luck", textContent: `Right by luck: the verifier accepts the answer, but ${episode.luck} is wrong.`}));
   for (const [title, text] of Object.entries(episode.texts))
     box.append(make("h3", {textContent: title}), make("div", {className: "text", textContent: text}));
-  const numbers = Object.entries(episode.numbers).filter(([name]) => inGroup || name !== "groups").map(([name, value]) => make("tr", {},
+  const {raw_scores: raw, scores} = episode.numbers;
+  const isShown = name => name === "groups" ? inGroup : name !== "raw_scores" || raw !== scores;
+  const numbers = Object.entries(episode.numbers).filter(([name]) => isShown(name)).map(([name, value]) => make("tr", {},
     make("th", {textContent: data.numbers[name] || name.replaceAll("_", " "), scope: "row"}),
     make("td", {className: "number", textContent: name === "stopped" ? (value ? "yes" : "no") : shown(value)})));
   box.append(make("table", {}, ...numbers));
@@ -106,7 +133,14 @@ function lineOf(step, result, numbers, t) {
   return make("div", {className: "line"}, make("b", {textContent: step.title}), " ", make("code", {textContent: step.formula}),
     make("code", {className: "filled"}, isRead ? value : `${filled} = ${value}`, " ",
       make("span", {className: check === "✗" ? "wrong" : "same", textContent: [check, ...recorded].join(" ")})),
-    make("p", {textContent: step.sentence}), make("p", {className: "place", textContent: step.place}));
+    make("p", {textContent: step.sentence}), placeOf(step));
+}
+
+// Where the code is, and the code of the commit that ran, if it is known.
+function placeOf({place, source}) {
+  if (!source) return make("p", {className: "place", textContent: place});
+  return make("details", {className: "place"}, make("summary", {textContent: place}),
+    make("p", {textContent: `At commit ${data.commit}:`}), make("pre", {textContent: source}));
 }
 
 function drawDerivation() {
@@ -137,15 +171,15 @@ function choose(change) {
 if (data.updates.length) {
   for (const [name, [title]] of Object.entries(data.quantities))
     if (name in data.scales) find("quantity").append(make("option", {value: name, textContent: title}));
-  // At first, the first quantity that is not the same everywhere, and the token where it is strongest.
+  // At first, the first quantity that is not the same everywhere.
   const telling = [...find("quantity").options].find(({value}) => data.scales[value][1] > data.scales[value][0]);
   if (telling) find("quantity").value = telling.value;
-  const size = ([i, t]) => Math.abs(strengthOf((updateOf().episodes[i].tokens[picked()] || [])[t]));
-  const all = updateOf().episodes.flatMap((episode, i) => episode.pieces.map((_, t) => [i, t]));
-  const [episode, token] = all.reduce((best, one) => size(one) > size(best) ? one : best, [0, 0]);
-  Object.assign(find("update"), {max: data.updates.length - 1, value: chosen.update});
+  const first = opening();
+  if (first) find("reason").textContent = reasonOf(first);
+  Object.assign(find("update"), {max: data.updates.length - 1, value: first ? first.update : 0});
   find("update").oninput = () => choose({update: Number(find("update").value)});
   find("episode").onchange = () => choose({episode: Number(find("episode").value), token: 0});
   find("quantity").onchange = () => choose({});
-  choose({episode, token});
+  const {update = 0, episode = 0, token = 0} = first || {};
+  choose({update, episode, token});
 }

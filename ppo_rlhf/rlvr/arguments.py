@@ -31,7 +31,8 @@ from ppo_rlhf.tldr import models
 class RewardsArgs:
     verifier: str = "gsm8k_strict"
     """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, exact, reasoning_gym, or package.module:name of a
-    function (prompts, responses, answers: texts) -> list of floats. A response with None or NaN counts nowhere"""
+    function (prompts, responses, answers: texts) -> list of floats, or one for TRL or verl, as docs/chapter3.md says.
+    A response with None or NaN counts nowhere"""
     evaluate_text: bool = False
     """allow tasks of reasoning-gym whose scorers evaluate an answer as Python. The risk: what the policy writes runs
     with your rights, though only arithmetic, in a process with limits and, where the system offers it, no network"""

@@ -225,7 +225,10 @@ def evaluate(
         problems.solve,
         held_out,
         respond,
-        [rewards.load_verifier(name, field, start_of, on_all_processes=True) for name, field in fields.items()],
+        [
+            rewards.load_verifier(name, field, start_of, trial=held_out.known_of([0, -1]), on_all_processes=True)
+            for name, field in fields.items()
+        ],
         tokenizer=setup.tokenizer,
         ids=setup.ids,
         local_batch=setup.sizes.local_rollout_batch,

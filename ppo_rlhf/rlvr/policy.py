@@ -423,12 +423,12 @@ def score_responses(setup: Setup, inds: Tensor, queries: Tensor, responses: Tens
     inds: numbers of the problems (rows,).
     """
     source, texts = setup.problems, problems.to_texts(setup.tokenizer, responses, setup.ids)
-    columns = (source.texts, source.answers, source.messages)
-    prompts, answers, messages = ([column[i] for i in inds] for column in columns)
+    prompts, answers, rows = source.known_of(inds)
+    messages = [source.messages[i] for i in inds]
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
     values = [
-        function(prompts, texts, answers, queries=queries, responses=responses, messages=messages)
+        function(prompts, texts, answers, rows, queries=queries, responses=responses, messages=messages)
         for function, _ in setup.sources.values()
     ]
     parts = torch.stack([processes.widened(value, responses.device) for value in values], 1)
@@ -1019,7 +1019,13 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
         errors.say(doubt)
     sizes = rlvr_arguments.ppo_sizes(args.ppo, accelerator.num_processes)
     tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
-    read_problems = partial(problems.read_problems, args.task, tokenizer, verifier=args.rewards.verifier)
+    read_problems = partial(
+        problems.read_problems,
+        args.task,
+        tokenizer,
+        verifier=args.rewards.verifier,
+        keep_rows=":" in args.rewards.verifier + args.rewards.format,
+    )
     train_problems, held_out = read_problems("train"), read_problems("test", args.eval_problems)
     rlvr_arguments.check_problems(train_problems, sizes)
     if train_problems.unscorable:
@@ -1030,7 +1036,8 @@ def load(args: Args) -> tuple[Setup, ActorCritic, Reference | None]:
     with errors.typed_as({"task.query_length": "task.prompt_length"}):
         actor_critic, reference, adapters = load_networks(args, tokenizer, accelerator)
         ids = problems.task_ids(args.task, tokenizer, actor_critic.lm_backbone.generation_config)
-        sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages)
+        trial = train_problems.known_of([0, -1])
+        sources = load_sources(args, tokenizer, ids, accelerator, train_problems.messages, trial=trial)
     setup = Setup(
         args=args,
         sizes=sizes,
@@ -1051,15 +1058,20 @@ def load_sources(
     ids: problems.TaskIds,
     accelerator: Accelerator,
     dialogues: Iterable[chat_templates.Messages] = (),
+    *,
+    trial: tuple[list[str], list[str], Sequence[verifiers.Columns]] = verifiers.MADE_UP,
 ) -> dict[str, Source]:
-    """What scores, under its name, with its weight; the verifier first. dialogues: of the problems to train on."""
+    """What scores, under its name, with its weight; the verifier first.
+
+    dialogues: of the problems to train on. trial: two of the problems, as load_verifier takes them.
+    """
     shaping, start_of = args.rewards, partial(problems.response_start, args.task)
 
     def text_source(name: str, field: str) -> Callable[..., Tensor]:
-        verifier = verifiers.load_verifier(name, field, start_of, on_all_processes=True)
+        verifier = verifiers.load_verifier(name, field, start_of, trial=trial, on_all_processes=True)
         return lambda *columns, **_: torch.tensor(verifier(*columns), dtype=torch.float64)
 
-    def model_source(*texts: list[str], **rows: Any) -> Tensor:
+    def model_source(*columns: list, **rows: Any) -> Tensor:
         scores = processes.widened(score(**rows))  # (rows,)
         # Only functions of texts may say that a response cannot be scored.
         if not scores.isfinite().all():

@@ -4,7 +4,8 @@ Forms of a row, of which the first columns that are there count:
 
     question         a text, a number, or messages of a chat, the last of them the user's. Columns: the one that
                      --task.question_column names, else prompt (TRL 1.16, verl at b178a3c) or problem
-    answer           a text, a number, or messages, of which the last counts. Columns: the one that
+    answer           a text, a number, or messages, of which the last counts; for a verifier of the user's also an
+                     object, a list or a boolean, which becomes JSON text. Columns: the one that
                      --task.answer_column names, else reward_model.ground_truth (verl at b178a3c), solution or
                      completion (TRL 1.16). A name with dots is that of a column within another
 
@@ -14,12 +15,12 @@ processes of its own, since it isn't ours and its scorers read what a model writ
 """
 
 import functools
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ppo_rlhf.lib import data_files, files, rewards
+from ppo_rlhf.lib import data_files, files, reward_functions, rewards
 from ppo_rlhf.lib.chat_templates import Messages
 from ppo_rlhf.lib.confined_worker import Worker
 from ppo_rlhf.lib.errors import InputError, flag
@@ -30,58 +31,44 @@ HELD_OUT = 500  # problems of a generator
 # ---- Columns ---------------------------------------------------------------------------------------------------
 
 
-def find(row: Mapping[str, Any], columns: Sequence[str], what: str) -> tuple[str, Any]:
-    """The first of these columns that a row has, as messages name it, and what is in it."""
-    for column in columns:
-        value: Any = row
-        for part in [column] if column in row else column.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
-            return f"{what}, {column!r},", value
-    raise InputError(f"{what} has nothing under {columns[0]!r}; it has {', '.join(map(repr, row))}")
-
-
-def as_text(value: Any, what: str) -> str:
-    """A text or a number as a text."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        raise InputError(f"{what} must be a text or a number; it is {str(value)[:60]!r}")
-    text = value if isinstance(value, str) else str(value)
-    files.check_text(text, what)
-    return text
-
-
-def as_messages(value: Any, role: str, what: str) -> Messages:
-    """The messages of a chat; a text or a number is a message of this role."""
-    if not isinstance(value, list):
-        value = [{"role": role, "content": value}]
-    if not value or not all(isinstance(message, Mapping) for message in value):
-        raise InputError(f"{what} must be a text, a number, or messages; it is {str(value)[:60]!r}")
-    return [
-        {key: as_text(message.get(key), f"{what} a message's {key},") for key in ("role", "content")}
-        for message in value
-    ]
-
-
 def question_of(row: Mapping[str, Any], column: str, what: str) -> str | Messages:
     """The question of a row: a text, or messages if there are more than the user's one."""
     others = ("prompt", "problem") if column == "question" else ()
-    place, value = find(row, (column, *others), what)
-    messages = as_messages(value, "user", place)
+    name, value = data_files.find(row, (column, *others), what)
+    place = f"{what}, {name!r},"
+    messages = data_files.as_messages(value, "user", place)
     if messages[-1]["role"] != "user":
         raise InputError(f"{place} the last message is the {messages[-1]['role']}'s; it must be the user's")
     return messages[0]["content"] if len(messages) == 1 else messages
 
 
-def answer_of(row: Mapping[str, Any], column: str, what: str) -> str:
-    """The answer of a row, from which --task.answer_format takes what a response must say."""
+def answer_of(row: Mapping[str, Any], column: str, what: str, *, by_function: bool = False) -> tuple[str, str]:
+    """The column of a row's answer, and the answer, from which --task.answer_format takes what a response must say.
+
+    by_function: a function of the user's is the verifier, so that the answer may also be JSON, which is taken whole.
+    """
     others = ("reward_model.ground_truth", "solution", "completion") if column == "answer" else ()
-    place, value = find(row, (column, *others), what)
-    return as_messages(value, "assistant", place)[-1]["content"]
+    name, value = data_files.find(row, (column, *others), what)
+    place = f"{what}, {name!r},"
+    if not isinstance(value, bool | Mapping | list) or is_chat(value):
+        return name, data_files.as_messages(value, "assistant", place)[-1]["content"]
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if not by_function:
+        raise InputError(
+            f"{place} must be a text, a number, or messages; it is {text[:60]!r}, which only a function of your own "
+            f"can read: {flag('rewards.verifier')} package.module:name gets it as JSON text"
+        )
+    files.check_text(text, place)
+    return name, reward_functions.JsonText(text)
+
+
+def is_chat(value: Any) -> bool:
+    """Whether this is a list of messages."""
+    return isinstance(value, list) and any(isinstance(one, Mapping) and "content" in one for one in value)
 
 
 # ---- The hub and reasoning-gym ---------------------------------------------------------------------------------
 
-ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner, name and configuration of a data set
 # Making a problem may take minutes. Scoring an answer takes a moment, unless the answer is meant to hold it up.
 MAKER = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=600, seconds=3_600)
 SCORER = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=5, seconds=60)
@@ -104,8 +91,7 @@ ARITHMETIC = re.compile(rf"(?:[0-9+\-*/^%(),\[\]\s]|\.(?!\s*[A-Za-z_])|(?<!\w)(?
 
 def is_elsewhere(source: str) -> bool:
     """Whether this names a generator or a data set on the hub."""
-    is_file = source.endswith(data_files.FORMATS) or Path(source).exists()
-    return source.startswith(GENERATOR) or (ON_HUB.fullmatch(source) is not None and not is_file)
+    return source.startswith(GENERATOR) or data_files.is_on_hub(source)
 
 
 def check_name(source: str, field: str) -> None:
@@ -123,7 +109,7 @@ def load(source: str, field: str, split: str) -> Iterable[data_files.Row]:
         f"give a file or a folder with problems_<split>.jsonl, name another split's rows by "
         f"{flag('task.test_problems')}, or use --preset sums"
     )
-    return data_files.from_hub(source, field, split, remedy, name, configuration or None)
+    return data_files.from_hub(source, f"task.{field}", split, remedy, name, configuration or None)
 
 
 def evaluates_text(source: str) -> bool:

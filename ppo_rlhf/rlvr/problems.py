@@ -19,7 +19,7 @@ Files and lines next to marks are those of verl-project/verl at commit b178a3c.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field as dataclass_field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import chat_templates, data_files, hub, pretrained, processes, rewards, text_sources
+from ppo_rlhf.lib import chat_templates, data_files, hub, pretrained, processes, reward_functions, rewards
 from ppo_rlhf.lib.bounds import PositiveInt
 from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.rlvr import problem_rows
@@ -190,9 +190,17 @@ class Problems:
     too_long: int  # problems that were left out, because their prompt has more than prompt_length tokens
     unscorable: int  # problems that were left out, because no response to them can be correct
     empty: int  # problems that were left out, because their prompt has no token
+    # Their columns, for functions of the user's; that of the answer holds what answer_format took. Empty: not kept.
+    rows: list[rewards.Columns] = dataclass_field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def known_of(self, inds: Iterable[int]) -> tuple[list[str], list[str], list[rewards.Columns]]:
+        """What verifiers know of these problems besides responses: prompts as texts, answers, and rows or none."""
+        inds = [*inds]
+        rows = [self.rows[i] for i in inds] if self.rows else []
+        return [self.texts[i] for i in inds], [self.answers[i] for i in inds], rows
 
     def batch(self, inds: Iterable[int], pad_id: int) -> torch.Tensor:
         """Prompts with these numbers, padded on the left to the longest of them: (prompts, longest)."""
@@ -206,10 +214,10 @@ def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
     if source == "gsm8k":
         remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        return data_files.from_hub(source, field, split or "test", remedy, GSM8K_FILES)
+        return data_files.from_hub(source, f"task.{field}", split or "test", remedy, GSM8K_FILES)
     path = Path(worlds.find_value(f"task.{field}", source))
     if path.is_dir():
-        return data_files.read_jsonl(path / f"problems_{split or 'test'}.jsonl", field)
+        return data_files.read_jsonl(path / f"problems_{split or 'test'}.jsonl", f"task.{field}")
     if problem_rows.is_elsewhere(source):
         return problem_rows.load(source, field, split or "test")
     if path.suffix not in data_files.FORMATS:
@@ -217,24 +225,13 @@ def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
             f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, reasoning_gym:<task>, data "
             f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(data_files.FORMATS)}"
         )
-    every = data_files.read_file(path, field)
-    if split == "test" and len(every) < text_sources.HELD_OUT:
-        raise InputError(
-            f"{flag(f'task.{field}')} {source} has {len(every)} rows; every {text_sources.HELD_OUT}th row of a file "
-            f"is held out, so give {text_sources.HELD_OUT} rows or more, or name a file of held-out problems: "
-            f"{flag('task.test_problems')} <file>.jsonl"
-        )
-    held_out = {"train": False, "test": True}.get(split)
-    return [
-        row
-        for i, row in enumerate(every)
-        if held_out in (None, i % text_sources.HELD_OUT == text_sources.HELD_OUT - 1)
-    ]
+    remedy = f"name a file of held-out problems: {flag('task.test_problems')} <file>.jsonl"
+    return data_files.load_split(source, f"task.{field}", split or "all", remedy)
 
 
 def answer_of(solution: str, answer_format: str) -> str:
     """The text that a correct response must contain; empty if the solution doesn't give it in this format."""
-    if isinstance(solution, rewards.Gold):
+    if isinstance(solution, rewards.Gold | reward_functions.JsonText):
         return solution
     match answer_format:
         case "hashes":
@@ -249,24 +246,31 @@ def answer_of(solution: str, answer_format: str) -> str:
 
 
 def read_problems(
-    task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0, verifier: str = ""
+    task: TaskArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    limit: int = 0,
+    verifier: str = "",
+    *,
+    keep_rows: bool = True,
 ) -> Problems:
     """Problems of a split. split: train or test. limit: only the first so many rows; 0: all.
 
     A problem is left out and counted if its prompt is too long or empty, or if no response to it can be correct.
-    verifier: the one that says so; empty: any answer will do.
+    verifier: the one that says so; empty: any answer will do. keep_rows: for functions that ask for columns.
     """
     source, field = task.problems, "problems"
     if split == "test" and task.test_problems:
         source, field, split = task.test_problems, "test_problems", ""
     elif split == "train" and task.test_problems and Path(source).suffix in data_files.FORMATS:
         split = ""  # nothing of it is held out
-    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "messages", "answers", "kinds")}
+    kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "messages", "answers", "kinds", "rows")}
     too_long = unscorable = empty = 0
     for where, row in islice(load_rows(source, field, split), limit or None):
         what = f"{flag(f'task.{field}')} {where}"
         question = problem_rows.question_of(row, task.question_column, what)
-        solution = problem_rows.answer_of(row, task.answer_column, what)
+        by_function = verifier not in rewards.VERIFIERS
+        column, solution = problem_rows.answer_of(row, task.answer_column, what, by_function=by_function)
         answer = answer_of(solution, task.answer_format)
         # [V04] [V19] The verifier must accept the answer itself. gsm8k_strict never accepts 12:00, for example.
         if not answer or not rewards.can_be_right(verifier, answer):
@@ -286,6 +290,8 @@ def read_problems(
         kept["messages"].append(dialogue(question, task, prompt))
         kept["answers"].append(answer)
         kept["kinds"].append(str(row.get(task.kind_column, "")))
+        if keep_rows:
+            kept["rows"].append({**row, column: answer} if column in row else row)
     if not kept["prompts"]:
         by = f" that {flag('rewards.verifier')} {verifier} can accept" if verifier else ""
         raise InputError(
@@ -332,7 +338,7 @@ class Solved:
 def solve(
     held_out: Problems,
     sample: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    verifiers: list[Callable[[list[str], list[str], list[str]], list[float]]],
+    verifiers: list[Callable[..., list[float]]],
     tokenizer: PreTrainedTokenizerBase,
     ids: TaskIds,
     local_batch: int,
@@ -355,9 +361,9 @@ def solve(
             uniforms[inds].flatten(0, 1).to(processes.device_of_noise(contexts.device)),
             temperature=temperature,
         )
-        prompts, answers = ([texts[i] for i in rows] for texts in (held_out.texts, held_out.answers))
+        prompts, answers, columns = held_out.known_of(rows.tolist())
         texts = to_texts(tokenizer, responses, ids)
-        values = [torch.tensor(verifier(prompts, texts, answers)) for verifier in verifiers]
+        values = [torch.tensor(verifier(prompts, texts, answers, columns)) for verifier in verifiers]
         names = [getattr(verifier, "verifier", "") for verifier in verifiers]
         right = torch.stack([rewards.is_right(*pair) for pair in zip(values, names, strict=True)], 1)
         return responses.unflatten(0, (-1, n)), processes.widened(right.to(responses.device)).unflatten(0, (-1, n))

@@ -84,7 +84,8 @@ class RewardsArgs:
     """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
     function: str = ""
     """package.module:name of a function (queries, responses: texts) -> list of floats, in place of a reward model;
-    with a third parameter, or one named references or answer, it also gets the summaries of the data"""
+    with a third parameter, or one named references or answer, it also gets the summaries of the data. Functions for
+    TRL or verl are called as docs/chapter3.md says, without columns"""
     monitor: str = ""
     """package.module:name of such a function that is only logged, as objective/<name>"""
     normalize_samples: NonNegativeInt = 256

@@ -4,7 +4,9 @@
         tldr        OpenAI's filtered Reddit TL;DR and its comparisons, from the hub (POSTS_REPOSITORY, ...)
         posts       a built-in world: worlds/posts.py
         reviews     sentences from film reviews, which people have rated: worlds/reviews.py
-        <folder>    posts_<split>.jsonl and comparisons_<split>.jsonl in the format of those
+        <folder>    posts_<split>.jsonl and comparisons_<split>.jsonl in the format of those, or .parquet, .csv, .json
+        <file>      .jsonl, .parquet, .csv or .json, of which each 50th row is held out
+        <owner>/<name>  a data set on the hub, or <owner>/<name>:<configuration>
 
 A row of posts is {"id", "subreddit", "title", "post", "summary"}. A row of comparisons is {"info": a post without a
 summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1, "batch", "split", "extra":
@@ -12,6 +14,8 @@ summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1
 
 With `--task.query_format plain`, any prompts and completions can take their place: {"post": prompt, "summary":
 completion}, both read as they are. A completion then begins with its space. The "post" of a comparison may be empty.
+In place of post and summary, a row may have a prompt and a completion, as texts or messages, and a preference, of
+which lib/preferences.py lists the forms, may take the place of a comparison or, with its chosen answer, of a post.
 
 Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
@@ -31,9 +35,20 @@ from annotated_types import Ge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import chat_templates, data_files, errors, files, hub, pretrained, processes, reward_functions
+from ppo_rlhf.lib import (
+    chat_templates,
+    data_files,
+    errors,
+    files,
+    hub,
+    preferences,
+    pretrained,
+    processes,
+    reward_functions,
+)
 from ppo_rlhf.lib.bounds import PositiveInt
 from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.lib.preferences import Preference
 from ppo_rlhf.tldr.responses import generate_until
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
@@ -52,12 +67,16 @@ CUT_MARGIN = 100
 @dataclass(frozen=True, kw_only=True)
 class TaskArgs(chat_templates.FormatArgs):
     posts: str = "tldr"
-    """where posts and reference summaries come from: tldr, posts, reviews, or a folder with posts_<split>.jsonl"""
+    """where posts and reference summaries come from: tldr, posts, reviews, a folder with posts_<split>.jsonl, a file
+    (.jsonl, .parquet, .csv, .json), or a data set on the hub, <owner>/<name>"""
     comparisons: str = "tldr"
-    """where comparisons come from: tldr, posts, reviews, or a folder with comparisons_<split>.jsonl"""
+    """where comparisons come from: tldr, posts, reviews, a folder with comparisons_<split>.jsonl, a file or a data
+    set on the hub, of rows like those or with chosen and rejected"""
     query_format: Literal["tldr", "plain"] = "tldr"
     """tldr: a query is SUBREDDIT, TITLE, POST and TL;DR:, and a summary begins with a space, unless it is the turn of
     a chat; plain: a query is the post alone, and post and summary are read as they are"""
+    query_column: str = "prompt"
+    """key of a row's prompt where the format is plain and there is no post, with dots for nested ones"""
     query_length: PositiveInt = 512
     """tokens of a query, with its chat template, padded on the left; posts that are too long are cut at their end,
     plain ones at their beginning"""
@@ -200,13 +219,31 @@ class Encoder:
         if task.query_format == "plain":
             prefix, suffix = self.ids.prefix, self.ids.suffix
             room = task.query_length - len(prefix) - len(suffix)
-            return [*prefix, *self.encode(row["post"])[-room:], *suffix]
+            post = row["post"]
+            tokens = self.encode(post) if isinstance(post, str) else self.conversation(post, task)
+            return [*prefix, *tokens[-room:], *suffix]
         return fit_query(
             row["post"],
             lambda post: format_post(row["subreddit"], row["title"], post),
             self.in_place,
             task.query_length,
         )
+
+    def conversation(self, messages: chat_templates.Messages, task: TaskArgs) -> list[int]:
+        """The messages of a chat in its template, without what is around every query."""
+        own = [one | {"content": chat_templates.as_letters(one["content"], self.tokenizer)} for one in messages]
+        if own[0]["role"] != "system":
+            own = [*chat_templates.system_of(task), *own]
+        tokens = chat_templates.encode(chat_templates.render(own, task, self.tokenizer), self.tokenizer)
+        prefix, suffix = list(self.ids.prefix), list(self.ids.suffix)
+        end = len(tokens) - len(suffix)
+        if tokens[: len(prefix)] != prefix or tokens[end:] != suffix:
+            raise InputError(
+                f"a conversation of {', '.join(one['role'] for one in own)} is not between what the chat template "
+                f"puts around a query; its system message must be {flag('task.system_prompt')}, and the last one the "
+                f"user's; or give {flag('task.prompt_format')} plain"
+            )
+        return tokens[len(prefix) : end]
 
     def summary(self, text: str, query_format: Literal["tldr", "plain"] = "tldr") -> list[int]:
         """A summary, with a space before it, unless the format is plain, and the end-of-text token after it.
@@ -261,14 +298,45 @@ def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     if source == "tldr":
         remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
         data = POSTS_REPOSITORY if field == "posts" else COMPARISON_FILES
-        return data_files.from_hub(source, field, split, remedy, data)
-    folder = Path(worlds.find_value(f"task.{field}", source))
-    if not folder.is_dir():
+        return data_files.from_hub(source, f"task.{field}", split, remedy, data)
+    path = Path(worlds.find_value(f"task.{field}", source))
+    if path.is_dir():
+        there = [path / f"{field}_{split}{suffix}" for suffix in data_files.FORMATS]
+        file = next((file for file in there if files.stored(file).is_file()), there[0])
+        return data_files.read_file(file, f"task.{field}")
+    if path.suffix not in data_files.FORMATS and not data_files.is_on_hub(source):
         raise InputError(
-            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, and folders with "
-            f"{field}_*.jsonl"
+            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, folders with "
+            f"{field}_*.jsonl, data sets on the hub, and files: {', '.join(data_files.FORMATS)}"
         )
-    return data_files.read_jsonl(folder / f"{field}_{split}.jsonl", field)
+    return data_files.load_split(source, f"task.{field}", split, f"give a folder with {field}_{split}.jsonl")
+
+
+def plain_texts(preference: Preference, task: TaskArgs, what: str) -> tuple[str | chat_templates.Messages, str, str]:
+    """Prompt, chosen and rejected answer of a row. In a chat, the prompt may be messages (Encoder.conversation)."""
+    if task.query_format != "plain":
+        raise InputError(f"{what} has a prompt, but no post; such rows need {flag('task.query_format')} plain")
+    if task.prompt_format == "plain" or isinstance(preference.prompt, str):
+        return preference.texts()
+    sides = [preference.chosen, preference.rejected]
+    if any(len(side) > 1 for side in sides):
+        raise InputError(
+            f"{what} has an answer of several messages; in a chat it must be one, or give "
+            f"{flag('task.prompt_format')} plain"
+        )
+    prompt = preference.prompt
+    is_one_turn = [one["role"] for one in prompt] == ["user"]
+    return prompt[0]["content"] if is_one_turn else prompt, *(side[0]["content"] for side in sides)
+
+
+def prompt_and_answer(row: dict[str, Any], task: TaskArgs, what: str) -> tuple[str | chat_templates.Messages, str]:
+    """What takes the place of post and summary."""
+    if not preferences.is_preference(row):
+        _, prompt = data_files.find(row, (task.query_column,), what)
+        _, answer = data_files.find(row, ("completion", "summary"), what)
+        row = {task.query_column: prompt, "chosen": answer, "rejected": answer}
+    prompt, answer, _ = plain_texts(preferences.read_preference(row, what, task.query_column), task, what)
+    return prompt, answer
 
 
 def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
@@ -284,13 +352,18 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     queries, references, too_long = [], [], 0
     for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
         what = f"{flag('task.posts')} {where}"
-        data_files.check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
+        if "post" not in row and (preferences.is_preference(row) or task.query_format == "plain"):
+            prompt, answer = prompt_and_answer(row, task, what)
+            row = {"post": prompt, "summary": answer}
+        else:
+            data_files.check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
         reference = encoder.summary(row["summary"], task.query_format)
         if len(reference) > task.response_length:
             too_long += 1
             continue
         references.append(reference)
-        queries.append(encoder.query(row, task))
+        with errors.input_errors(what, InputError):
+            queries.append(encoder.query(row, task))
         if not queries[-1]:
             raise InputError(f"{what} has an empty query, so that there is nothing to continue")
     if not queries:
@@ -338,7 +411,11 @@ def check_comparison(row: dict[str, Any], query_format: str, what: str) -> None:
     """Refuse a row that is not a comparison."""
     info, summaries, choice = (row.get(key) for key in ("info", "summaries", "choice"))
     if not isinstance(info, dict):
-        raise InputError(f"{what} has no object under 'info'")
+        keys = ", ".join(map(repr, row))
+        raise InputError(
+            f"{what} has no object under 'info', nor a 'chosen' and 'rejected' text; it has {keys}; "
+            f"{preferences.FORMS}"
+        )
     data_files.check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
     if not isinstance(summaries, list) or len(summaries) != 2 or not all(isinstance(s, dict) for s in summaries):
         raise InputError(f"{what} has no two summaries")
@@ -364,7 +441,13 @@ def read_comparisons(
     encoder = Encoder(tokenizer, ids)
     queries, pairs, groups, cut, identical = [], [], [], 0, 0
     for where, row in islice(load_rows(task.comparisons, "comparisons", split), limit or None):
-        check_comparison(row, task.query_format, f"{flag('task.comparisons')} {where}")
+        what = f"{flag('task.comparisons')} {where}"
+        if preferences.is_preference(row):
+            preference = preferences.read_preference(row, what, task.query_column)
+            prompt, *answers = plain_texts(preference, task, what)
+            row |= {"info": {"post": prompt}, "summaries": [{"text": text} for text in answers], "choice": 0}
+        else:
+            check_comparison(row, task.query_format, what)
         if bool(row["info"].get("article")) != articles:
             continue
         summaries = [encoder.summary(summary["text"], task.query_format) for summary in row["summaries"]]
@@ -373,7 +456,8 @@ def read_comparisons(
         if summaries[0] == summaries[1]:
             identical += 1
             continue
-        queries.append(encoder.query(row["info"], task))
+        with errors.input_errors(what, InputError):
+            queries.append(encoder.query(row["info"], task))
         pairs.append((summaries[row["choice"]], summaries[1 - row["choice"]]))
         extra = row.get("extra") or {}
         groups.append(

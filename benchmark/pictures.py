@@ -1,0 +1,282 @@
+"""Draw the pictures of the pages again, from committed numbers alone; from finished runs, first make the examples.
+
+    python benchmark/pictures.py                # static/*.png and the learning curves of the demos
+    python benchmark/pictures.py --runs runs    # before that, takes the newest run of each demo, with its report
+
+The second also takes static/derivation.png from chapter 1's report, with chromium. The diagrams, static/*.svg, have
+no numbers: edit them.
+"""
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from playwright.sync_api import sync_playwright
+
+from benchmark import pages
+from ppo_rlhf.lib import errors, files, learning_curves, run
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.report import __main__ as report
+
+ROOT = Path(__file__).parents[1]
+STATIC = ROOT / "static"
+WIDTH, DPI = 8.3, 200  # inches: 1,660 pixels, for 830 on a page
+BLUE, ORANGE, GREEN, PINK, YELLOW = learning_curves.COLORS[:5]
+STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False}
+
+
+@dataclass(frozen=True)
+class Args:
+    runs: Path | None = None
+    """folder with finished runs of make demo, demo-tldr, demo-rlvr and demo-tools"""
+
+
+# ---- From runs -------------------------------------------------------------------------------------------------
+
+# Folder below static, beginning of a run's name, what its files' names begin with there, and these files.
+EXAMPLES = [
+    ("demo", "train_reward__tales__", "reward_", ["meta.json"]),
+    ("demo", "train_policy__tales__", "", ["meta.json", "metrics.csv", "comparison.jsonl"]),
+    ("demo-tldr", "tldr_sft__posts__", "sft_", ["meta.json", "metrics.csv", "evaluation.jsonl"]),
+    ("demo-tldr", "tldr_reward__posts__", "reward_", ["meta.json", "metrics.csv"]),
+    ("demo-tldr", "tldr_policy__posts__", "policy_", ["meta.json", "metrics.csv"]),
+    ("demo-tldr", "tldr_policy__posts__", "", ["evaluation.jsonl"]),
+    ("demo-rlvr", "rlvr_policy__sums__", "", ["meta.json", "metrics.csv", "evaluation.jsonl"]),
+    ("demo-tools", "rlvr_tools__sums-tools__", "", ["meta.json", "metrics.csv"]),
+]
+REPORTS = {"demo": "train_policy__tales__", "demo-tldr": "tldr_policy__posts__", "demo-rlvr": "rlvr_policy__sums__"}
+
+
+def newest(runs: Path, name: str) -> Path:
+    """The newest run whose name begins so; an InputError if it hasn't finished, or there is none."""
+    metas = sorted(runs.glob(f"{name}*/meta.json"), key=lambda path: path.stat().st_mtime)
+    if not metas or not run.read_meta(metas[-1].parent).get("finished"):
+        raise InputError(f"--runs {runs}: the newest run {name}* is missing or not finished; make examples makes all")
+    return metas[-1].parent
+
+
+def take_examples(runs: Path) -> None:
+    """Copy what static keeps of the newest run of each stage, and make the reports of the three chapters."""
+    found = {name: newest(runs, name) for _, name, *_ in EXAMPLES}
+    for folder, name, prefix, kept in EXAMPLES:
+        for file in kept:
+            shutil.copyfile(found[name] / file, STATIC / folder / f"{prefix}{file}")
+    for folder, name in REPORTS.items():
+        report.report(report.Args(run=str(found[name]), out=str(STATIC / folder / "report.html")))
+
+
+# ---- From committed numbers ------------------------------------------------------------------------------------
+
+
+def draw_front_page(figure: Figure) -> None:
+    """The demo of chapter 1: thin lines are single updates, thick ones means of ten."""
+    metrics, (scores, kl) = pages.table("demo/metrics"), figure.subplots(1, 2)
+    target = run.read_meta(STATIC / "demo")["args"]["rewards"]["adaptive_kl"]["target"]
+    for axes, name, label, color in (
+        (scores, "objective/gold_scores", "gold score", ORANGE),
+        (scores, "objective/scores", "reward model's score", BLUE),
+        (kl, "objective/kl", "KL", BLUE),
+    ):
+        axes.plot(metrics["step"], metrics[name], color=color, alpha=0.3, linewidth=0.8)
+        smooth = metrics[name].rolling(10, min_periods=1).mean()
+        axes.plot(metrics["step"], smooth, color=color, linewidth=2, label=label)
+    kl.axhline(target, color="black", linestyle="--", linewidth=1.2, label=f"its target, {target:g}")
+    scores.set(title="score of the responses", xlabel="update", ylabel="points")
+    kl.set(title="KL divergence from the language model", xlabel="update", ylabel="nats per response")
+    for axes in (scores, kl):
+        axes.plot([], [], color="gray", alpha=0.5, linewidth=0.8, label="thin: single updates; thick: mean of ten")
+        axes.legend(loc="lower right")
+
+
+SHAPES = {
+    "objective/scores": "reward model's score",
+    "objective/kl": "KL (nats per response)",
+    "objective/kl_coef": "KL coefficient",
+    "ppo/policy/entropy": "entropy (nats per token)",
+    "objective/gold_scores": "gold score (only ours has one)",
+}
+
+
+def draw_tales(figure: Figure) -> None:
+    """Ten seeds of ours, and ten of OpenAI's as they were read from a published figure."""
+    ours = pages.table("tales/curves").query("task == 'tales'")
+    theirs = pd.read_csv(ROOT / "benchmark/curves/reference/lm_human_preferences.csv").query(
+        "implementation == 'openai/lm-human-preferences' and source_figure == 'ours1.png' and task == 'sentiment'"
+    )
+    sides = (
+        (ours, BLUE, "this project, tales,\n200 updates"),
+        (theirs, "black", "OpenAI, sentiment,\n1,953 updates"),
+    )
+    *panels, legend = figure.subplots(2, 3).flat
+    for axes, (metric, title) in zip(panels, SHAPES.items(), strict=True):
+        for side, color, _ in sides:
+            curve = side[side["metric"] == metric].dropna(subset="update")
+            share = 100 * curve["update"] / side["update"].max()
+            draw_band(axes, share, curve["mean"], curve["std"], color=color)
+        axes.set(title=title, xlabel="share of the training (%)")
+    for _, color, label in sides:
+        legend.plot([], [], color=color, label=label)
+    legend.fill_between([], [], color="gray", alpha=0.3, label="a standard deviation\nover ten seeds each")
+    legend.set_axis_off()
+    legend.legend(loc="center")
+
+
+def draw_band(axes: Axes, x: pd.Series, mean: pd.Series, deviation: pd.Series, *, color: str) -> None:
+    axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+    axes.plot(x, mean, color=color, linewidth=1.5)
+
+
+RATINGS = {
+    "preset": ("4,800 sentences, the preset", BLUE),
+    "4800": ("4,800 sentences, large steps", ORANGE),
+    "4800-single": ("4,800, one person's rating each, large steps", GREEN),
+    "1000": ("1,000 sentences, large steps", PINK),
+    "200": ("200 sentences, large steps", YELLOW),
+}
+JUDGES = {"objective/score": "its reward model's score", "judge": "the judge's score", "objective/vader": "VADER"}
+
+
+def draw_people(figure: Figure) -> None:
+    """Means over seeds, and over up to three of the updates that were judged."""
+    updates, panels = pages.table("people/updates").dropna(subset="judge"), figure.subplots(1, 3)
+    for name, (label, color) in RATINGS.items():
+        means = updates[updates["variant"] == name].groupby("step")[["objective/kl", *JUDGES]].mean()
+        means = means.rolling(3, min_periods=1).mean()
+        for axes, column in zip(panels, JUDGES, strict=True):
+            axes.plot(means["objective/kl"], means[column], marker=".", color=color, label=label)
+    for axes, title in zip(panels, JUDGES.values(), strict=True):
+        axes.set(title=title, xlabel="KL (nats per response)")
+    panels[0].set_ylabel("points")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+
+METHODS = {
+    ("best-of-n", 1): ("best of n = 1 to 64", BLUE),
+    ("dpo", 0.3): ("DPO, β = 0.3", YELLOW),
+    ("dpo", 1): ("DPO, β = 1", ORANGE),
+    ("ppo", 0.2): ("PPO, KL coefficient 0.2", "#56b4e9"),
+    ("ppo", 0.6): ("PPO, KL coefficient 0.6", GREEN),
+}
+
+
+def draw_methods(figure: Figure) -> None:
+    points, panels = pages.table("methods/points"), figure.subplots(1, 2)
+    start = points[(points["method"] == "best-of-n") & (points["at"] == 1)]
+    for (method, setting), (label, color) in METHODS.items():
+        own = points[(points["method"] == method) & (points["setting"] == setting)]
+        ends = own[own["at"] == own["at"].max()]
+        mean = pd.concat([start.assign(at=0), own]).groupby("at")[["kl", "gold", "score"]].mean()
+        for axes, column in zip(panels, ("gold", "score"), strict=True):
+            axes.plot(mean["kl"], mean[column], color=color, marker=".", markersize=4, label=label)
+            axes.plot(mean["kl"].iloc[-1:], mean[column].iloc[-1:], "o", color=color, markersize=9)
+            axes.plot(ends["kl"], ends[column], "x", color=color, markersize=5)
+    for marker, size, label in (("o", 9, "its end, mean of five seeds"), ("x", 5, "the ends of single seeds")):
+        axes.plot([], [], marker, color="gray", markersize=size, label=label)
+    panels[0].set(title="gold score: the truth", ylabel="points")
+    panels[1].set(title="score: what best-of-n and PPO see")
+    for axes in panels:
+        axes.set_xlabel("KL from the fine-tuned model (nats per summary)")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
+ATLAS = {
+    ("tales", "chapter 1, tales: change of the gold score (points)"): {
+        "lambda-0": "λ = 0 instead of 0.95",
+        "gamma-0.9": "γ = 0.9 instead of 1",
+        "one-epoch": "one epoch per batch instead of four",
+        "no-policy-clipping": "policy loss not clipped",
+        "lambda-1": "λ = 1 instead of 0.95",
+        "no-kl": "no KL penalty",
+    },
+    ("posts", "chapter 2, posts: change of the gold score (points)"): {
+        "no-kl": "no KL penalty",
+        "temperature-1": "temperature 1 instead of 0.7",
+        "comparisons-256": "256 comparisons instead of 2,048",
+    },
+    ("sums", "chapter 3, sums: change of the share of correct samples (percentage points)"): {
+        "critic-lambda-0": "critic with λ = 0 instead of 0.95",
+        "many-steps": "32 optimiser steps per batch instead of 2",
+        "no-clip": "policy loss not clipped",
+    },
+}
+
+
+def draw_atlas(figure: Figure) -> None:
+    """Effects on the reward, as the tables of the atlas have them."""
+    page = (ROOT / "docs/reference/atlas.md").read_text()
+    panels = figure.subplots(3, 1, height_ratios=[len(changes) for changes in ATLAS.values()])
+    for axes, ((world, title), changes) in zip(panels, ATLAS.items(), strict=True):
+        for place, name in enumerate(changes):
+            row = page.partition(f'<a id="{world}-{name}">')[2].partition("\n")[0]
+            mean, half = map(float, re.search(r"([-+][\d.]+) ± ([\d.]+)", row).groups())
+            color = ORANGE if mean < 0 else BLUE
+            face = color if pages.star(world, name) else "white"
+            axes.errorbar(mean, place, xerr=half, fmt="o", color=color, markerfacecolor=face, capsize=3)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(changes)), changes.values())
+        axes.set_ylim(len(changes) - 0.5, -0.5)
+        axes.set_title(title, loc="left")
+    figure.supxlabel(
+        "bars: 95 % intervals over five seeds; filled: significant after Holm's correction for all 81 changes\n"
+        "orange: lower than the unchanged script; blue: higher",
+        fontsize=STYLE["font.size"],
+    )
+
+
+PICTURES: dict[str, tuple[str, float, Callable[[Figure], None]]] = {  # its data, its height in inches
+    "front_page": ("static/demo/metrics.csv", 3.2, draw_front_page),
+    "tales": ("benchmark/results/tales/curves.csv", 4.6, draw_tales),
+    "people": ("benchmark/results/people/updates.csv", 3.9, draw_people),
+    "methods": ("benchmark/results/methods/points.csv", 4.3, draw_methods),
+    "atlas": ("docs/reference/atlas.md", 5, draw_atlas),
+}
+DERIVATION = ("KL", "reward", "whitened reward", "temporal difference", "advantage", "whitened advantage")
+
+
+def draw_derivation() -> None:
+    """Some lines of the token on which chapter 1's example report opens."""
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 830, "height": 1000}, device_scale_factor=2)
+        page.goto((STATIC / "demo/report.html").as_uri())
+        titles = list(DERIVATION)
+        page.evaluate(
+            """titles => {
+                for (const line of document.querySelectorAll("#lines .line"))
+                    if (!titles.includes(line.querySelector("b").textContent)) line.remove();
+                const panel = document.getElementById("panel");
+                document.body.replaceChildren(panel);
+                panel.style = "position: static; max-height: none; box-shadow: none";
+            }""",
+            titles,
+        )
+        page.locator("#panel").screenshot(path=STATIC / "derivation.png")
+        browser.close()
+
+
+def main(args: Args) -> None:
+    if args.runs:
+        take_examples(args.runs)
+        draw_derivation()
+    for name, (data, height, draw) in PICTURES.items():
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(WIDTH, height), layout="constrained")
+            draw(figure)
+            told = {"Description": hashlib.sha256((ROOT / data).read_bytes()).hexdigest(), "Software": None}
+            figure.savefig(STATIC / f"{name}.png", dpi=DPI, metadata=told)
+    for folder, prefix in (("demo", ""), ("demo-tldr", "policy_"), ("demo-rlvr", ""), ("demo-tools", "")):
+        rows = pages.table(f"{folder}/{prefix}metrics").to_dict("records")
+        settings = files.read_json(STATIC / folder / f"{prefix}meta.json")["args"]
+        learning_curves.draw_learning_curves(STATIC / folder, rows, settings)
+
+
+if __name__ == "__main__":
+    errors.run_script(lambda: main(tyro.cli(Args, description=__doc__)))
