@@ -22,8 +22,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
+
+import psutil
 
 from ppo_rlhf.check import faults
 from ppo_rlhf.lib import files
@@ -34,8 +37,7 @@ MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edit
 FAST = ["golden", "golden_tldr", "golden_verl", "check", "policy_math", "reward_math", "tldr_math", "rlvr_math"]
 ABOUT_TEXT = ["house", "matrix", "pages", "readme", "register", "small_changes"]
 LEFT_OUT = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text or have_the_same_text)"
-LIMIT = 600  # seconds that a process may compute, however busy the machine is
-LONGEST = 4 * 3600  # seconds until the end, for what waits and does not compute
+LIMIT = 600  # seconds that a process may compute, or in which none does, however busy the machine is
 HANGS = "(does not end)"
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
 STARTED = re.compile(r"^tests/(test_\w+\.py)::(.*\S)", re.MULTILINE)
@@ -44,6 +46,14 @@ COLUMNS = ["mistake", "place", "test", "rejected_by", "failures"]
 
 def files_of(names: list[str]) -> list[str]:
     return [f"test_{name}.py" for name in names]
+
+
+def is_asleep(pid: int) -> bool:
+    """Whether neither this process nor one that it has started computes, or would on a machine that is less busy."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(pid)
+        return all(one.status() != psutil.STATUS_RUNNING for one in [started, *started.children(recursive=True)])
+    return False
 
 
 def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, str]]:
@@ -62,21 +72,22 @@ def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, s
             start_new_session=True,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, resource.RLIM_INFINITY)),
         )
+        asleep = 0  # seconds
         try:
-            status = process.wait(LONGEST)
-        except subprocess.TimeoutExpired:
-            status = -signal.SIGXCPU
+            while process.poll() is None and asleep < LIMIT:
+                time.sleep(1)
+                asleep = asleep + 1 if is_asleep(process.pid) else 0
         finally:
             with contextlib.suppress(ProcessLookupError):  # nothing of it is left
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         text = output.read()
-    if status == -signal.SIGXCPU:
+    if process.returncode in (None, -signal.SIGXCPU):
         file, name = (STARTED.findall(text) or [(tests[0], "")])[-1]
         return [(file, f"{name} {HANGS}".strip())]
     failed = FAILED.findall(text)
-    if not failed and status not in (0, 5):  # 5: the options leave no test of these files
-        raise RuntimeError(f"pytest ended with status {status}: {text[-1000:]}")
+    if not failed and process.returncode not in (0, 5):  # 5: the options leave no test of these files
+        raise RuntimeError(f"pytest ended with status {process.returncode}: {text[-1000:]}")
     return failed
 
 
