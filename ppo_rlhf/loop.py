@@ -17,9 +17,11 @@ Under `accelerate launch`, each process generates for queries of its own, as man
 and whitening are over all of them together.
 """
 
+from __future__ import annotations
+
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import command_line, pretrained, processes, reward_functions
+from ppo_rlhf.lib import command_line, errors, pretrained, processes, reward_functions
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.policy import (
@@ -60,6 +62,7 @@ class Batch:
     response_ids: list[list[int]]  # with the token that ends a text, where there is one
     stopped: list[bool]  # whether there is one
     step: int  # how many steps the policy had made
+    maker: PPO
     rollout: Rollout  # without scores, and so without rewards
 
 
@@ -100,6 +103,8 @@ class PPO:
         has, but for total_episodes and batch_size. Raises InputError, a ValueError.
         """
         loaded = model if isinstance(model, PreTrainedModel) else None
+        if not loaded and not isinstance(model, str | Path):
+            raise InputError(f"model is a {type(model).__name__}, no language model of transformers; merge adapters")
         name = str(loaded.name_or_path if loaded else model)
         if loaded and tokenizer is None:
             raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
@@ -108,26 +113,30 @@ class PPO:
             raise InputError("with lora, the reference is the policy without its adapters; leave it out")
         if dtype not in ("float32", "bfloat16", "float64"):
             raise InputError(f"dtype is {dtype}; it must be float32, bfloat16 or float64")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InputError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
+        if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+            raise InputError(
+                "optimizer must be a function that makes one: partial(torch.optim.Adam, betas=(0.9, 0.95))"
+            )
+        defaults = dataclasses.asdict(PpoArgs())
+        if unknown := [name for name in ppo if name in ("total_episodes", "batch_size") or name not in defaults]:
+            raise InputError(f"PPO has no argument {unknown[0]}; docs/reference/arguments.md has those of chapter 2")
         adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
         rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
         self.args = Args(
             base_model=name,
             rewards=rewards,
-            ppo=PpoArgs(**ppo),
+            ppo=typed(PpoArgs, defaults | ppo),
             lora=lora,
             dtype=dtype,
             seed=seed,
             trust_remote_code=trust_remote_code,
         )
-        self.task = TaskArgs(
-            response_length=response_length,
-            temperature=temperature,
-            start_text=None,
-            end_text=None,
-            truncate_text=None,
-        )
-        for args in (self.args, self.task):
-            command_line.check_bounds(args)
+        of_texts = {"start_text": None, "end_text": None, "truncate_text": None}
+        sampling = {"response_length": response_length, "temperature": temperature}
+        self.task = typed(TaskArgs, dataclasses.asdict(TaskArgs()) | of_texts | sampling)
+        command_line.check_bounds(self.args)
         self.accelerator = processes.make_accelerator()
         self.tokenizer = tokenizer or pretrained.load_tokenizer(name, trust_remote_code)
         self.pad_id, self.stop_ids = pretrained.vocabulary_size(self.tokenizer), pretrained.end_ids(self.tokenizer)
@@ -157,6 +166,8 @@ class PPO:
         )
         parameters = [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
         self.optimizer = (optimizer or partial(adam, args=self.args.ppo))(parameters)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise InputError(f"optimizer returned a {type(self.optimizer).__name__}, and no optimiser")
         if max_grad_norm is not None:
             self.optimizer.register_step_pre_hook(partial(clip, parameters=parameters, most=max_grad_norm))
         self.controller = AdaptiveKLController(kl_coef, kl_target, kl_horizon)
@@ -189,16 +200,18 @@ class PPO:
         """A batch of responses that were written elsewhere, or have tokens of somebody else between the policy's.
 
         mask: for each token of a response, whether it is the policy's and learns; None: all of them. Nothing is
-        appended: a text that ends needs `tokenizer.eos_token` at its end.
+        appended: a text that ends needs `tokenizer.eos_token` at its end. Tokens after one in the middle count, too.
         """
         contexts, tokens = self._tokens(queries, "queries"), self._tokens(responses, "responses")
         own = tokens != self.pad_id  # (batch, response_length)
         if len(contexts) != len(tokens):
             raise InputError(f"there are {len(contexts)} queries and {len(tokens)} responses; each needs its own")
         if mask is not None:
-            if [len(row) for row in mask] != own.sum(1).tolist():
+            with errors.input_errors("mask must have a list of 0 and 1 for each response", TypeError):
+                entries = [[int(bool(entry)) for entry in row] for row in mask]
+            if [len(row) for row in entries] != own.sum(1).tolist():
                 raise InputError("mask must have one entry for each token of each response")
-            own = padded([[int(bool(entry)) for entry in row] for row in mask], 0).bool().to(own.device)
+            own = padded(entries, 0).bool().to(own.device)
         if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
         self._check_length(contexts.shape[1], tokens.shape[1])
@@ -245,6 +258,7 @@ class PPO:
             response_ids=[row[row != self.pad_id].tolist() for row in responses],
             stopped=rollout.stopped.tolist(),
             step=self.steps,
+            maker=self,
             rollout=rollout,
         )
 
@@ -256,8 +270,9 @@ class PPO:
         Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
         don't fit the batch, or if the batch is older than the last step.
         """
+        scores = self._checked_scores(batch, scores)
         args, ppo, rollout = self.args, self.args.ppo, batch.rollout
-        of_episodes = torch.tensor(self._checked_scores(batch, scores)).to(rollout.logprobs)  # (batch,)
+        of_episodes = torch.tensor(scores).to(rollout.logprobs)  # (batch,)
         kl_coef = self.controller.value
         rewards, non_score_rewards, kl = compute_rewards(
             of_episodes,
@@ -291,6 +306,8 @@ class PPO:
     def _checked_scores(self, batch: Batch, scores: Sequence[float]) -> list[float]:
         """Finite numbers, one for each response of a batch that is made with today's policy."""
         numbers, problem, ppo = [], "", self.args.ppo
+        if not isinstance(batch, Batch) or batch.maker is not self:
+            raise InputError("step needs a batch that generate or batch of the same PPO has made")
         try:
             numbers = [float(score) for score in scores]
         except (TypeError, ValueError) as error:
@@ -318,11 +335,15 @@ class PPO:
             "kl_coef": self.controller.value,
             "steps": self.steps,
             "draws": self.draws,
+            # Adapters are switched off for the reference, which is in the first entry then.
+            "reference": {} if self.reference.adapters else self.reference.lm_backbone.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.actor_critic.load_state_dict(state["actor_critic"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # else it would share its moments
+        if not self.reference.adapters:
+            self.reference.lm_backbone.load_state_dict(state["reference"])
         self.controller.value = state["kl_coef"]
         self.steps, self.draws = state["steps"], state["draws"]
 
@@ -344,7 +365,7 @@ class PPO:
 
     def _tokens(self, rows: Sequence[Text], what: str) -> Tensor:
         """Token ids (rows, longest), with padding at the end; of queries with what the tokenizer puts before them."""
-        if isinstance(rows, str) or not len(rows):
+        if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
             raise InputError(f"{what} must be a list with a text, or a list of token ids, for each episode")
         start = pretrained.start_of_plain(self.tokenizer) if what == "queries" else []
         encoded = []
@@ -352,18 +373,23 @@ class PPO:
             if isinstance(row, str):
                 tokens = [*start, *self.tokenizer.encode(row, add_special_tokens=False)]
             else:
-                tokens = row.tolist() if isinstance(row, Tensor) else list(row)
-            if not all(isinstance(token, int) and 0 <= token < self.pad_id for token in tokens):
+                tokens = row.tolist() if hasattr(row, "tolist") else row  # of torch or numpy
+            if not isinstance(tokens, list | tuple) or not all(self._is_id(token) for token in tokens):
                 raise InputError(f"{what}: number {number} is no text and no list of ids in 0..{self.pad_id - 1}")
             if not tokens:
                 raise InputError(f"{what}: number {number} has no token")
-            encoded.append(tokens)
+            encoded.append([*tokens])
+        if not encoded:
+            raise InputError(f"{what} must have a text, or a list of token ids, for each episode; the list is empty")
         return padded(encoded, self.pad_id).to(self.accelerator.device)
+
+    def _is_id(self, token: Any) -> bool:
+        return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < self.pad_id
 
     def _check_length(self, query_length: int, response_length: int) -> None:
         longest = getattr(self.actor_critic.lm_backbone.config, "max_position_embeddings", None)
-        if response_length < 1:
-            raise InputError(f"response_length is {response_length}; it must be at least 1")
+        if not isinstance(response_length, int) or response_length < 1:
+            raise InputError(f"response_length is {response_length!r}; it must be a whole number of at least 1")
         if longest and query_length + response_length > longest:
             raise InputError(
                 f"the model reads at most {longest} tokens; query and response have {query_length + response_length}"
@@ -373,6 +399,12 @@ class PPO:
         """This process's rows of what all have together."""
         rank = self.accelerator.process_index
         return slice(rank * local_batch, (rank + 1) * local_batch)
+
+
+def typed(cls: type, values: dict[str, Any]) -> Any:
+    """Arguments whose values have the types of their fields, and are within their bounds."""
+    with errors.input_errors("PPO", InputError):
+        return command_line.from_dict(cls, values)
 
 
 def adam(parameters: Iterable[nn.Parameter], args: PpoArgs) -> torch.optim.Optimizer:

@@ -24,8 +24,9 @@ OWN = {  # settings for which a trace has to hold something of its own
     "remax": "--ppo.advantage remax --ppo.samples_per_prompt 4 --ppo.nll_coef 0.2 "
     "--ppo.loss_aggregation seq-mean-token-mean --rewards.kl_coef 0.1 "
     "--rewards.kl_loss_coef 0.1 --rewards.kl_loss_estimator full",
+    # The teacher is the start, from which the bonus leads away.
     "taught": "--rewards.teacher {world}/model --ppo.advantage reinforce++ --ppo.gamma 0.9 "
-    "--ppo.whiten_advantages False",
+    "--ppo.whiten_advantages False --ppo.entropy_coef 0.5",
 }
 
 

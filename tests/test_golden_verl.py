@@ -267,14 +267,14 @@ def test_numbers_of_trl_and_verl_for_a_teacher():
     logprobs, ref_logprobs, exact_kl = read_tables(logits, ref_logits, tokens, temperature)
     exact, sampled = (RewardsArgs(teacher="a model", kl_estimator=name) for name in ("full", "k1"))
     mb = rollout_of(mask, logprobs=logprobs.detach(), ref_logprobs=ref_logprobs, exact_kl=exact_kl.detach())
-    coef, _ = exact.kl_in_loss
+    coef, _ = exact.loss_kl
     loss = coef * algebra.aggregate(rlvr_policy.kl_in_loss(logprobs, mb, exact_kl, exact), mask, "token-mean")
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
     same(loss, torch.tensor(x["trl"]["loss"]).double(), 1e-6)  # which TRL computes in float32
     same(gradient, torch.tensor(x["trl"]["gradient"]).double(), 1e-6)
 
     ppo = PpoArgs(advantage="reinforce++", whiten_advantages=False, gamma=0.0)
-    rewards_, _, _ = rlvr_policy.token_rewards(mb, sampled.kl_in_reward, sampled.kl_estimator)
+    rewards_, _, _ = rlvr_policy.token_rewards(mb, sampled.reward_kl, sampled.kl_estimator)
     advantages, _ = rlvr_policy.compute_advantages(mb, rewards_, ppo, torch.clone)
     losses, _, _ = algebra.token_losses(logprobs, mb.logprobs, advantages, mask, ppo.loss, low=0.2, high=0.2)
     loss = algebra.aggregate(losses, mask, "token-mean")

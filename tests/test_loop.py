@@ -235,6 +235,10 @@ def test_a_state_goes_on_with_the_same_numbers(model):
     assert 0 < moved <= 0.05 * 1e-3 * (1 + 1.9 + 2.71 + 3.439) * 1.001
     warm_up.step()
     two.load_state_dict(one.state_dict())
+    plain, other = PPO(model, **SIZES), PPO(model, **SIZES)
+    other.reference.lm_backbone.get_output_embeddings().weight.data.zero_()
+    other.load_state_dict(plain.state_dict())  # the reference is that of the first
+    assert step(plain) == step(other)
     assert step(one) == step(two) and same(weights_of(one.actor_critic), weights_of(two.actor_critic))
     assert one.controller.value != 0.3
 
@@ -257,6 +261,18 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "reads at most": partial(ppo.generate, [[1] * 1000]),
         "response_length is 0": partial(ppo.generate, QUERIES, response_length=0),
         "it must be float32": partial(PPO, model, dtype="float16"),
+        "list is empty": partial(ppo.generate, []),
+        "for each episode": partial(ppo.generate, {"input_ids": [[1]]}),
+        "number 1 is no text": partial(ppo.generate, [[True]]),
+        "a list of 0 and 1": partial(ppo.batch, ["a"], ["b"], [1]),
+        "of the same PPO": partial(PPO(model, **SIZES).step, batch, SCORES),
+        "max_grad_norm is -1": partial(PPO, model, max_grad_norm=-1.0),
+        "no argument batch_size": partial(PPO, model, batch_size=8),
+        "no argument learning_rate": partial(PPO, model, learning_rate=1e-5),
+        "its argument lr is '1e-5'": partial(PPO, model, lr="1e-5"),
+        "is a Linear": partial(PPO, torch.nn.Linear(1, 1)),
+        "a function that makes one": partial(PPO, model, optimizer=ppo.optimizer),
+        "returned a NoneType": partial(PPO, model, optimizer=lambda parameters: None),
         "needs its tokenizer": partial(PPO, AutoModelForCausalLM.from_pretrained(model)),
         "lr is -1.0": partial(PPO, model, lr=-1.0),
         "no such folder": partial(PPO, "./nowhere"),

@@ -294,7 +294,7 @@ CHAPTER_3 = {arguments: rlvr(arguments, words) for arguments, words in RLVR.item
         "--rewards.teacher other: its token",
         damage=all_of(
             lambda folder: shutil.copytree(folder / "tiny/model", folder / "other"),
-            edit("other/tokenizer.json", "model", "vocab", "zzz", to=200),
+            edit("other/tokenizer.json", "model", "vocab", "a", to=200),
         ),
     ),
     "rejection without a correction": rlvr_async("--rejection_low 0.4", "--rejection_low 0.4 does nothing with"),

@@ -362,11 +362,11 @@ def gradient_from_teacher(name: str, gamma: float, *, has_baseline: bool) -> tor
     logprobs, exact = sequence_logprobs(logits), exact_kl(logits, ref_logits)
     old = {"logprobs": logprobs.detach(), "ref_logprobs": sequence_logprobs(ref_logits), "exact_kl": exact.detach()}
     mb = rollout_of(EVERYWHERE, **old)
-    rewards, _, _ = token_rewards(mb, args.rewards.kl_in_reward, name)
+    rewards, _, _ = token_rewards(mb, args.rewards.reward_kl, name)
     baseline = -old["exact_kl"] if has_baseline else None
     advantages, _ = compute_advantages(mb, rewards, ppo, torch.clone, baseline=baseline)
     losses, _, _ = token_losses(logprobs, old["logprobs"], advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
-    in_loss = args.rewards.kl_in_loss[0] * kl_in_loss(logprobs, mb, exact, args.rewards)
+    in_loss = args.rewards.loss_kl[0] * kl_in_loss(logprobs, mb, exact, args.rewards)
     return expected_gradient(losses + in_loss, logits, logits)
 
 

@@ -231,6 +231,14 @@ def test_a_teacher_takes_the_place_of_scores_and_of_the_reference(run_once, tiny
     assert abs(rows[1]["policy/kl_old_new"]) > 0
 
 
+def test_the_bonus_of_an_entropy_target_has_a_gradient(run_once):
+    """All scores are 0, so there is no other. The first of the two steps of an update has no bonus yet."""
+    row, _ = run_once(
+        "--ppo.advantage dr_grpo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0 --ppo.adaptive_entropy.target 9"
+    )
+    assert row["val/groups_zero_std"] == 1 and row["val/advantages_abs_mean"] == 0 < row["policy/grad_norm"]
+
+
 def test_a_group_whose_greedy_response_cannot_be_scored_counts_nowhere(run_once):
     """The first of eight greedy responses, each of which is the baseline of two others."""
     rows = run_once(

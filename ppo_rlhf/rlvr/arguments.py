@@ -73,12 +73,12 @@ class RewardsArgs:
         return bool(self.teacher or self.kl_coef or self.kl_loss_coef)
 
     @property
-    def kl_in_reward(self) -> float:
+    def reward_kl(self) -> float:
         """Weight of the KL in the reward at the start, reward per nat."""
         return 1.0 if self.teacher else self.kl_coef
 
     @property
-    def kl_in_loss(self) -> tuple[float, str]:
+    def loss_kl(self) -> tuple[float, str]:
         """Weight of the KL in the loss, per nat, and its estimate."""
         # [V115] The exact KL from a teacher has a part of its gradient in the loss: that of the next token.
         if self.teacher:
@@ -428,7 +428,7 @@ def impossible(args: Args) -> Iterator[str]:
     # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
     #       gradient of the KL of whole responses. In the reward alone, its gradient points away from the reference.
     unequal = shaping.kl_loss_coef != shaping.kl_coef or shaping.adaptive_kl.target is not None
-    full_in_reward = shaping.kl_in_reward and shaping.kl_estimator == "full"
+    full_in_reward = shaping.reward_kl and shaping.kl_estimator == "full"
     if full_in_reward and not shaping.teacher and (not full_in_loss or unequal):
         yield (
             f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "

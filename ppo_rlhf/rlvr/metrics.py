@@ -141,7 +141,7 @@ def update_metrics(
     metrics["val/sequence_lengths_min"] = all_lengths.min().item()
     metrics["val/sequence_lengths_max"] = all_lengths.max().item()
     left_out = set() if critic else {"loss/value_avg", "val/clipfrac_avg"}
-    if not setup.args.rewards.kl_in_loss[0]:
+    if not setup.args.rewards.loss_kl[0]:
         left_out.add("loss/kl_avg")
     logged = {name: value for name, value in metrics.items() if "/" in name and name not in left_out}
     processes.check_update(logged, number, setup.args.dtype, gap="val/first_ratio_gap")

@@ -634,7 +634,7 @@ def update(
     processes add up.
     """
     args, ppo, accelerator, pad_id = setup.args, setup.args.ppo, setup.accelerator, setup.ids.pad
-    kl_coef, kl_name = args.rewards.kl_in_loss
+    kl_coef, kl_name = args.rewards.loss_kl
     needs_exact_kl = kl_coef and kl_name == "full"
     lengths = packing.count_tokens(batch.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
     reduce = partial(accelerator.reduce, reduction="sum")
@@ -702,7 +702,7 @@ def micro_batch_loss(
 
     new: what the networks say now. counts, right_tokens: of the whole minibatch. entropy_coef: of the bonus.
     """
-    ppo, (kl_coef, kl_name) = args.ppo, args.rewards.kl_in_loss
+    ppo, (kl_coef, kl_name) = args.ppo, args.rewards.loss_kl
     total = partial(algebra.aggregate, mask=mb.loss_mask, mode=ppo.loss_aggregation, **counts)
     losses, clipped, clipped_below = policy_losses(new.logprobs, mb, ppo)
     kl = kl_in_loss(new.logprobs, mb, exact_kl=new.exact_kl, shaping=args.rewards)
@@ -753,7 +753,7 @@ def policy_losses(new_logprobs: Tensor, mb: Batch, ppo: PpoArgs) -> tuple[Tensor
 
 def kl_in_loss(new_logprobs: Tensor, mb: Batch, exact_kl: Tensor, shaping: RewardsArgs) -> Tensor:
     """The KL penalty of each token (micro_batch, response_length), without its coefficient; 0 if there is none."""
-    coef, name = shaping.kl_in_loss
+    coef, name = shaping.loss_kl
     if name == "full" or not coef:
         return exact_kl
     kl = algebra.kl_estimate(new_logprobs, mb.ref_logprobs, mask=mb.loss_mask, name=name)
@@ -1127,26 +1127,30 @@ def load_networks(
     if args.lora.rank:
         adapters = models.add_adapters(lm_backbone, args.lora, args.seed)
     if args.rewards.has_penalty:
-        frozen, taught = lm_backbone, bool(args.rewards.teacher)
-        if taught or adapters is None:
-            frozen = load_teacher(args, vocab_size) if taught else models.load_base_model(args, frozen=True)
+        frozen = lm_backbone
+        if args.rewards.teacher:
+            frozen = load_teacher(args, vocab_size, accelerator.device)
+        elif adapters is None:
+            frozen = models.load_base_model(args, frozen=True)
             packing.enable(frozen, share_prefixes=args.ppo.share_prefixes)
             frozen.to(accelerator.device)
         network = ActorCritic(frozen, None, vocab_size, task.temperature)
-        reference = Reference(network, None if taught else adapters)
+        reference = Reference(network, None if args.rewards.teacher else adapters)
     return actor_critic, reference, adapters
 
 
-def load_teacher(args: Args, vocab_size: int) -> PreTrainedModel:
+def load_teacher(args: Args, vocab_size: int, device: torch.device) -> PreTrainedModel:
     """The teacher, if its ids mean the same texts as the policy's and it reads padding as the policy does."""
     name, length = args.rewards.teacher, args.task.prompt_length + args.task.response_length
     names = {"base_model": "rewards.teacher", "task.query_length": errors.typed("task.query_length")}
     with errors.typed_as(names):
+        teacher = models.load_base_model(dataclasses.replace(args, base_model=name)).requires_grad_(False)
         what = f"{flag('base_model')} {name}"
-        teacher = models.load_base_model(dataclasses.replace(args, base_model=name), frozen=True)
         pretrained.check_vocabulary(name, what, args.base_model, args.trust_remote_code)
-        pretrained.check_model(teacher, name, length, vocab_size, read_tokens)
-    return teacher
+        packing.enable(teacher, share_prefixes=args.ppo.share_prefixes)
+        models.check_model(teacher.to(device), name, length, vocab_size, read_tokens)
+    # In bfloat16, two ways of reading a token would differ too much for that check.
+    return teacher.to(pretrained.dtype_of_weights(args, frozen=True))
 
 
 def make_optimizers(actor_critic: ActorCritic, ppo: PpoArgs) -> dict[str, torch.optim.Optimizer]:
@@ -1191,7 +1195,7 @@ def start_run(
     progress = Progress(
         first_update=state["step"],
         controller=AdaptiveKLController(
-            state.get("kl_coef", args.rewards.kl_in_reward), target=adaptive_kl.target, horizon=adaptive_kl.horizon
+            state.get("kl_coef", args.rewards.reward_kl), target=adaptive_kl.target, horizon=adaptive_kl.horizon
         ),
         bonus=EntropyController(
             state.get("entropy_coef", args.ppo.entropy_coef),
