@@ -128,7 +128,7 @@ def test_what_a_small_file_must_not_import_is_found():
 
 # ---- Mass ------------------------------------------------------------------------------------------------------
 
-AT_MOST = {"ppo_rlhf": 144_500, "benchmark": 34_400, "tests": 184_000}  # tokens; more only for what users get
+AT_MOST = {"ppo_rlhf": 145_000, "benchmark": 34_700, "tests": 185_000}  # tokens; more only for what users get
 
 
 @pytest.mark.parametrize("folder", AT_MOST)
