@@ -1,9 +1,9 @@
-"""RLHF with PPO in plain Python, in a world so small that the best policy is known.
+"""RLHF with PPO in plain Python, in a world so small that the reward model's best policy is known.
 
 A language model writes texts of four words. An annotator compares 300 pairs of them, and errs in every tenth choice.
 From these, a reward model learns to give texts a score, and PPO teaches the language model to write texts with high
 scores. There are only 6,561 texts, so we can list them all: each update prints how good the policy truly is, and how
-far it has come on the way from the language model to the optimum.
+far it has come on the way from the language model to the reward model's optimum.
 
     python ppo_rlhf/small/micro.py                         # half a minute; PyPy needs a quarter of it
     python ppo_rlhf/small/micro.py --kl_coef 0 --seed 2    # without the penalty, the policy cheats the reward model
@@ -252,7 +252,10 @@ def probabilities(model):
 
 
 def optimum(ref_probs, scores, kl_coef):
-    """The policy with the highest J = E[score] - kl_coef * KL is the reference times exp(score / kl_coef), scaled."""
+    """The policy with the highest J = E[score] - kl_coef * KL is the reference times exp(score / kl_coef), scaled.
+
+    For J is a constant less kl_coef * KL(policy, optimum), and that KL is 0 only if both are equal, else above 0.
+    """
     top = max(scores.values())
     weights = {text: ref_probs[text] * math.exp((scores[text] - top) / max(kl_coef, 1e-9)) for text in TEXTS}
     total = sum(weights.values())
