@@ -53,8 +53,8 @@ examples: install demo demo-tldr demo-rlvr demo-tools
 hub-check: $(VENV)/installed
 	$(BIN)/python benchmark/interoperability/hub_check.py
 
-# Two files of tests at a time, in the order of tests/conftest.py.
-WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time, in the order of tests/conftest.py: on two cores, one of them often waits for a process.
+WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(BIN)/python -m pytest $(WORKERS)

@@ -34,8 +34,8 @@ torch.set_num_threads(1)
 
 # The files that take longest, longest first: so that several workers, each with a file at a time, end together.
 LONGEST = """
-    device safety tldr_runs rlvr_runs explain refusals rlvr_async end_to_end faults replay gpu speed invariance traces
-    check many_seeds compare judge train_policy run
+    device safety tldr_runs rlvr_runs explain refusals rlvr_async end_to_end faults replay gpu speed house invariance
+    micro traces check many_seeds compare judge train_policy run loop annotate
 """
 
 
