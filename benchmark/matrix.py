@@ -10,7 +10,7 @@ script. Their failure counts if the test passes once the mistake is taken out ag
 code or look at its text, and mistakes in check/forms.py, which are for test_check.py.
 
 A row of matrix.csv has a mistake, where it was put, a test file, its first test that failed, and how many did. A test
-that does not end has failed too, and the row says so. If the program is started again, it goes on with the mistakes
+that does not end counts as failed, and the row says so. If the program is started again, it goes on with the mistakes
 that have no row yet; without the file, with all.
 """
 

@@ -119,24 +119,28 @@ class PPO:
             raise InputError(
                 "optimizer must be a function that makes one: partial(torch.optim.Adam, betas=(0.9, 0.95))"
             )
-        defaults = dataclasses.asdict(PpoArgs())
-        if unknown := [name for name in ppo if name in ("total_episodes", "batch_size") or name not in defaults]:
+        known = vars(PpoArgs()).keys() - {"total_episodes", "batch_size"}
+        if unknown := [name for name in ppo if name not in known]:
             raise InputError(f"PPO has no argument {unknown[0]}; docs/reference/arguments.md has those of chapter 2")
         adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
         rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
-        self.args = Args(
+        args = Args(
             base_model=name,
             rewards=rewards,
-            ppo=typed(PpoArgs, defaults | ppo),
+            ppo=PpoArgs(**ppo),
             lora=lora,
             dtype=dtype,
             seed=seed,
             trust_remote_code=trust_remote_code,
         )
-        of_texts = {"start_text": None, "end_text": None, "truncate_text": None}
-        sampling = {"response_length": response_length, "temperature": temperature}
-        self.task = typed(TaskArgs, dataclasses.asdict(TaskArgs()) | of_texts | sampling)
-        command_line.check_bounds(self.args)
+        task = TaskArgs(
+            response_length=response_length,
+            temperature=temperature,
+            start_text=None,
+            end_text=None,
+            truncate_text=None,
+        )
+        self.args, self.task = checked(args), checked(task)
         self.accelerator = processes.make_accelerator()
         self.tokenizer = tokenizer or pretrained.load_tokenizer(name, trust_remote_code)
         self.pad_id, self.stop_ids = pretrained.vocabulary_size(self.tokenizer), pretrained.end_ids(self.tokenizer)
@@ -268,7 +272,8 @@ class PPO:
         """One update of PPO. scores: one for each response. Returns metrics under the names of chapter 2's script.
 
         Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
-        don't fit the batch, or if the batch is older than the last step.
+        don't fit the batch, or if the batch is older than the last step. Raises a NumericalError if a metric is not
+        finite; the weights have changed by then.
         """
         scores = self._checked_scores(batch, scores)
         args, ppo, rollout = self.args, self.args.ppo, batch.rollout
@@ -305,22 +310,23 @@ class PPO:
 
     def _checked_scores(self, batch: Batch, scores: Sequence[float]) -> list[float]:
         """Finite numbers, one for each response of a batch that is made with today's policy."""
-        numbers, problem, ppo = [], "", self.args.ppo
-        if not isinstance(batch, Batch) or batch.maker is not self:
-            raise InputError("step needs a batch that generate or batch of the same PPO has made")
+        numbers: list[float] = []
+        problem, nminibatches = "", self.args.ppo.nminibatches
         try:
             numbers = [float(score) for score in scores]
         except (TypeError, ValueError) as error:
             problem = f"scores must be a list of numbers: {error}"
         wrong = [number for number in numbers if not abs(number) <= reward_functions.LARGEST_SCORE]
-        if not problem and len(numbers) != len(batch.responses):
+        if not isinstance(batch, Batch) or batch.maker is not self:
+            problem = "step needs a batch that generate or batch of the same PPO has made"
+        elif not problem and len(numbers) != len(batch.responses):
             problem = f"there are {len(numbers)} scores for {len(batch.responses)} responses"
         elif wrong:
             problem = f"score {numbers.index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
         elif batch.step != self.steps:
             problem = f"the batch is of step {batch.step}, but the policy has made {self.steps}; make it again"
-        elif len(numbers) % ppo.nminibatches:
-            problem = f"{len(numbers)} responses do not divide by nminibatches {ppo.nminibatches}"
+        elif len(numbers) % nminibatches:
+            problem = f"{len(numbers)} responses do not divide by nminibatches {nminibatches}"
         processes.fail_together(problem)
         processes.check_equal("the number of responses", len(numbers), self.accelerator)
         return numbers
@@ -356,8 +362,13 @@ class PPO:
         policy, adapters = self.actor_critic.lm_backbone, self.reference.adapters
         if adapters is not None:
             policy, adapters = copy.deepcopy((policy, adapters))
-        info = {"base_model": self.args.base_model, "task": dataclasses.asdict(self.task)}
-        info |= {"monitor": "", "function": "", "reward_model": ""}
+        info = {
+            "base_model": self.args.base_model,
+            "task": dataclasses.asdict(self.task),
+            "monitor": "",
+            "function": "",
+            "reward_model": "",
+        }
         models.save_policy(Path(folder), policy, adapters, tokenizer=self.tokenizer, info=info)
         models.save_critic(Path(folder, "critic"), self.actor_critic.critic, tokenizer=self.tokenizer, info=info)
 
@@ -401,10 +412,10 @@ class PPO:
         return slice(rank * local_batch, (rank + 1) * local_batch)
 
 
-def typed(cls: type, values: dict[str, Any]) -> Any:
-    """Arguments whose values have the types of their fields, and are within their bounds."""
+def checked(args: Any) -> Any:
+    """The same arguments. Raises an InputError if one has another type than its field, or is out of its bounds."""
     with errors.input_errors("PPO", InputError):
-        return command_line.from_dict(cls, values)
+        return command_line.from_dict(type(args), dataclasses.asdict(args))
 
 
 def adam(parameters: Iterable[nn.Parameter], args: PpoArgs) -> torch.optim.Optimizer:

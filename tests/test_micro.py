@@ -22,7 +22,7 @@ PRECISION = 1e-10
 # ---- An independent version: batches of token ids, torch's autograd and optimiser, another way to draw -------------
 
 LCG = (1664525, 1013904223, 2**32)  # Numerical Recipes' generator
-EMPTY = 9  # what stands in places without a word
+EMPTY = 9  # the id of a place that has no word yet
 NOUNS, GOOD, BAD = (1, 2), (5, 6), (7, 8)
 GRAMMAR = [text for q in GOOD + BAD for n in NOUNS for text in ((0, n, 3, q), (0, q, n, 4))]
 ALL = torch.cartesian_prod(*[torch.arange(9)] * 4)  # (6561, 4), in the order of micro.TEXTS

@@ -1255,23 +1255,16 @@ def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: 
     }
     if args.tools:
         info["tool"] = args.tools.tool
-    models.save_policy(
-        folder / "policy",
-        actor_critic.lm_backbone,
+    models.save_policy_and_critic(
+        folder,
+        lm_backbone=actor_critic.lm_backbone,
+        critic=actor_critic.critic,
         adapters=setup.adapters,
         tokenizer=setup.tokenizer,
         info=info,
+        trust_remote_code=args.trust_remote_code,
         weights=weights,
     )
-    if actor_critic.critic:
-        models.save_critic(
-            folder / "value",
-            actor_critic.critic,
-            tokenizer=setup.tokenizer,
-            info=info,
-            trust_remote_code=args.trust_remote_code,
-            weights=weights,
-        )
 
 
 def finish(this_run: run.Run, sampler: Sampler) -> Path:

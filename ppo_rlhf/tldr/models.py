@@ -283,6 +283,36 @@ def save_critic(
         save_reward_model(folder, critic, tokenizer, info=info, trust_remote_code=trust_remote_code, weights=weights)
 
 
+def save_policy_and_critic(
+    folder: Path,
+    lm_backbone: PreTrainedModel,
+    critic: RewardModel | None,
+    adapters: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
+    trust_remote_code: bool,
+    weights: bool = True,
+) -> None:
+    """Both in the folder of a run's models: `policy`, and `value` if there is a critic. Arguments as above."""
+    save_policy(
+        folder / "policy",
+        lm_backbone,
+        adapters=adapters,
+        tokenizer=tokenizer,
+        info=info,
+        weights=weights,
+    )
+    if critic:
+        save_critic(
+            folder / "value",
+            critic,
+            tokenizer=tokenizer,
+            info=info,
+            trust_remote_code=trust_remote_code,
+            weights=weights,
+        )
+
+
 def save_adapters(folder: Path, adapters: nn.Module) -> None:
     """Save low-rank adapters as peft does, but without a path of this machine and without its empty model card."""
     adapters.save_pretrained(folder)

@@ -1244,17 +1244,11 @@ def save_models(
         "reward_model": args.rewards.trained_model,
         "label": args.rewards.label,
     }
-    models.save_policy(
-        folder / "policy",
-        actor_critic.lm_backbone,
+    models.save_policy_and_critic(
+        folder,
+        lm_backbone=actor_critic.lm_backbone,
+        critic=actor_critic.critic,
         adapters=adapters,
-        tokenizer=setup.tokenizer,
-        info=info,
-        weights=weights,
-    )
-    models.save_critic(
-        folder / "value",
-        actor_critic.critic,
         tokenizer=setup.tokenizer,
         info=info,
         trust_remote_code=args.trust_remote_code,
