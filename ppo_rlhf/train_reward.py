@@ -202,7 +202,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
     longest = pretrained.longest_text(args.base_model, args.trust_remote_code)
-    labels = label_files.read_labels(args.label_dataset, args.task, tokenizer, args.num_train, longest)
+    labels = label_files.read_labels(
+        args.label_dataset, args.task, tokenizer, num_train=args.num_train, longest=longest
+    )
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
     # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
     stream = QueryStream(args.task, tokenizer)
@@ -295,8 +297,9 @@ def train(args: Args, joint: dict | None = None) -> Path:
         with torch.no_grad():
             scores = score_samples(reward_model, labels, shown, ids.pad)
         this_run.log_samples(sizes.steps, label_files.sample_rows(labels, shown, scores, tokenizer, ids.pad))
-    counts = {"skipped_queries": stream.position - queries, **labels.left_out}
-    this_run.finish("reward", **labels.known, **counts, **measured)
+    this_run.finish(
+        "reward", **labels.known, skipped_queries=stream.position - queries, **labels.left_out, **measured
+    )
     return folder
 
 
