@@ -72,16 +72,8 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[
     figure = Figure(figsize=(width, height))
     # Fixed margins in inches have room for titles and tick labels. The library could measure what these need, but it
     # would draw everything twice to do so.
-    grid = figure.add_gridspec(
-        lines,
-        columns,
-        left=0.75 / width,
-        right=1 - 0.08 / width,
-        bottom=0.5 / height,
-        top=1 - 0.45 / height,
-        wspace=0.32,
-        hspace=0.42,
-    )
+    grid = figure.add_gridspec(lines, columns, wspace=0.32, hspace=0.42)
+    grid.update(left=0.75 / width, right=1 - 0.08 / width, bottom=0.5 / height, top=1 - 0.45 / height)
     for axes, (panel, curves) in zip(grid.subplots(squeeze=False).flat, panels, strict=False):
         for name, label, color in reversed(curves):  # the first is in front
             axes.plot(
