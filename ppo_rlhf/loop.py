@@ -75,7 +75,7 @@ class PPO:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         critic: str | Path | RewardModel | None = None,
-        reference: str | Path | None = None,
+        reference: str | Path | PreTrainedModel | None = None,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
         max_grad_norm: float | None = None,
         response_length: int = 48,
@@ -115,7 +115,7 @@ class PPO:
             raise InputError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
         known = vars(PpoArgs()).keys() - {"total_episodes", "batch_size"}
         if unknown := [name for name in ppo if name not in known]:
-            raise InputError(f"PPO has no argument {unknown[0]}; docs/reference/arguments.md has those of chapter 2")
+            raise InputError(f"PPO has no argument {unknown[0]}; docs/from_trl.md says what TRL's are called here")
         adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
         rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
         args = Args(
@@ -148,7 +148,9 @@ class PPO:
         else:
             critic = self._checked("critic", critic or name)
             value_model = models.load_any_critic(critic, weights, seed, trust_remote_code)
-        if reference is not None:
+        if isinstance(reference, PreTrainedModel):
+            frozen = copy.deepcopy(reference).to(weights).eval()
+        elif reference is not None:
             frozen = load_pretrained(self._checked("reference", reference), weights, trust_remote_code)
         else:
             frozen = None if lora.rank else copy.deepcopy(policy)
@@ -171,6 +173,8 @@ class PPO:
 
     def _checked(self, what: str, model: str | Path) -> str:
         """A model that must have the policy's vocabulary."""
+        if not isinstance(model, str | Path):
+            raise InputError(f"{what} is a {type(model).__name__}; give the folder where it is saved")
         pretrained.check_vocabulary(str(model), f"{what} {model}", self.args.base_model, self.args.trust_remote_code)
         return str(model)
 
@@ -302,12 +306,16 @@ class PPO:
 
     def _checked_scores(self, batch: Batch, scores: Sequence[float]) -> list[float]:
         """Finite numbers, one for each response of a batch that is made with today's policy."""
-        numbers = [float(score) for score in scores]
+        numbers: list[float] = []
+        problem, nminibatches = "", self.args.ppo.nminibatches
+        try:
+            numbers = [float(score) for score in scores]
+        except (TypeError, ValueError) as error:
+            problem = f"scores must be a list of numbers: {error}"
         wrong = [number for number in numbers if not abs(number) <= reward_functions.LARGEST_SCORE]
-        nminibatches, problem = self.args.ppo.nminibatches, ""
         if not isinstance(batch, Batch) or batch.maker is not self:
             problem = "step needs a batch that generate or batch of the same PPO has made"
-        elif len(numbers) != len(batch.responses):
+        elif not problem and len(numbers) != len(batch.responses):
             problem = f"there are {len(numbers)} scores for {len(batch.responses)} responses"
         elif wrong:
             problem = f"score {numbers.index(wrong[0]) + 1} is {wrong[0]}; scores must be finite numbers"
@@ -373,10 +381,13 @@ class PPO:
             if isinstance(row, str):
                 tokens = [*start, *self.tokenizer.encode(row, add_special_tokens=False)]
             else:
-                tokens = row.tolist() if hasattr(row, "tolist") else list(row)  # of torch or numpy
-            if not tokens or not all(type(token) is int and 0 <= token < self.pad_id for token in tokens):
-                raise InputError(f"{what}: number {number} must have tokens, a text's or ids in 0..{self.pad_id - 1}")
-            encoded.append(tokens)
+                tokens = row.tolist() if hasattr(row, "tolist") else row  # of torch or numpy
+            is_list = isinstance(tokens, list | tuple) and len(tokens) > 0
+            if not is_list or not all(type(token) is int and 0 <= token < self.pad_id for token in tokens):
+                raise InputError(
+                    f"{what}: number {number} must be a text or a list of ids in 0..{self.pad_id - 1}, not empty"
+                )
+            encoded.append([*tokens])
         return padded(encoded, self.pad_id).to(self.accelerator.device)
 
     def _check_length(self, length: int) -> None:

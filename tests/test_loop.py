@@ -209,7 +209,8 @@ def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     row = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(again(row).logits, ppo.actor_critic.lm_backbone(row).logits)
-    second = PPO(tmp_path / "mine", critic=tmp_path / "mine/critic", reference=model, **SIZES)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    second = PPO(tmp_path / "mine", critic=tmp_path / "mine/critic", reference=loaded, **SIZES)
     first, of_second = (one.batch(QUERIES, ["abc"] * 4).rollout for one in (ppo, second))
     for name in ("logprobs", "values", "ref_logprobs"):
         torch.testing.assert_close(getattr(first, name), getattr(of_second, name), rtol=1e-12, atol=1e-12)
@@ -254,7 +255,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "3 scores for 4 responses": partial(ppo.step, batch, [1.0, 2.0, 3.0]),
         "do not divide by nminibatches 2": partial(ppo.step, ppo.generate(QUERIES[:3]), [1.0, 2.0, 3.0]),
         "must be a list": partial(ppo.generate, "a cat"),
-        "number 1 must have tokens": partial(ppo.generate, [""]),
+        "1 must be a text": partial(ppo.generate, [""]),
         "ids in 0..28": partial(ppo.batch, ["a"], [[29]]),
         "1 queries and 2 responses": partial(ppo.batch, ["a"], ["b", "c"]),
         "a token of the policy": partial(ppo.batch, ["a"], ["b"], [[0]]),
@@ -263,7 +264,10 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "dtype is 'float16'": partial(PPO, model, dtype="float16"),
         "queries must be a list": partial(ppo.generate, []),
         "for each episode": partial(ppo.generate, {"input_ids": [[1]]}),
-        "number 1 must have": partial(ppo.generate, [[True]]),
+        "number 1 must be": partial(ppo.generate, torch.tensor([1, 2])),
+        "0..28, not empty": partial(ppo.generate, [[True]]),
+        "a list of numbers": partial(ppo.step, batch, [1.0, None, 0.0, 0.0]),
+        "reference is a Linear": partial(PPO, model, reference=torch.nn.Linear(1, 1)),
         "one entry for each token": partial(ppo.batch, ["a"], ["b"], [[1, 0]]),
         "of the same PPO": partial(PPO(model, **SIZES).step, batch, SCORES),
         "max_grad_norm is -1": partial(PPO, model, max_grad_norm=-1.0),
