@@ -109,13 +109,6 @@ def ablation(world: str, name: str, column: str, against: str = "baseline", plac
     return less(file, column, f"ablation == '{name}'", f"ablation == '{against}'", places)
 
 
-def star(world: str, name: str) -> str:
-    """Whether the effect on the reward is significant, corrected for all changes of the atlas, as its table says."""
-    page = (ROOT / "docs/reference/atlas.md").read_text()
-    row = re.search(rf'^.*<a id="{world}-{re.escape(name)}">.*$', page, re.MULTILINE)[0]
-    return " *" if float(row.split(" | ")[-2].strip("< ")) < 0.05 else ""
-
-
 def end_of_curve(metric: str, name: str = "tales/curves", task: str = "tales") -> tuple[float, float, float]:
     """Of ten seeds: the first mean; mean and deviation over the last twentieth."""
     curve = table(name).query(f"task == '{task}' and metric == '{metric}'")
@@ -175,7 +168,6 @@ FUNCTIONS = (
     stale_against,
     p_value,
     ablation,
-    star,
     end_of_curve,
 )
 FUNCTIONS += (best_of_n, facts, rate, times, commits, meta, engines, gained, zip)
