@@ -177,8 +177,12 @@ WIDTH = 128
 
 
 def filled(text: str) -> str:
-    """The same page with lines of at most WIDTH characters; tables, headings, pictures and code stay as they are."""
+    """The same page with lines of at most WIDTH characters; tables, headings, pictures and code stay as they are.
+
+    Browsers may not break a line inside `1.0 ± 0.2` or before %.
+    """
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"(?<=\d) (?=[±%])|(?<=±) (?=\d)", "\u00a0", part) for part in parts[::2]]
     parts[::2] = ["\n\n".join(block_filled(block) for block in re.split(r"\n{2,}", part)) for part in parts[::2]]
     return "".join(parts)
 
@@ -190,7 +194,7 @@ def block_filled(block: str) -> str:
     lines = []
     for entry in entries:
         indent = re.match(r"\s*(?:(?:-|\d+\.) )?", entry)[0]
-        words, first = entry[len(indent) :].split(), indent
+        words, first = re.split(r"[ \n]+", entry[len(indent) :].strip()), indent
         lines.append(
             textwrap.fill(
                 " ".join(words),
