@@ -79,7 +79,7 @@ def test_the_page_has_every_change_and_its_numbers():
 
 
 def test_an_interval_is_students():
-    assert small_changes.cell(pd.Series([1.0, 2.0, 3.0])) == "2.00 ± 2.48"  # 4.303 / sqrt(3) deviations
+    assert small_changes.cell(pd.Series([1.0, 2.0, 3.0])) == "2.00\u00a0±\u00a02.48"  # 4.303 / sqrt(3) deviations
     assert [small_changes.cell(pd.Series(x)) for x in ([1.0, float("nan")], [11.0])] == ["", "11.0"]
 
 
