@@ -10,6 +10,7 @@ import json
 from ppo_rlhf.small import micro
 
 UPDATES = 20
+NUMBERS = ("responses", "values", "advantages", "losses", "J", "score", "gold", "kl")  # of an update
 FORMAT = (
     "What ppo_rlhf/small/micro.py computes with its default flags, up to update 20 of 50. A model has rows of "
     "weights: 'embedding' (for each word, and for an empty place), 'hidden' (last column: bias), 'words' (logits of "
@@ -29,17 +30,17 @@ def rows_of(model: dict) -> dict[str, list[list[float]]]:
 
 def trajectory(updates: int = UPDATES) -> dict:
     args = micro.Args()
-    noise = micro.random_numbers(args.seed)
-    reference = micro.train_language_model(noise)
+    randoms = micro.random_numbers(args.seed)
+    reference = micro.train_language_model(randoms)
     ref_probs = micro.probabilities(reference)
-    pairs = [(micro.generate(reference, noise), micro.generate(reference, noise)) for _ in range(args.choices)]
-    choices = [micro.choose(pair, args.mistakes, noise) for pair in pairs]
+    pairs = [[micro.generate(reference, randoms) for _ in range(2)] for _ in range(args.choices)]
+    choices = [micro.choose(pair, args.mistakes, randoms) for pair in pairs]
     scores = micro.train_reward_model(reference, choices, ref_probs)
     best = micro.optimum(ref_probs, scores, args.kl_coef)
     rows = []
-    for policy, numbers in micro.train_policy(args, reference, scores, noise):
+    for policy, computed in micro.train_policy(args, reference, scores, randoms):
         measured = micro.measure(micro.probabilities(policy), ref_probs, scores, args.kl_coef)
-        rows.append(numbers | dict(zip(("J", "score", "gold", "kl"), measured, strict=True)))
+        rows.append(dict(zip(NUMBERS, (*computed, *measured), strict=True)))
         if len(rows) == updates:
             break
     fresh = micro.random_numbers(args.seed)

@@ -65,6 +65,7 @@ def test_by_keyboard_alone_the_reader_sees_a_policy_cheat_and_then_a_leash(opene
         take_the_pleasant(page, "#left2", "#right2", until="#verdict")
         cells = page.locator("#runs tr").last.locator("td").all_inner_texts()
         leashes.append((float(cells[0]), float(cells[2]), int(cells[4][0]), int(cells[5][0])))
+        assert page.locator("#to-ward").is_visible() == (leashes[-1][0] > 0)
         press_on(page, "again")
     (*_, (free, free_kl, model, mine), (leash, kl, *_, mine_with_leash)) = leashes
     assert free == 0 and leash == 0.3 and free_kl > 3 > kl and model - mine >= 2 and mine_with_leash > mine

@@ -1,16 +1,16 @@
-"""RLHF with PPO in plain Python, in a world so small that the reward model's best policy is known.
+"""RLHF with PPO in plain Python, in a world so small that the best policy is known.
 
-A language model writes texts of four words. An annotator compares 300 pairs of them, and errs in every tenth choice.
-From these, a reward model learns to give texts a score, and PPO teaches the language model to write texts with high
-scores. There are only 6,561 texts, so we can list them all: each update prints how good the policy truly is, and how
-far it has come on the way from the language model to the reward model's optimum.
+A language model writes texts of four words. An annotator compares 300 pairs of them, and errs in
+every tenth choice. From this, a reward model learns to score texts, and PPO teaches the language
+model to write texts with high scores. All texts can be listed (there are 6,561), so each update
+prints how far the policy has really come on the way to the reward model's optimum.
 
-    python ppo_rlhf/small/micro.py                         # half a minute; PyPy needs a quarter of it
-    python ppo_rlhf/small/micro.py --kl_coef 0 --seed 2    # without the penalty, the policy cheats the reward model
+    python ppo_rlhf/small/micro.py                         # half a minute; PyPy: a quarter of it
+    python ppo_rlhf/small/micro.py --kl_coef 0 --seed 2    # the policy cheats the reward model
     python ppo_rlhf/small/micro.py --estimators            # bias and noise of eleven gradients
 
-PPO has the steps, names and constants of small/ppo.py. That has more: queries, truncation, minibatches, whitening of
-rewards, clipping of values, and a controller for the KL coefficient.
+PPO has the steps, names and constants of small/ppo.py. That has more: queries, truncation,
+minibatches, whitening of rewards, clipping of values, and a controller for the KL coefficient.
 """
 
 import math
@@ -33,13 +33,13 @@ class Args:
     kl_coef = 0.3  # weight of the KL penalty
 
 
-# ---- Numbers that remember how they were made ------------------------------------------------------------------
+# ---- Numbers that remember how they were made ------------------------
 
 TAPE = []  # all numbers since the last gradient, in the order in which they were made
 
 
 class Scalar:
-    """A number, the numbers that it was made from (parents), and its derivatives by them (slopes)."""
+    """A number, the numbers that it was made from, and its derivatives by them (slopes)."""
 
     def __init__(self, data, parents=(), slopes=()):
         self.data = data
@@ -63,12 +63,9 @@ class Scalar:
     def tanh(self):
         return Scalar(math.tanh(self.data), (self,), (1 - math.tanh(self.data) ** 2,))
 
-    def clamp(self, low, high):
-        return Scalar(min(max(self.data, low), high), (self,), (float(low <= self.data <= high),))
-
 
 def gradient(loss, weights):
-    """Derivatives of the loss by the weights: the chain rule, from the last number back to the first."""
+    """Derivatives by the weights: the chain rule, from the last number back to the first."""
     for weight in weights:
         weight.grad = 0.0
     loss.grad = 1.0
@@ -85,19 +82,19 @@ def dot(xs, ys):
 
 
 def mean(xs):
-    return Scalar(sum([x.data for x in xs]) / len(xs), xs, [1 / len(xs)] * len(xs))
+    return dot(xs, [Scalar(1 / len(xs))] * len(xs))
 
 
 def log_softmax(xs):
     """Shift numbers so that they are log-probs: their exponentials add up to 1."""
     top = max([x.data for x in xs])
     exps = [math.exp(x.data - top) for x in xs]
-    total = Scalar(top + math.log(sum(exps)), xs, [e / sum(exps) for e in exps])
-    return [x - total for x in xs]
+    log_total = Scalar(top + math.log(sum(exps)), xs, [e / sum(exps) for e in exps])
+    return [x - log_total for x in xs]
 
 
 class Adam:
-    """The optimiser. It divides a gradient by its usual size, so steps are about as large as the learning rate."""
+    """It divides a gradient by its usual size, so steps are about as large as the learning rate."""
 
     def __init__(self, model):
         self.weights = [weight for rows in model.values() for row in rows for weight in row]
@@ -114,24 +111,7 @@ class Adam:
             self.weights[i].data -= lr * self.m[i] / (self.v[i] ** 0.5 + 1e-5)
 
 
-def random_numbers(seed):
-    """Uniform in [0, 1). Any language with 64-bit floats can make the same numbers."""
-    while True:
-        seed = (1664525 * seed + 1013904223) % 2**32
-        yield seed / 2**32
-
-
-def draw(weights, noise):
-    """A random index, with probabilities in proportion to the weights."""
-    rest = next(noise) * sum(weights)
-    index = 0
-    while rest >= weights[index] and index + 1 < len(weights):
-        rest -= weights[index]
-        index += 1
-    return index
-
-
-# ---- The world: texts, and what the annotator likes ------------------------------------------------------------
+# ---- The world: texts, and what the annotator likes ------------------
 
 WORDS = ["the", "cat", "dog", "is", "sleeps", "kind", "happy", "mean", "sad"]
 LENGTH = 4  # words of a text, which is a tuple of indices of WORDS
@@ -141,184 +121,194 @@ for _ in range(LENGTH):
     BEGINNINGS += TEXTS
     TEXTS = [(*text, word) for text in TEXTS for word in range(len(WORDS))]
 
-
-def sentences(*qualities):
-    lines = [line for q in qualities for n in ("cat", "dog") for line in (f"the {n} is {q}", f"the {q} {n} sleeps")]
-    return [tuple(WORDS.index(word) for word in line.split()) for line in lines]
-
-
-PLEASANT = sentences("kind", "happy")
-SENTENCES = PLEASANT + sentences("mean", "sad")
+PATTERNS = ["the cat is {}", "the {} cat sleeps", "the dog is {}", "the {} dog sleeps"]
+LINES = [pattern.format(quality) for quality in WORDS[5:] for pattern in PATTERNS]
+SENTENCES = [tuple([WORDS.index(word) for word in line.split()]) for line in LINES]
+# The annotator wants sentences with "kind" or "happy". Others are bad, and so is nonsense.
+GOLD_SCORES = {text: 1.0 if text in SENTENCES[:8] else -1.0 for text in TEXTS}
 
 
-def gold_score(text):
-    """What the annotator wants: pleasant sentences. Unpleasant ones are bad, and so is nonsense."""
-    return 1.0 if text in PLEASANT else -1.0
+def random_numbers(seed):
+    """Uniform in [0, 1). Any language with 64-bit floats can make the same numbers."""
+    while True:
+        seed = (1664525 * seed + 1013904223) % 2**32
+        yield seed / 2**32
 
 
-def choose(pair, mistakes, noise):
-    """Put the text that the annotator takes first. If both are equally good, each has the same chance."""
-    chance = 0.5 + (0.5 - mistakes) * (gold_score(pair[0]) - gold_score(pair[1])) / 2
-    return pair if next(noise) < chance else pair[::-1]
+def draw(chances, randoms):
+    """A random index, with probabilities in proportion to the chances."""
+    rest = next(randoms) * sum(chances)
+    for index in range(len(chances)):
+        if rest < chances[index]:
+            break
+        rest -= chances[index]
+    return index
 
 
-# ---- Language model and reward model ---------------------------------------------------------------------------
+def choose(pair, mistakes, randoms):
+    """Put the text that the annotator takes first. Of equally good ones, it takes either."""
+    better = (GOLD_SCORES[pair[0]] - GOLD_SCORES[pair[1]]) / 2
+    return pair if next(randoms) < 0.5 + (0.5 - mistakes) * better else pair[::-1]
+
+
+# ---- Language model and reward model ---------------------------------
 
 ONE = Scalar(1.0)  # the input whose weight is a bias
 
 
-def rows(count, length, size, noise):
-    return [[Scalar(size * (2 * next(noise) - 1)) for _ in range(length)] for _ in range(count)]
+def random_rows(count, length, size, randoms):
+    return [[Scalar(size * (2 * next(randoms) - 1)) for _ in range(length)] for _ in range(count)]
 
 
 def copy(model):
-    return {name: [[Scalar(weight.data) for weight in row] for row in model[name]] for name in model}
+    return {name: [[Scalar(w.data) for w in row] for row in rows] for name, rows in model.items()}
 
 
-def read(model, text):
-    """The network's hidden state after up to four words. Places that are still empty have an embedding, too."""
-    padded = (*text, *[len(WORDS)] * (LENGTH - len(text)))
-    inputs = [number for word in padded for number in model["embedding"][word]]
-    return [dot(row, [*inputs, ONE]).tanh() for row in model["hidden"]] + [ONE]
+def tokens_of(text):
+    """Each word, after the words before it."""
+    return [(text[:t], text[t]) for t in range(LENGTH)]
 
 
-def next_word(model, state):
-    """Log-probs of all words that may come next."""
-    return log_softmax([dot(row, state) for row in model["words"]])
+def forward(model, text):
+    """Log-probs of all words that may come next, and a number: a score, or the critic's value."""
+    padded = (*text, *[len(WORDS)] * (LENGTH - len(text)))  # An empty place has an embedding, too.
+    inputs = [number for word in padded for number in model["embedding"][word]] + [ONE]
+    state = [dot(row, inputs).tanh() for row in model["hidden"]] + [ONE]
+    return log_softmax([dot(row, state) for row in model["words"]]), dot(model["head"][0], state)
 
 
-def head(model, state):
-    """A number about the text: the reward model's score, or the critic's value."""
-    return dot(model["head"][0], state)
-
-
-def generate(model, noise):
+def generate(model, randoms):
     text = ()
     while len(text) < LENGTH:
-        text += (draw([math.exp(logprob.data) for logprob in next_word(model, read(model, text))], noise),)
+        chances = [math.exp(logprob.data) for logprob in forward(model, text)[0]]
+        text += (draw(chances, randoms),)
     return text
 
 
-def train(model, examples, logprob, batch, lr=0.02):
+def train(model, examples, predict, batch, lr=0.02):
     """How both models learn from people: what people did becomes likelier."""
     adam = Adam(model)
     for i in range(0, len(examples), batch):
-        logprobs = [logprob(*example) for example in examples[i : i + batch]]
+        logprobs = [predict(given)[done] for given, done in examples[i : i + batch]]
         adam.step(Scalar(-1.0) * mean(logprobs), lr * (1 - i / len(examples)))
 
 
-def train_language_model(noise, width=4, hidden=10, count=3200, typos=0.05):
+def train_language_model(randoms, width=4, hidden=10, count=3200, typos=0.05):
     """It learns to predict the next word of sentences with typos."""
     model = {
-        "embedding": rows(len(WORDS) + 1, width, 1.0, noise),
-        "hidden": rows(hidden, LENGTH * width + 1, 0.5, noise),
-        "words": rows(len(WORDS), hidden + 1, 0.5, noise),
-        "head": rows(1, hidden + 1, 0.0, noise),
+        "embedding": random_rows(len(WORDS) + 1, width, 1.0, randoms),
+        "hidden": random_rows(hidden, LENGTH * width + 1, 0.5, randoms),
+        "words": random_rows(len(WORDS), hidden + 1, 0.5, randoms),
+        "head": random_rows(1, hidden + 1, 0.0, randoms),
     }
-    examples = []  # beginnings of texts, and the next word
+    examples = []
     for _ in range(count):
-        sentence = SENTENCES[draw([1] * len(SENTENCES), noise)]
-        text = tuple(draw([1] * len(WORDS), noise) if next(noise) < typos else word for word in sentence)
-        examples += [(text[:t], text[t]) for t in range(LENGTH)]
-    train(model, examples, lambda text, word: next_word(model, read(model, text))[word], batch=32)
+        sentence = SENTENCES[draw([1] * len(SENTENCES), randoms)]
+        text = [draw([1] * len(WORDS), randoms) if next(randoms) < typos else w for w in sentence]
+        examples += tokens_of(text)
+    train(model, examples, lambda text: forward(model, text)[0], batch=32)
     return model
 
 
 def train_reward_model(language_model, choices, ref_probs):
-    """It learns to predict choices: softmax of two scores is how likely each is to be taken. Returns all scores."""
+    """It learns to predict choices: softmax of two scores is how likely each is to be taken."""
     model = copy(language_model)
-
-    def taken(*pair):
-        return log_softmax([head(model, read(model, text)) for text in pair])[0]
-
-    train(model, choices * 5, taken, batch=10)
-    # Choices don't tell how high scores are. So we shift and scale them to mean 0 and variance 1 under the reference.
-    scores = {text: head(model, read(model, text)).data for text in TEXTS}
-    average = sum([ref_probs[text] * scores[text] for text in TEXTS])
-    variance = sum([ref_probs[text] * (scores[text] - average) ** 2 for text in TEXTS])
-    return {text: (score - average) / variance**0.5 for text, score in scores.items()}
+    examples = [(pair, 0) for pair in choices * 5]  # The first text of each pair was taken.
+    train(model, examples, lambda pair: log_softmax([forward(model, t)[1] for t in pair]), batch=10)
+    scores = [forward(model, text)[1].data for text in TEXTS]
+    # Choices don't tell how high scores are, so their mean becomes 0 and their variance 1.
+    return dict(zip(TEXTS, whiten(scores, ref_probs.values()), strict=True))
 
 
-# ---- The truth, from all texts ---------------------------------------------------------------------------------
+def whiten(xs, probs, epsilon=0.0):
+    """Shift and scale numbers, which have these probabilities, to mean 0 and variance 1."""
+    average = sum([prob * x for prob, x in zip(probs, xs, strict=True)])
+    variance = sum([prob * (x - average) ** 2 for prob, x in zip(probs, xs, strict=True)])
+    return [(x - average) / (variance + epsilon) ** 0.5 for x in xs]
+
+
+# ---- The truth, from all texts ---------------------------------------
 
 
 def probabilities(model):
-    """The probabilities of all texts."""
     probs = {(): 1.0}
     for text in BEGINNINGS:
-        for word, logprob in enumerate(next_word(model, read(model, text))):
+        for word, logprob in enumerate(forward(model, text)[0]):
             probs[(*text, word)] = probs[text] * math.exp(logprob.data)
     return {text: probs[text] for text in TEXTS}
 
 
 def optimum(ref_probs, scores, kl_coef):
-    """The policy with the highest J = E[score] - kl_coef * KL is the reference times exp(score / kl_coef), scaled.
-
-    For J is a constant less kl_coef * KL(policy, optimum), and that KL is 0 only if both are equal, else above 0.
-    """
+    """The policy with the highest J = E[score] - kl_coef * KL(policy, reference)."""
+    # For J is a constant less kl_coef * KL(policy, optimum), and that KL is 0 only at the optimum.
     top = max(scores.values())
-    weights = {text: ref_probs[text] * math.exp((scores[text] - top) / max(kl_coef, 1e-9)) for text in TEXTS}
-    total = sum(weights.values())
-    return {text: weight / total for text, weight in weights.items()}
+    odds = {t: ref_probs[t] * math.exp((scores[t] - top) / max(kl_coef, 1e-9)) for t in TEXTS}
+    total = sum(odds.values())
+    return {text: odds[text] / total for text in TEXTS}
 
 
 def measure(probs, ref_probs, scores, kl_coef):
     """J, the mean score, the mean gold score, and the KL divergence from the reference in nats."""
     score = sum([prob * scores[text] for text, prob in probs.items()])
-    gold = sum([prob * gold_score(text) for text, prob in probs.items()])
+    gold = sum([prob * GOLD_SCORES[text] for text, prob in probs.items()])
     kl = sum([prob * math.log(prob / ref_probs[text]) for text, prob in probs.items() if prob])
     return score - kl_coef * kl, score, gold, kl
 
 
-# ---- PPO -------------------------------------------------------------------------------------------------------
+# ---- PPO -------------------------------------------------------------
 
 
-def train_policy(args, reference, scores, noise):
+def train_policy(args, reference, scores, randoms):
     """After each update, yield the policy and what the update computed."""
-    policy = copy(reference)  # Its head is the critic, which learns to predict the sum of the rewards to come.
+    policy = copy(reference)  # Its head is the critic, which shares all other weights with it.
     adam = Adam(policy)
     for update in range(args.updates):
-        # 1. There are no queries. 2. Generate responses; compute log-probs and values of their tokens.
-        responses = [generate(policy, noise) for _ in range(args.batch)]
-        tokens = [(text[:t], text[t]) for text in responses for t in range(LENGTH)]
-        logprobs = [next_word(policy, read(policy, text))[word].data for text, word in tokens]
-        values = [head(policy, read(policy, text)).data for text, _ in tokens]
+        # 1. There are no queries. 2. Generate responses; compute log-probs and values of tokens.
+        responses = [generate(policy, randoms) for _ in range(args.batch)]
+        tokens = [token for text in responses for token in tokens_of(text)]
+        logprobs = [forward(policy, text)[0][word].data for text, word in tokens]
+        values = [forward(policy, text)[1].data for text, _ in tokens]
 
-        # 3. Compute the log-probs of the reference, the language model. 4. Score the responses. 5. Per-token rewards:
-        #    the last token gets the score, and all pay for their part of the KL divergence, because the reward model
-        #    only knows texts like the reference's.
-        ref_logprobs = [next_word(reference, read(reference, text))[word].data for text, word in tokens]
-        rewards = [-args.kl_coef * (logprob - ref) for logprob, ref in zip(logprobs, ref_logprobs, strict=True)]
+        # 3. Compute the log-probs of the reference, the language model.
+        ref_logprobs = [forward(reference, text)[0][word].data for text, word in tokens]
+
+        # 4. Score the responses. 5. Per-token rewards: the last token gets the score. All pay for
+        #    their part of the KL, since the reward model only knows texts like the reference's.
+        logprob_pairs = zip(logprobs, ref_logprobs, strict=True)
+        rewards = [args.kl_coef * (ref - logprob) for logprob, ref in logprob_pairs]
         for i, text in enumerate(responses):
             rewards[LENGTH * i + LENGTH - 1] += scores[text]
 
-        # 6. An advantage says how much better it went than predicted, a return what should have been predicted.
+        # 6. An advantage says how much better it went than the critic predicted, a return what it
+        #    should have predicted. Whitened, so that the step doesn't depend on the scores' scale.
         advantages = compute_gae(rewards, values, args.lam)
         returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
-        advantages = whiten(advantages)
+        advantages = whiten(advantages, [1 / len(tokens)] * len(tokens), epsilon=1e-8)
 
-        # 7. Epochs. The ratio, 1 at first, says how much likelier a token has become since it was sampled. If it has
-        #    gone too far in the direction of the advantage, it has no gradient, so the policy stays near the old one.
+        # 7. Epochs. The ratio, 1 at first, says how much likelier a token has become since it was
+        #    sampled. Once it has gone too far in the direction of the advantage, the clipped ratio
+        #    counts. That is a mere number without a gradient, so the policy stays near.
+        batch = list(zip(tokens, logprobs, advantages, returns, strict=True))
         epoch_losses = []
         for _ in range(args.epochs):
             losses = []
-            for (text, word), logprob, advantage, target in zip(tokens, logprobs, advantages, returns, strict=True):
-                state = read(policy, text)
-                ratio = (next_word(policy, state)[word] - Scalar(logprob)).exp()
-                loss = Scalar(-advantage) * ratio
-                clipped_loss = Scalar(-advantage) * ratio.clamp(1 - args.clip, 1 + args.clip)
-                policy_loss = max(loss, clipped_loss, key=lambda x: x.data)
-                error = head(policy, state) - Scalar(target)
+            for (text, word), logprob, advantage, return_ in batch:
+                new_logprobs, value = forward(policy, text)
+                ratio = (new_logprobs[word] - Scalar(logprob)).exp()
+                clipped = Scalar(min(max(ratio.data, 1 - args.clip), 1 + args.clip))
+                both = [Scalar(-advantage) * ratio, Scalar(-advantage) * clipped]
+                policy_loss = max(both, key=lambda loss: loss.data)
+                error = value - Scalar(return_)
                 losses.append(policy_loss + Scalar(0.5 * args.value_coef) * error * error)
             epoch_losses.append(mean(losses).data)
             adam.step(mean(losses), args.lr * (1 - update / args.updates))
 
         # 8. Log.
-        yield policy, {"responses": responses, "values": values, "advantages": advantages, "losses": epoch_losses}
+        yield policy, (responses, values, advantages, epoch_losses)
 
 
 def compute_gae(rewards, values, lam):
-    """Advantages: how much better it went than predicted, at this token and, times lambda each, at later ones."""
+    """How much better it went than predicted: here and, times lambda each, at later tokens."""
     advantages = [0.0] * len(rewards)
     for t in reversed(range(len(rewards))):
         last = t % LENGTH == LENGTH - 1
@@ -327,122 +317,106 @@ def compute_gae(rewards, values, lam):
     return advantages
 
 
-def whiten(xs):
-    """Scale to variance 1 and shift to mean 0."""
-    average = sum(xs) / len(xs)
-    variance = sum([(x - average) ** 2 for x in xs]) / len(xs)
-    return [(x - average) * (variance + 1e-8) ** -0.5 for x in xs]
-
-
-# ---- The command -----------------------------------------------------------------------------------------------
+# ---- The command -----------------------------------------------------
 
 
 def read_flags(words):
     args = Args()
-    for flag, value in zip(words[::2], words[1::2] + ["nothing"] * (len(words) % 2), strict=True):
+    for flag, value in zip(words[::2], [*words[1::2], "nothing"], strict=False):
         try:
             number = type(vars(Args)[flag[2:]])(value)
-            if not isinstance(number, int) <= number <= 1e6:
+            if not isinstance(number, int) <= number <= 1e6:  # Whole numbers are at least 1.
                 raise ValueError
-            setattr(args, flag[2:], number)
         except (KeyError, TypeError, ValueError):
-            flags = " --".join(name for name in vars(Args) if name[0] != "_")
-            known = f"--estimators, or with a number from 0 (whole ones from 1) to a million: --{flags}"
-            print(f"error: {flag} {value}; flags are {known}", file=sys.stderr)
+            flags = [f"--{name} {x}" for name, x in vars(Args).items() if name[0] != "_"]
+            print(f"error: {flag} {value}; possible are --estimators", *flags, file=sys.stderr)
             sys.exit(2)
+        setattr(args, flag[2:], number)
     return args
 
 
 def main():
     args = read_flags([word for word in sys.argv[1:] if word != "--estimators"])
-    noise = random_numbers(args.seed)
-    reference = train_language_model(noise)
+    randoms = random_numbers(args.seed)
+    reference = train_language_model(randoms)
     ref_probs = probabilities(reference)
-    pairs = [(generate(reference, noise), generate(reference, noise)) for _ in range(args.choices)]
-    choices = [choose(pair, args.mistakes, noise) for pair in pairs]
+    pairs = [[generate(reference, randoms) for _ in range(2)] for _ in range(args.choices)]
+    choices = [choose(pair, args.mistakes, randoms) for pair in pairs]
     scores = train_reward_model(reference, choices, ref_probs)
     best = optimum(ref_probs, scores, args.kl_coef)
     best_j = measure(best, ref_probs, scores, args.kl_coef)[0]
 
     def report(name, probs):
         j, score, gold, kl = measure(probs, ref_probs, scores, args.kl_coef)
-        text = " ".join(WORDS[word] for word in max(probs, key=probs.get))
+        text = " ".join([WORDS[word] for word in max(probs, key=probs.get)])
         print(f"{name}: score {score:.2f}, gold score {gold:.2f}, KL {kl:.2f}, J {j:.3f}", end=", ")
         print(f"{j / best_j:.1%} of the way; likeliest text: {text}", flush=True)
 
     report("language model", ref_probs)
-    for update, (policy, _) in enumerate(train_policy(args, reference, scores, noise), 1):
+    for update, (policy, _) in enumerate(train_policy(args, reference, scores, randoms), 1):
         report(f"update {update}", probabilities(policy))
         if "--estimators" in sys.argv and update == 3:
             return compare_estimators(policy, reference, scores, args.kl_coef)
     report("optimum", best)
 
 
-# ---- Estimators of the gradient --------------------------------------------------------------------------------
+# ---- Estimators of the gradient --------------------------------------
+
+
+def combine(factors, vectors):
+    """The sum of vectors, each times its factor."""
+    columns = zip(*vectors, strict=True)
+    return [sum([f * x for f, x in zip(factors, column, strict=True)]) for column in columns]
 
 
 def to_come(xs):
     return [sum(xs[t:]) for t in range(LENGTH)]
 
 
-# An estimator multiplies the gradient of each token's log-prob by a weight. It gets, of all tokens of a text, the
-# KL (log-prob less reference log-prob), rewards and values.
-ESTIMATORS = {
-    "KL: k1 in the reward": lambda kl, rewards, values: to_come(kl),
-    "KL: k2 in the reward": lambda kl, rewards, values: to_come([k * k / 2 for k in kl]),
-    "KL: k3 in the reward": lambda kl, rewards, values: to_come([math.exp(-k) - 1 + k for k in kl]),
-    "KL: k1 as a loss": lambda kl, rewards, values: [1.0] * LENGTH,
-    "KL: k2 as a loss": lambda kl, rewards, values: kl,
-    "KL: k3 as a loss": lambda kl, rewards, values: [1 - math.exp(-k) for k in kl],
-    "J: all rewards": lambda kl, rewards, values: [sum(rewards)] * LENGTH,
-    "J: all rewards, less the mean of the group": lambda kl, rewards, values: [sum(rewards)] * LENGTH,
-    "J: GAE, lambda 1": lambda kl, rewards, values: compute_gae(rewards, values, 1.0),
-    "J: GAE, lambda 0.95": lambda kl, rewards, values: compute_gae(rewards, values, 0.95),
-    "J: GAE, lambda 0": lambda kl, rewards, values: compute_gae(rewards, values, 0.0),
-}
-
-
 def compare_estimators(policy, reference, scores, kl_coef, n=8):
-    """Bias and noise of gradients from n texts, in percent of the true gradient: exact, as sums over all texts."""
+    """Exact bias and noise of gradients from n texts, in percent of the true gradient."""
     weights = Adam(policy).weights
     probs = probabilities(policy)
     j = measure(probs, probabilities(reference), scores, kl_coef)[0]
-    tokens = {}
+    tokens = {}  # of each: the gradient of its log-prob, its part of the KL, and the value
     for text in BEGINNINGS:
-        for word, ref_logprob in enumerate(next_word(reference, read(reference, text))):
-            state = read(policy, text)
-            value = head(policy, state).data
-            logprob = next_word(policy, state)[word]
-            tokens[text, word] = gradient(logprob, weights), logprob.data - ref_logprob.data, value
-    truth = {}
-    for name, weigh in ESTIMATORS.items():
-        average = [0.0] * len(weights)
-        square = spread = fisher = 0.0
-        group = "group" in name
-        for text, prob in probs.items():
-            slopes, kl, values = zip(*[tokens[text[:t], text[t]] for t in range(LENGTH)], strict=True)
-            rewards = [-kl_coef * k for k in kl]
-            rewards[-1] += scores[text]
-            factors = weigh(kl, rewards, values)
-            if group:
-                factors = [sum(rewards) - j] * LENGTH
-                spread += prob * factors[0] ** 2
-                fisher += prob * sum([sum(column) ** 2 for column in zip(*slopes, strict=True)])
-            sample = [
-                sum([f * slope for f, slope in zip(factors, column, strict=True)])
-                for column in zip(*slopes, strict=True)
-            ]
-            average = [a + prob * x for a, x in zip(average, sample, strict=True)]
-            square += prob * sum([x * x for x in sample])
-        length = sum([a * a for a in average])
-        variance = (square - length) / n
-        if group:  # the variance of a covariance of n samples
-            variance = ((n - 1) / n) ** 2 * (variance + (length + spread * fisher) / (n * (n - 1)))
-            average = [(n - 1) / n * a for a in average]
+        for word, ref_logprob in enumerate(forward(reference, text)[0]):
+            logprobs, value = forward(policy, text)
+            kl = logprobs[word].data - ref_logprob.data
+            tokens[text, word] = gradient(logprobs[word], weights), kl, value.data
+
+    slopes, factors = {}, {}  # An estimate is the sum of slopes, each times a factor.
+    for text in TEXTS:
+        slopes[text], kl, values = zip(*[tokens[token] for token in tokens_of(text)], strict=True)
+        rewards = [-kl_coef * k for k in kl]
+        rewards[-1] += scores[text]
+        total = sum(rewards)
+        factors[text] = {
+            "KL: k1 in the reward": to_come(kl),
+            "KL: k2 in the reward": to_come([k * k / 2 for k in kl]),
+            "KL: k3 in the reward": to_come([math.exp(-k) - 1 + k for k in kl]),
+            "KL: k1 as a loss": [1.0] * LENGTH,
+            "KL: k2 as a loss": kl,
+            "KL: k3 as a loss": [1 - math.exp(-k) for k in kl],
+            "J: all rewards": [total] * LENGTH,
+            "J: all rewards, less the mean of the group": [(total - j) * (1 - 1 / n)] * LENGTH,
+            "J: GAE, lambda 1": compute_gae(rewards, values, 1.0),
+            "J: GAE, lambda 0.95": compute_gae(rewards, values, 0.95),
+            "J: GAE, lambda 0": compute_gae(rewards, values, 0.0),
+        }
+
+    truth, squares = {}, {}
+    for name in factors[text]:
+        samples = {text: combine(factors[text][name], slopes[text]) for text in TEXTS}
+        average = combine(probs.values(), samples.values())
+        squares[name] = sum([probs[text] * math.hypot(*samples[text]) ** 2 for text in TEXTS])
+        variance = squares[name] - math.hypot(*average) ** 2
+        if "group" in name:  # Its mean has noise of its own.
+            spread = sum([probs[text] * factors[text][name][0] ** 2 for text in TEXTS])
+            variance += (spread * squares["KL: k1 as a loss"] + math.hypot(*average) ** 2) / (n - 1)
         true = truth.setdefault(name[:2], average)
-        scale = 100 / sum([a * a for a in true]) ** 0.5
-        bias = sum([(a - b) ** 2 for a, b in zip(average, true, strict=True)]) ** 0.5
-        print(f"{name:45} bias {scale * bias:5.1f}, noise {scale * variance**0.5:5.1f}")
+        bias, noise, size = math.dist(average, true), (variance / n) ** 0.5, math.hypot(*true)
+        print(f"{name:45} bias {100 * bias / size:5.1f}, noise {100 * noise / size:5.1f}")
 
 
 if __name__ == "__main__":
