@@ -296,16 +296,8 @@ def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **_
     return [packing.Pass(rows=part, longest=int(lengths.max())) for part in parts]
 
 
-def read_as_stored(lm_backbone, tokens, responses, pad_id):
-    return train_policy.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
-
-
-# Stored are rows in their order, with the padding of the longest. test_packing.py shows that it makes no difference.
-AS_STORED: list[Replaced] = [
-    (packing, "plan_passes", in_order),
-    (packing, "pack", lambda tokens, pad_id, longest: tokens),
-    *everywhere("read_before_responses", read_as_stored),
-]
+# Stored are rows in their order. test_packing.py shows that the order makes no difference.
+AS_STORED: list[Replaced] = [(packing, "plan_passes", in_order)]
 
 
 def all_output_rows(case: dict) -> list[Replaced]:

@@ -164,6 +164,16 @@ def test_where_no_page_can_be_written_nothing_is_left(tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_the_advantage_of_a_token_is_that_of_the_last_epoch(tmp_path):
+    """Not the one that is whitened over the batch, with which no step was made."""
+    folder = make_run(tmp_path / "a", "tldr_policy")
+    epochs = torch.arange(20.0).view(2, 2, 5)
+    edit_traces(folder, lambda x: x.epochs.update(advantages=epochs))
+    for update in data_of(write_report(folder))["updates"]:
+        for episode, expected in zip(update["episodes"], ([5, 6, 7], [15, 16, 17, 18, 19]), strict=True):
+            assert episode["tokens"]["advantages"] == expected
+
+
 def test_what_is_right_by_luck_is_called_so(tmp_path):
     """A wrong calculation before an answer that the verifier accepts, where one can tell."""
     texts = {
