@@ -196,6 +196,7 @@ def replay(args: Args, world: Path) -> Left:
                             "policy/clipfrac": pg_clipfrac,
                             "policy/entropy": entropies.mean(),
                             "val/clipfrac": vf_clipfrac,
+                            "returns/var": ((returns - returns.mean()) ** 2).mean(),
                         }
                     )
                 norms.append(math.sqrt(sum(float((p.grad**2).sum()) for p in policy.parameters())))
