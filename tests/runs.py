@@ -132,6 +132,12 @@ def rows_of(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def write_rows(file: str | Path, *rows: dict[str, Any]) -> None:
+    """A file of JSON lines, in a folder that is made if there is none."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def samples_of(folder: Path) -> list[dict[str, Any]]:
     return rows_of(folder / "samples.jsonl")
 
