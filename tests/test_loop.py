@@ -1,6 +1,7 @@
 """ppo_rlhf/loop.py: it is chapter 2's update, takes batches from anywhere, and refuses what doesn't fit."""
 
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -339,6 +340,10 @@ def test_every_name_of_the_page_is_one_of_ours_or_of_that_release():
     verl = {name.removeprefix("actor_rollout_ref.") for name in known["verl 0.9.1"]} | known["verl 0.9.1"]
     verl |= {re.sub(r"^algorithm\.rollout_correction", "correction", name) for name in known["verl 0.9.1"]}
     tables = {
+        "PPOConfig of TRL 0.11": [
+            known["TRL 0.11.4 PPOConfig"],
+            {*inspect.signature(PPO).parameters} | fields_of(policy.PpoArgs),
+        ],
         "PPOTrainer": [
             known["TRL 1.12 PPOConfig"] | known["TRL 1.12 PPOTrainer"] | inherited,
             fields_of(policy.Args),
