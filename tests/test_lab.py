@@ -14,7 +14,6 @@ import scipy.stats
 from benchmark import lab
 from benchmark.experiments import arithmetic, posts
 from ppo_rlhf.lib import command_line
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy
 
 # Its training script never starts.
@@ -152,8 +151,6 @@ def test_finished_runs_are_not_run_again(tmp_path, capsys):
     updates = lab.kept_table(tmp_path / "out/updates.csv")
     assert list(updates) == ["step", "episode", "x", "variant", "seed"] and len(updates) == 4 * 8
     assert not list((tmp_path / "runs").glob("*/*/log.txt"))
-    with pytest.raises(InputError, match="another command's run"):
-        lab.run(dataclasses.replace(TOY, common="--preset sums --ppo.lam 1"), args)
 
 
 def test_the_rate_at_equal_length_lies_between_those_of_two_lengths():
