@@ -356,6 +356,7 @@ def test_every_name_of_the_page_is_one_of_ours_or_of_that_release():
         "open-instruct": [ours, known["open-instruct e6c3044 GRPO"]],
     }
     for heading, columns in tables.items():
+        assert rows_of(heading), heading
         for row in rows_of(heading):
             for cell, names in zip(row, columns, strict=False):
                 assert set(names_in(cell)) <= names, row
