@@ -61,6 +61,8 @@ class Experiment:
     """(run's folder, its meta.json, its metrics.csv) -> what is measured of it"""
     table: Callable[[pd.DataFrame], list[dict[str, str]]]
     """runs.csv -> rows"""
+    run: str = ""
+    """what the measured run's name begins with, where the script makes several"""
 
     def of(self, args: Args, *, output: bool = False) -> Path:
         """The folder of its runs or of its results."""
@@ -109,7 +111,7 @@ def finished_runs(experiment: Experiment, args: Args) -> Iterator[tuple[dict[str
     """Whose run, its folder and its meta.json, of every finished one of the chosen variants and seeds."""
     for name in chosen(experiment, args):
         for seed in range(args.first_seed, args.first_seed + args.seeds):
-            for file in (experiment.of(args) / name / f"seed{seed}" / "runs").glob("*/meta.json"):
+            for file in (experiment.of(args) / name / f"seed{seed}" / "runs").glob(f"{experiment.run}*/meta.json"):
                 meta = read_meta(file.parent)
                 if meta["finished"]:
                     yield {"variant": name, "seed": seed}, file.parent, meta

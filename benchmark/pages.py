@@ -109,13 +109,6 @@ def ablation(world: str, name: str, column: str, against: str = "baseline", plac
     return less(file, column, f"ablation == '{name}'", f"ablation == '{against}'", places)
 
 
-def star(world: str, name: str) -> str:
-    """Whether the effect on the reward is significant, corrected for all changes of the atlas, as its table says."""
-    page = (ROOT / "docs/reference/atlas.md").read_text()
-    row = re.search(rf'^.*<a id="{world}-{re.escape(name)}">.*$', page, re.MULTILINE)[0]
-    return " *" if float(row.split(" | ")[-2].strip("< ")) < 0.05 else ""
-
-
 def end_of_curve(metric: str, name: str = "tales/curves", task: str = "tales") -> tuple[float, float, float]:
     """Of ten seeds: the first mean; mean and deviation over the last twentieth."""
     curve = table(name).query(f"task == '{task}' and metric == '{metric}'")
@@ -175,7 +168,6 @@ FUNCTIONS = (
     stale_against,
     p_value,
     ablation,
-    star,
     end_of_curve,
 )
 FUNCTIONS += (best_of_n, facts, rate, times, commits, meta, engines, gained, zip)
@@ -185,8 +177,12 @@ WIDTH = 128
 
 
 def filled(text: str) -> str:
-    """The same page with lines of at most WIDTH characters; tables, headings, pictures and code stay as they are."""
+    """The same page with lines of at most WIDTH characters; tables, headings, pictures and code stay as they are.
+
+    Browsers may not break a line inside `1.0 ± 0.2` or before %.
+    """
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"(?<=\d) (?=[±%])|(?<=±) (?=\d)", "\u00a0", part) for part in parts[::2]]
     parts[::2] = ["\n\n".join(block_filled(block) for block in re.split(r"\n{2,}", part)) for part in parts[::2]]
     return "".join(parts)
 
@@ -198,7 +194,7 @@ def block_filled(block: str) -> str:
     lines = []
     for entry in entries:
         indent = re.match(r"\s*(?:(?:-|\d+\.) )?", entry)[0]
-        words, first = entry[len(indent) :].split(), indent
+        words, first = re.split(r"[ \n]+", entry[len(indent) :].strip()), indent
         lines.append(
             textwrap.fill(
                 " ".join(words),

@@ -46,7 +46,7 @@ def without_source(page: Path) -> list[tuple[int, str]]:
     known, missing = known_numbers(page), []
     for line, words in enumerate(source_of(page).splitlines(), 1):
         for match in NUMBER.finditer(words):
-            is_share = bool(re.match(r" ?%", words[match.end() :]))
+            is_share = bool(re.match(r"\s?%", words[match.end() :]))
             places = len(match[0].partition(".")[2])
             if not (places or is_share):
                 continue

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class PPO:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         critic: str | Path | RewardModel | None = None,
-        reference: str | Path | None = None,
+        reference: str | Path | PreTrainedModel | None = None,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
         max_grad_norm: float | None = None,
         response_length: int = 48,
@@ -84,7 +84,7 @@ class PPO:
         kl_target: float | None = None,
         kl_horizon: int = 10_000,
         lora: models.LoraArgs | None = None,
-        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+        dtype: str = "float32",
         seed: int = 1,
         trust_remote_code: bool = False,
         **ppo: Any,
@@ -111,17 +111,11 @@ class PPO:
         lora = lora or models.LoraArgs()
         if lora.rank and reference is not None:
             raise InputError("with lora, the reference is the policy without its adapters; leave it out")
-        if dtype not in ("float32", "bfloat16", "float64"):
-            raise InputError(f"dtype is {dtype}; it must be float32, bfloat16 or float64")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InputError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
-        if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
-            raise InputError(
-                "optimizer must be a function that makes one: partial(torch.optim.Adam, betas=(0.9, 0.95))"
-            )
         known = vars(PpoArgs()).keys() - {"total_episodes", "batch_size"}
         if unknown := [name for name in ppo if name not in known]:
-            raise InputError(f"PPO has no argument {unknown[0]}; docs/reference/arguments.md has those of chapter 2")
+            raise InputError(f"PPO has no argument {unknown[0]}; docs/from_trl.md says what TRL's are called here")
         adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
         rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
         args = Args(
@@ -152,10 +146,11 @@ class PPO:
         elif critic is None and loaded:
             value_model = models.with_new_head(copy.deepcopy(policy.base_model), seed)
         else:
-            value_model = models.load_any_critic(
-                self._checked("critic", critic or name), weights, seed, trust_remote_code
-            )
-        if reference is not None:
+            critic = self._checked("critic", critic or name)
+            value_model = models.load_any_critic(critic, weights, seed, trust_remote_code)
+        if isinstance(reference, PreTrainedModel):
+            frozen = copy.deepcopy(reference).to(weights).eval()
+        elif reference is not None:
             frozen = load_pretrained(self._checked("reference", reference), weights, trust_remote_code)
         else:
             frozen = None if lora.rank else copy.deepcopy(policy)
@@ -170,8 +165,6 @@ class PPO:
         )
         parameters = [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
         self.optimizer = (optimizer or partial(adam, args=self.args.ppo))(parameters)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise InputError(f"optimizer returned a {type(self.optimizer).__name__}, and no optimiser")
         if max_grad_norm is not None:
             self.optimizer.register_step_pre_hook(partial(clip, parameters=parameters, most=max_grad_norm))
         self.controller = AdaptiveKLController(kl_coef, kl_target, kl_horizon)
@@ -180,6 +173,8 @@ class PPO:
 
     def _checked(self, what: str, model: str | Path) -> str:
         """A model that must have the policy's vocabulary."""
+        if not isinstance(model, str | Path):
+            raise InputError(f"{what} is a {type(model).__name__}; give the folder where it is saved")
         pretrained.check_vocabulary(str(model), f"{what} {model}", self.args.base_model, self.args.trust_remote_code)
         return str(model)
 
@@ -188,8 +183,11 @@ class PPO:
     def generate(self, queries: Sequence[Text], response_length: int | None = None) -> Batch:
         """Sample a response to each query, up to a token that ends a text, or of response_length tokens."""
         contexts = self._tokens(queries, "queries")  # (batch, context_length)
-        batch, length = len(contexts), self.task.response_length if response_length is None else response_length
-        self._check_length(contexts.shape[1], length)
+        task = self.task
+        if response_length is not None:
+            task = checked(dataclasses.replace(task, response_length=response_length))
+        self._check_length(contexts.shape[1] + task.response_length)
+        batch, length = len(contexts), task.response_length
         noise = episode_noise(self.args.seed, self.draws, batch * self.accelerator.num_processes, length)
         self.draws += 1
         uniforms = noise[self._rows(batch)].to(processes.device_of_noise(contexts.device))
@@ -211,14 +209,12 @@ class PPO:
         if len(contexts) != len(tokens):
             raise InputError(f"there are {len(contexts)} queries and {len(tokens)} responses; each needs its own")
         if mask is not None:
-            with errors.input_errors("mask must have a list of 0 and 1 for each response", TypeError):
-                entries = [[int(bool(entry)) for entry in row] for row in mask]
-            if [len(row) for row in entries] != own.sum(1).tolist():
+            if [len(row) for row in mask] != own.sum(1).tolist():
                 raise InputError("mask must have one entry for each token of each response")
-            own = padded(entries, 0).bool().to(own.device)
+            own = padded([[int(entry) for entry in row] for row in mask], 0).bool().to(own.device)
         if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
-        self._check_length(contexts.shape[1], tokens.shape[1])
+        self._check_length(contexts.shape[1] + tokens.shape[1])
         query_responses = torch.cat([contexts, tokens], dim=1)
         logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
         return self._make_batch(contexts, tokens, logprobs, values, own=own)
@@ -376,35 +372,28 @@ class PPO:
 
     def _tokens(self, rows: Sequence[Text], what: str) -> Tensor:
         """Token ids (rows, longest), with padding at the end; of queries with what the tokenizer puts before them."""
-        if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+        listed = [] if isinstance(rows, str | Mapping) else [*rows]
+        if not listed:
             raise InputError(f"{what} must be a list with a text, or a list of token ids, for each episode")
         start = pretrained.start_of_plain(self.tokenizer) if what == "queries" else []
         encoded = []
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(listed, 1):
             if isinstance(row, str):
                 tokens = [*start, *self.tokenizer.encode(row, add_special_tokens=False)]
             else:
                 tokens = row.tolist() if hasattr(row, "tolist") else row  # of torch or numpy
-            if not isinstance(tokens, list | tuple) or not all(self._is_id(token) for token in tokens):
-                raise InputError(f"{what}: number {number} is no text and no list of ids in 0..{self.pad_id - 1}")
-            if not tokens:
-                raise InputError(f"{what}: number {number} has no token")
+            is_list = isinstance(tokens, list | tuple) and len(tokens) > 0
+            if not is_list or not all(type(token) is int and 0 <= token < self.pad_id for token in tokens):
+                raise InputError(
+                    f"{what}: number {number} must be a text or a list of ids in 0..{self.pad_id - 1}, not empty"
+                )
             encoded.append([*tokens])
-        if not encoded:
-            raise InputError(f"{what} must have a text, or a list of token ids, for each episode; the list is empty")
         return padded(encoded, self.pad_id).to(self.accelerator.device)
 
-    def _is_id(self, token: Any) -> bool:
-        return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < self.pad_id
-
-    def _check_length(self, query_length: int, response_length: int) -> None:
+    def _check_length(self, length: int) -> None:
         longest = getattr(self.actor_critic.lm_backbone.config, "max_position_embeddings", None)
-        if not isinstance(response_length, int) or response_length < 1:
-            raise InputError(f"response_length is {response_length!r}; it must be a whole number of at least 1")
-        if longest and query_length + response_length > longest:
-            raise InputError(
-                f"the model reads at most {longest} tokens; query and response have {query_length + response_length}"
-            )
+        if longest and length > longest:
+            raise InputError(f"the model reads at most {longest} tokens; query and response have {length}")
 
     def _rows(self, local_batch: int) -> slice:
         """This process's rows of what all have together."""

@@ -18,7 +18,6 @@ import mistakes
 import pytest
 import torch
 import whole_runs
-from processes import SCRIPTS
 from runs import (
     TINY_TOOLS,
     both_arguments,
@@ -28,7 +27,6 @@ from runs import (
     posts_arguments,
     sums_arguments,
 )
-from torch.distributed import run as torchrun
 
 torch.set_num_threads(1)
 
@@ -163,13 +161,6 @@ def both(made_once, tiny_world) -> whole_runs.Whole:
 def tiny_reward(both) -> Path:
     """The folder of a reward model that was trained for a few steps on the tiny world."""
     return both.model("reward")
-
-
-@pytest.fixture(scope="session")
-def both_on_two(made_once, both) -> whole_runs.Whole:
-    """The same by torchrun on two processes: equal but for rounding."""
-    command = ["--standalone", "--nproc_per_node", "2", str(SCRIPTS / both.script), *both.arguments]
-    return whole_runs.whole(made_once, "both_on_two", whole_runs.Whole(Path(), torchrun.__file__, command))
 
 
 # ---- A browser -------------------------------------------------------------------------------------------------

@@ -127,3 +127,12 @@ def recorded(module, name: str) -> Iterator[list[tuple[tuple, tuple]]]:
         yield calls
     finally:
         setattr(module, name, function)
+
+
+def steering_uniforms(lm_backbone, query_responses, response_length: int, pad_id: int, vocab_size: int, temperature):
+    """Uniform numbers (batch, response_length) with which a sampler samples these responses."""
+    before = slice(-response_length - 1, -1)
+    hidden = train_policy.read_tokens(lm_backbone, query_responses, pad_id, before)
+    probs = train_policy.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
+    tokens = query_responses[:, -response_length:].long().unsqueeze(2)
+    return (probs.cumsum(2) - probs / 2).gather(2, tokens).squeeze(2)

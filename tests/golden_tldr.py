@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from golden_models import load_arrays, load_json, recorded, under
+from golden_models import load_arrays, load_json, recorded, steering_uniforms, under
 from runs import meta_of, metrics_of, only, rows_of
 from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -137,10 +137,7 @@ def saved_model(folder: Path) -> PreTrainedModel | train_reward.RewardModel:
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------
 
-RECORDED = (
-    *("respond", "punish_missing_eos", "compute_rewards", "compute_advantages", "policy_loss"),
-    *("value_loss", "token_statistics", "evaluate_policy", "score_pairs"),
-)
+RECORDED = ("policy_loss", "value_loss", "token_statistics", "evaluate_policy")
 
 
 def run_of(
@@ -202,24 +199,13 @@ def posts_of(queries: torch.Tensor, references: torch.Tensor) -> Posts:
 
 
 def sft_run(case: dict, arrays: Arrays) -> SimpleNamespace:
-    """A run of tldr/sft.py with the stored learning rates [X32], over all rows of the output layer [T14].
-
-    A step's loss is the mean of its micro-batches' means, as in the original [X21].
-    """
+    """A run of tldr/sft.py with the stored learning rates [X32], over all rows of the output layer [T14]."""
     rates = arrays["step_lr"].tolist()
     texts = in_drawn_order(arrays["micro_tokens"].flatten(0, 1), SEED, "posts", 0)
     splits = {
         split: posts_of(arrays[f"{split}/query_token"], arrays[f"{split}/reference_response_token"])
         for split in ("validation", "test")
     }
-    counts = (arrays["micro_tokens"] != PAD).sum(2).double() - 1  # tokens that are predicted, (micro-batches, rows)
-    counts = counts.sum(1).view(len(rates), -1)  # (steps, micro-batches)
-    factors = iter((counts.mean(1, keepdim=True) / counts).flatten().tolist())
-    right = tldr_sft.LanguageModel.forward
-
-    def forward(self, tokens, pad_id):
-        return right(self, tokens, pad_id) * (next(factors) if torch.is_grad_enabled() else 1)
-
     limits = {"query_length": QUERY, "response_length": REFERENCE, "eval_temperature": case["eval_temperature"]}
     return run_of(
         tldr_sft,
@@ -233,7 +219,6 @@ def sft_run(case: dict, arrays: Arrays) -> SimpleNamespace:
         ),
         {"base": language_model(case, under(arrays, "initial/"))},
         splits | {"train": posts_of(texts[:, :QUERY], texts[:, QUERY:])},
-        (tldr_sft.LanguageModel, "forward", forward),
         (models, "cosine_lr", lambda lr, step, steps: rates[step]),
         (TaskIds, "vocab_size", case["output_rows"]),
     )
@@ -293,15 +278,13 @@ def everywhere(name: str, function: Any) -> list[Replaced]:
 
 def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> list[Replaced]:
     """At this temperature the sampler gets the uniform numbers with which it samples the stored responses."""
-    generate, read, stored = tldr_responses.generate_until, train_policy.read_tokens, iter(responses)
+    generate, stored = tldr_responses.generate_until, iter(responses)
 
     def wrapper(lm_backbone, contexts, uniforms, pad_id, vocab_size, temperature, stop_ids):
         if temperature == steered_at:
             tokens = next(stored).long()
-            query_responses = torch.cat([contexts, tokens], dim=1)
-            hidden = read(lm_backbone, query_responses, pad_id, slice(contexts.shape[1] - 1, -1))
-            probs = train_policy.scaled_logits(lm_backbone, hidden, vocab_size, temperature).softmax(2)
-            uniforms = (probs.cumsum(2) - probs / 2).gather(2, tokens.unsqueeze(2)).squeeze(2)
+            query_responses, length = torch.cat([contexts, tokens], dim=1), tokens.shape[1]
+            uniforms = steering_uniforms(lm_backbone, query_responses, length, pad_id, vocab_size, temperature)
         return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], temperature, stop_ids)
 
     return everywhere("generate_until", wrapper)
@@ -313,16 +296,8 @@ def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **_
     return [packing.Pass(rows=part, longest=int(lengths.max())) for part in parts]
 
 
-def read_as_stored(lm_backbone, tokens, responses, pad_id):
-    return train_policy.read_tokens(lm_backbone, tokens, pad_id, slice(-responses.shape[1] - 1, -1))
-
-
-# Stored are rows in their order, with the padding of the longest. test_packing.py shows that it makes no difference.
-AS_STORED: list[Replaced] = [
-    (packing, "plan_passes", in_order),
-    (packing, "pack", lambda tokens, pad_id, longest: tokens),
-    *everywhere("read_before_responses", read_as_stored),
-]
+# Stored are rows in their order. test_packing.py shows that the order makes no difference.
+AS_STORED: list[Replaced] = [(packing, "plan_passes", in_order)]
 
 
 def all_output_rows(case: dict) -> list[Replaced]:
@@ -333,22 +308,6 @@ def all_output_rows(case: dict) -> list[Replaced]:
         return right(lm_backbone, hidden_states, case["output_rows"], temperature)
 
     return everywhere("scaled_logits", scaled_logits)
-
-
-def means_of_micro_batches(accumulation: int) -> list[Replaced]:
-    """A minibatch's losses are the means of its micro-batches' means [X21]."""
-
-    def with_own_counts(right):
-        def wrapper(tensor, *, mask, **options):
-            options["count"] = accumulation * mask.sum()
-            if "value_mask" in options:
-                options["value_count"] = accumulation * options["value_mask"].sum()
-            return right(tensor, mask=mask, **options)
-
-        return wrapper
-
-    names = ("policy_loss", "value_loss", "token_statistics")
-    return [(tldr_policy, name, with_own_counts(getattr(tldr_policy, name))) for name in names]
 
 
 def whitened_once() -> list[Replaced]:
@@ -413,8 +372,6 @@ def original_policy_run(case: dict, arrays: Arrays) -> SimpleNamespace:
     updates = [under(arrays, f"update{i}/") for i in range(case["updates"])]
     ref_logprobs = iter([update["ref_logprobs"] for update in updates])
     replaced = [(tldr_policy, "reference_logprobs", lambda *_, **__: next(ref_logprobs))]
-    if "X21" in case["differs"]:
-        replaced += means_of_micro_batches(case["accumulation"])
     if "X25" in case["differs"]:
         replaced += whitened_once()
     held_out, ppo = under(arrays, "evaluation0/"), dict(case["ppo"])

@@ -25,7 +25,6 @@ from accelerate.state import AcceleratorState
 from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
-from ppo_rlhf.lib import learning_curves
 from ppo_rlhf.lib.run import Run
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
@@ -164,7 +163,6 @@ def started(row: Row, folder: Path) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(sys, "argv", [row.script, *row.arguments])
         patch.setattr(sys, "path", [*sys.path])
         patch.setattr(sys, "dont_write_bytecode", True)
-        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
         patch.chdir(folder)
         try:
             # accelerate sets variables, which must not stay.
@@ -180,13 +178,12 @@ def started(row: Row, folder: Path) -> Iterator[pytest.MonkeyPatch]:
                     print(warning.message, file=sys.stderr)
 
 
-def run(row: Row, folder: Path, *, to_the_end: bool = False) -> Result:
+def run(row: Row, folder: Path) -> Result:
     """What `python <script> <arguments>` does in a folder until it begins to train; status 0: until then."""
     code, module = main_of(row.script)
     status, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), started(row, folder) as patch:
-        if not to_the_end:
-            patch.setattr(Run, "updates", accept)
+        patch.setattr(Run, "updates", accept)
         patch.setattr(rlvr_async, "connect", accept)  # to Ray, after its checks
         try:
             exec(code, vars(module))

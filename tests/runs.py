@@ -1,16 +1,19 @@
 """What tests of whole runs share: the arguments of small runs, and reading what a run left."""
 
+import contextlib
 import csv
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from benchmark import worlds
-from ppo_rlhf.lib import learning_curves
+from ppo_rlhf.lib import command_line, learning_curves
 from ppo_rlhf.lib.errors import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +124,14 @@ def both_arguments(world: Path) -> list[str]:
     return [*world_arguments(world), *reward_arguments(world, "--reward."), *policy_arguments("--policy.")]
 
 
+def trained(script: ModuleType, folder: Path, words: Iterable[str]) -> Path:
+    """Train in a folder, in this process; returns the folder of the run."""
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+        script.train(command_line.parse_args(script.PRESETS, list(words)))
+    return only(folder, "runs/*")
+
+
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     """The rows of a run's metrics.csv, times apart."""
     with (folder / "metrics.csv").open(newline="") as file:
@@ -132,12 +143,24 @@ def rows_of(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def write_rows(file: str | Path, *rows: dict[str, Any]) -> None:
+    """A file of JSON lines, in a folder that is made if there is none."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def samples_of(folder: Path) -> list[dict[str, Any]]:
     return rows_of(folder / "samples.jsonl")
 
 
 def meta_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "meta.json").read_text())
+
+
+def check_close(run: Path, expected: Path, **tolerance: float) -> None:
+    """The metrics of two runs, times apart, are the same but for rounding."""
+    for row, expected_row in zip(metrics_of(run), metrics_of(expected), strict=True):
+        assert row == pytest.approx(expected_row, **tolerance)
 
 
 def interrupt(folder: Path) -> None:

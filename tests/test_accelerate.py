@@ -64,7 +64,7 @@ processes.PATIENCE.timeout = datetime.timedelta(seconds=seconds)
 try:
     accelerator = processes.make_accelerator()
     if accelerator.is_main_process:
-        time.sleep(3)
+        time.sleep(2)
         while seconds < 60 and not gone.exists():  # an impatient process is kept waiting until it has gone
             time.sleep(0.05)
     accelerator.wait_for_everyone()

@@ -23,7 +23,7 @@ def fingerprint(kept: dict) -> str:
         found.update((ROOT / file).read_bytes())
     rows = kept.get("rows", r"^\|.*\|$")
     for row in re.findall(rows, section(kept["page"], kept["section"]), re.MULTILINE):
-        found.update(row.encode())
+        found.update(row.replace("\u00a0", " ").encode())
     return found.hexdigest()[:16]
 
 

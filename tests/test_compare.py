@@ -136,18 +136,6 @@ def test_smoothing_is_that_of_the_published_figures():
     np.testing.assert_allclose(x, expected[0].index)
 
 
-def test_aggregate_of_one_table_by_hand():
-    """Straight lines stay straight under smoothing, but for the ends."""
-    tables = [pd.DataFrame({"objective/kl": slope * np.arange(201.0)}) for slope in (1, 2, 3)]
-    curves = compare.aggregate(
-        {"tales": tables}, ["objective/kl"], pd.DataFrame(columns=["task", "metric", "window"])
-    )
-    at = curves.set_index("update").loc[100]
-    assert at["mean"] == pytest.approx(200, abs=0.05) and at["std"] == pytest.approx(100, abs=0.05)
-    assert at["seeds"] == 3 and at["window"] == 2
-    assert curves["update"].tolist() == list(range(0, 201, 2))
-
-
 def test_published_curves_and_their_errors():
     curves = compare.published(OPENAI)
     scores = compare.curve_of(curves, "sentiment", "objective/scores")

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import json
-import random
 import re
 import socket
 from pathlib import Path
@@ -13,29 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import error_line
+from test_tldr_data import PAD, Letters
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import sample, train_policy, worlds
 from ppo_rlhf.lib import hub, label_files, pretrained, published_texts, reward_functions, text_sources
+from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
-
-PAD = 95
-
-
-class Letters:
-    """A tokenizer of printable ASCII characters: " " is 0, "." is 14, "a" is 65."""
-
-    eos_token_id = None
-
-    def get_vocab(self) -> dict[str, int]:
-        return {chr(token + 32): token for token in range(95)}
-
-    def encode(self, text: str, **_) -> list[int]:
-        return [ord(letter) - 32 for letter in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(token + 32) for token in ids)
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -183,9 +167,9 @@ def test_a_folder_may_have_an_at_sign_in_its_name(in_a_fresh_folder, tiny_tokeni
 # ---- Paths -----------------------------------------------------------------------------------------------------
 
 
-def test_names_of_worlds_become_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tales").mkdir()  # a world, though a folder of that name lies here
+def test_names_of_worlds_become_paths(in_a_fresh_folder):
+    """Whatever else has such a name, but for a model that was trained here."""
+    Path("tales").mkdir()
     for argument, value in (("base_model", "gpt3"), ("label_dataset", "tales"), ("task.posts", "tales")):
         assert worlds.find_value(argument, value) == value
     world = worlds.DATA / "tales"
@@ -193,10 +177,16 @@ def test_names_of_worlds_become_paths(tmp_path, monkeypatch):
         assert place == (f"{world}/model", None)
     labels = label_files.find_label_file("sentiment/offline_5k.json", "tales")
     assert labels == world / "labels/sentiment/offline_5k.json"
-    assert list(text_sources.load_texts("tales")) == list(text_sources.load_texts(str(world)))
-    where, _ = next(iter(posts.load_rows("posts", "comparisons", "train")))
-    assert where.startswith(f"{worlds.DATA}/posts/comparisons_train.jsonl")
+    assert text_sources.load_texts("tales")[0] == text_sources.load_texts(str(world))[0]
+    for load_rows, name, kind in (
+        (posts.load_rows, "posts", "comparisons"),
+        (problems.load_rows, "sums", "problems"),
+    ):
+        where, _ = next(iter(load_rows(name, kind, "train")))
+        assert where.startswith(f"{worlds.DATA}/{name}/{kind}_train.jsonl")
     assert posts.known_ceiling("posts") > 0.5
+    Path("tales/ppo_rlhf.json").touch()
+    assert worlds.find_value("base_model", "tales") == "tales"
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------
@@ -248,18 +238,6 @@ def batch_texts(stream: QueryStream, size: int) -> list[str]:
     return as_texts(stream.next_batch(size, PAD))
 
 
-def test_the_order_of_queries_depends_on_nothing_but_their_number(make_stream):
-    texts = [f"t{number}" for number in range(30)]
-    order = list(range(30))
-    random.Random(0).shuffle(order)
-    for seed in (1, 2):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        before = random.getstate()
-        assert batch_texts(make_stream(texts), 30) == [texts[i] for i in order]
-        assert random.getstate() == before
-
-
 def test_a_stream_goes_on_where_another_stopped(make_stream):
     texts = [f"x.t{number}." if number % 3 else f"no stop {number}" for number in range(11)]
     task = {"start_text": ".", "end_text": "."}
@@ -299,12 +277,11 @@ def test_a_tokenizer_s_first_token_is_first_in_the_context_and_nowhere_else(tiny
     )
     assert adds_one.encode("ab") == [28, 0, 1]
     write(tmp_path / "texts.txt", "a.bc.d")
-    task = TaskArgs(query_dataset=str(tmp_path / "texts.txt"), query_length=3, query_prefix="x", query_suffix="yz")
+    affixes = {"query_prefix": "x", "query_suffix": "yz", "start_text": None, "end_text": None}
+    task = TaskArgs(query_dataset=str(tmp_path / "texts.txt"), query_length=3, **affixes)
     ids = train_policy.task_ids(task, adds_one)
     assert (ids.prefix, ids.suffix, ids.stop, ids.context_length) == ([28, 23], [24, 25], 26, 7)
-    assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[1, 2, 26]]
-    whole = dataclasses.replace(task, start_text=None, end_text=None)
-    assert QueryStream(whole, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
+    assert QueryStream(task, adds_one).next_batch(1, ids.pad).tolist() == [[0, 26, 1]]
     typed = sample.read_queries(task, ids, adds_one, prompts=["bc", "wxyz"])
     assert [query.tokens for query in typed] == [[1, 2], [22, 23, 24]]
     assert typed[0].context == [28, 23, 1, 2, 24, 25]
@@ -328,10 +305,10 @@ def test_a_scoring_function_sees_texts_up_to_their_end(monkeypatch, with_referen
         return [1.0, 2.0]
 
     monkeypatch.setattr(reward_functions, "import_function", lambda *_: lambda q, r, a: remember(q, r, a))
-    monkeypatch.setattr(Letters, "eos_token_id", 67, raising=False)
+    monkeypatch.setattr(Letters, "eos_token_id", 99)
     score = reward_functions.text_scorer("m:f", "f", Letters(), PAD, with_references=with_references)
-    queries, responses = torch.tensor([[65, PAD], [65, 66]]), torch.tensor([[66, 67, 68], [66, 68, PAD]])
-    references = [torch.tensor([[66, 68], [PAD, PAD]])] * with_references
+    queries, responses = torch.tensor([[97, PAD], [97, 98]]), torch.tensor([[98, 99, 100], [98, 100, PAD]])
+    references = [torch.tensor([[98, 100], [PAD, PAD]])] * with_references
     assert score(queries, responses, *references).tolist() == [1.0, 2.0]
     # After a trial with other texts.
     assert seen[-3:] == [["a", "ab"], ["b", "bd"], ["bd", ""] if with_references else [None, None]]

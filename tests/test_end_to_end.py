@@ -1,19 +1,19 @@
 """Each script through its command line, on a tiny world: what it leaves, two processes, and bad numbers."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from processes import launch
-from runs import meta_of, metrics_of, only, policy_arguments, rows_of, samples_of, world_arguments
+from processes import SCRIPTS, launch
+from runs import check_close, meta_of, metrics_of, only, policy_arguments, rows_of, samples_of, world_arguments
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from torch.distributed import run as torchrun
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from whole_runs import Whole
 
 from ppo_rlhf import sample, train_both
-from ppo_rlhf.tldr.models import load_reward_model
 
 
 def test_a_run_leaves_what_the_readme_says(both):
@@ -31,34 +31,16 @@ def test_a_run_leaves_what_the_readme_says(both):
     runs = [path.name for path in (both.folder / "runs").iterdir()]
     assert len({name.rsplit("__", 1)[1] for name in runs}) == 1  # one time stamp
     assert {row["step"] for row in samples_of(run)} == {0, 1, 2, 3}
-    assert "wall_time" in meta and meta["versions"]["torch"] == torch.__version__
+    assert meta["sizes"]["updates"] == 4 and "wall_time" in meta and meta["versions"]["torch"] == torch.__version__
 
 
-def test_the_policy_opens_as_an_ordinary_language_model(both, tiny_world: Path):
+def test_the_policy_opens_as_an_ordinary_language_model(both):
+    """test_traces.py reads texts with it."""
     folder = both.model("policy")
-    before = AutoModelForCausalLM.from_pretrained(tiny_world / "model")
-    after = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert after.get_input_embeddings().num_embeddings == len(tokenizer)
-    assert all(
-        not torch.equal(old, new)
-        for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True)
-        if "wpe" not in name
-    )
+    policy, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert policy.get_input_embeddings().num_embeddings == len(tokenizer)
     assert load_file(folder / "value_head.safetensors")["weight"].abs().max() > 0
     assert json.loads((folder / "ppo_rlhf.json").read_text())["reward_model"].startswith("models/train_reward__")
-
-
-def test_the_reward_model_opens_as_a_classifier_with_the_same_scores(both):
-    folder = both.model("reward")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = ["Mara found a bell.", "All night there was joy and luck near the mill."]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    classifier = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        theirs = classifier(**batch).logits[:, 0]
-        ours = load_reward_model(folder, torch.float32)(batch["input_ids"], classifier.config.pad_token_id)
-    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
 
 
 def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world: Path):
@@ -72,17 +54,21 @@ def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world: Path)
     assert f"On {len(queries)} held-out queries, PPO took its score" in printed
     assert "standard deviations of the language model's own" in " ".join(printed.split())
     metas = (meta_of(both.run(f"train_{kind}")) for kind in ("reward", "policy"))
-    of_one = " ".join(train_both.summary(rows[:1], *metas))
-    assert "On 1 held-out query, PPO took its score" in of_one and "standard deviations" not in of_one
+    of_one = {"words" if "gold" in name else name: value for name, value in rows[0].items()}
+    of_one |= {"base words": 1.0, "policy words": 2.0}
+    said = " ".join(train_both.summary([of_one], *metas))
+    assert "On 1 held-out query, PPO took its score" in said and "standard deviations" not in said
+    assert "The function words, which PPO never saw, went from +1.00 to +2.00." in said
 
 
-def test_torchrun_with_two_processes_gives_the_run_of_one(both, both_on_two):
+def test_torchrun_with_two_processes_gives_the_run_of_one(both, tmp_path: Path):
     """test_invariance.py has the ways to divide a batch."""
+    command = ["--standalone", "--nproc_per_node", "2", str(SCRIPTS / both.script), *both.arguments]
+    on_two = Whole(tmp_path / "two", torchrun.__file__, command).made()
     for kind in ("reward", "policy"):
-        one, two = both.run(f"train_{kind}"), both_on_two.run(f"train_{kind}")
+        one, two = both.run(f"train_{kind}"), on_two.run(f"train_{kind}")
         assert meta_of(two)["num_processes"] == 2
-        for row_of_one, row_of_two in zip(metrics_of(one), metrics_of(two), strict=True):
-            assert row_of_two == pytest.approx(row_of_one, rel=1e-4, abs=1e-6)
+        check_close(two, one, rel=1e-4, abs=1e-6)
     for sample_of_one, sample_of_two in zip(samples_of(one), samples_of(two), strict=True):
         assert sample_of_two["response"] == sample_of_one["response"]
 
@@ -145,31 +131,3 @@ def test_sample_without_the_reward_model_and_of_any_model(both, tiny_world: Path
     assert "policy score" not in without[0] and "policy gold" in without[0]
     rows = sample.sample(sample.Args(policy=str(tiny_world / "model"), task_of=policy, n=2))
     assert [row["policy"] for row in rows] == [row["base"] for row in without] and not any(row["kl"] for row in rows)
-
-
-def test_sample_calls_a_users_monitor_by_its_name(both, tmp_path: Path, monkeypatch):
-    copy = both.copy(tmp_path / "copy")
-    (copy.folder / "my_rewards.py").write_text("def words(queries, responses):\n    return [2.0] * len(responses)\n")
-    monkeypatch.chdir(copy.folder)
-    monkeypatch.syspath_prepend(copy.folder)
-    policy = copy.model("policy")
-    info = json.loads((policy / "ppo_rlhf.json").read_text()) | {"monitor": "my_rewards:words"}
-    (policy / "ppo_rlhf.json").write_text(json.dumps(info))
-    rows = sample.sample(sample.Args(policy=str(policy), n=2, trust_remote_code=True))
-    assert all(row["base words"] == row["policy words"] == 2.0 and "base gold" not in row for row in rows)
-    metas = (meta_of(copy.run(f"train_{kind}")) for kind in ("reward", "policy"))
-    assert "The function words, which PPO never saw, went from +2.00 to +2.00." in train_both.summary(rows, *metas)
-
-
-def test_a_run_that_diverges_stops_and_saves_nothing_more(tiny_world: Path, tmp_path: Path):
-    sizes = "--ppo.total_episodes 64 --ppo.batch_size 16 --ppo.whiten_groups 2 --ppo.noptepochs 1 --save_interval 1"
-    function = "--rewards.function ppo_rlhf.worlds.tales:sentiment.gold_scores --rewards.normalize_samples 16"
-    function += " --ppo.lr 1000"
-    arguments = [*world_arguments(tiny_world), *f"{sizes} {function}".split()]
-    result = launch("train_policy.py", *arguments, folder=tmp_path)
-    assert result.status == 2
-    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
-    assert re.match(r"error: \S+ is (nan|inf|not finite)", line)
-    assert not (tmp_path / "models").exists()
-    for file in tmp_path.glob("runs/*/checkpoints/*/tensors.safetensors"):
-        assert all(tensor.isfinite().all() for tensor in load_file(file).values())

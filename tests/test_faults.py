@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from processes import SCRIPTS, Result, launch, launch_together
-from runs import interrupt, meta_of, metrics_of, samples_of
+from runs import check_close, interrupt, meta_of, metrics_of
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from whole_runs import Whole
+from whole_runs import Whole, check_same
 
 FAULTY = Path(__file__).with_name("faulty_run.py")
 
@@ -33,29 +33,21 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(path.name) for path in (run / "checkpoints").iterdir())  # a *.tmp would raise
 
 
-def weights_of(run: Whole) -> list[dict]:
-    return [load_file(path) for path in sorted(run.folder.glob("models/*/*/*.safetensors"))]
-
-
 def traces_of(run: Whole) -> list[bytes]:
     return [path.read_bytes() for path in sorted(run.run("train_policy").glob("traces/*"))]
 
 
 def check_equal(run: Whole, undisturbed: Whole) -> None:
     """All numbers, times apart, bit for bit."""
-    for script in ("train_reward", "train_policy"):
-        assert metrics_of(run.run(script)) == metrics_of(undisturbed.run(script))
-    assert samples_of(run.run("train_policy")) == samples_of(undisturbed.run("train_policy"))
+    check_same(run, undisturbed)
     assert traces_of(run) == traces_of(undisturbed)
-    assert_close(weights_of(run), weights_of(undisturbed), rtol=0, atol=0)
 
 
-def check_close(run: Whole, undisturbed: Whole) -> None:
+def check_rounded(run: Whole, undisturbed: Whole) -> None:
     """The numbers of the policy, but for rounding."""
-    rows, expected = (metrics_of(one.run("train_policy")) for one in (run, undisturbed))
-    for row, expected_row in zip(rows, expected, strict=True):
-        assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-6)
-    assert_close(weights_of(run), weights_of(undisturbed), rtol=0, atol=1e-5)
+    check_close(run.run("train_policy"), undisturbed.run("train_policy"), rel=1e-4, abs=1e-6)
+    weights = [load_file(one.model("policy") / "model.safetensors") for one in (run, undisturbed)]
+    assert_close(*weights, rtol=0, atol=1e-5)
 
 
 # ---- kill -9 and SIGTERM ---------------------------------------------------------------------------------------
@@ -117,9 +109,9 @@ def test_sigterm_to_one_of_two_processes_stops_both_and_one_can_go_on(both, cut_
     assert [result.status for result in results] == [0, 0], results
     assert "stopped by SIGTERM after step 3" in results[0].stdout and checkpoints(run) == [2, 3]
     assert meta_of(run)["num_processes"] == 2 and len(metrics_of(run)) == 3
-    assert launch("train_policy.py", "--resume", str(run), folder=cut_off.folder).status == 0
+    cut_off.resumed(run, script="train_policy.py")
     assert meta_of(run)["num_processes"] == 1
-    check_close(cut_off, both)
+    check_rounded(cut_off, both)
 
 
 # ---- Disks -----------------------------------------------------------------------------------------------------
@@ -132,7 +124,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk(both, cut_off):
         command = faulty("full disk", size, "train_policy.py", "--resume", str(run))
         assert message in error_line(launch(*command, folder=cut_off.folder))
         assert checkpoints(run) == [2]
-    assert launch("train_policy.py", "--resume", str(run), folder=cut_off.folder).status == 0
+    cut_off.resumed(run, script="train_policy.py")
     check_equal(cut_off, both)
 
 
@@ -154,23 +146,12 @@ def test_a_new_run_that_cannot_write(both, tmp_path):
 # ---- Continuing with something else ----------------------------------------------------------------------------
 
 
-def test_what_may_change_is_named(both, cut_off):
-    run = cut_off.run("train_policy")
-    changes = ["--ppo.local_micro_batch_size", "4", "--log_interval", "2", "--save_interval", "3"]
-    result = launch("train_policy.py", "--resume", str(run), *changes, folder=cut_off.folder)
-    assert result.status == 0, result.stderr
-    for change in ("log_interval 1 -> 2", "save_interval 2 -> 3", "ppo.local_micro_batch_size 64 -> 4"):
-        assert change in result.stdout
-    check_close(cut_off, both)
-
-
 def test_a_finished_run_goes_on_if_it_gets_more_episodes(both, tmp_path):
     """One update more; it has the learning rate of the longer run."""
     copy = both.copy(tmp_path / "copy")
     run = copy.run("train_policy")
-    more = ["--resume", str(run), "--ppo.total_episodes", "80"]
-    result = launch("train_policy.py", *more, folder=copy.folder)
-    assert result.status == 0 and "resumed with ppo.total_episodes 64 -> 80" in result.stdout, result.stderr
+    result = copy.resumed(run, "--ppo.total_episodes", "80", script="train_policy.py")
+    assert "resumed with ppo.total_episodes 64 -> 80" in result.stdout
     *rows, last = metrics_of(run)
     assert rows == metrics_of(both.run("train_policy")) and last["step"] == 4
     assert last["ppo/lr"] == pytest.approx(2e-4 / 5)

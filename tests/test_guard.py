@@ -4,24 +4,32 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from runs import meta_of, metrics_of, only, policy_arguments, posts_arguments, reward_arguments, world_arguments
+from runs import (
+    meta_of,
+    metrics_of,
+    only,
+    policy_arguments,
+    posts_arguments,
+    reward_arguments,
+    trained,
+    world_arguments,
+)
 from safetensors.torch import load_file
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import command_line, learning_curves
 from ppo_rlhf.lib.errors import NumericalError
 from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.tldr import reward as tldr_reward, sft as tldr_sft
 
 
 @pytest.fixture
-def arguments(tiny_world, tiny_posts, tiny_reward, in_a_fresh_folder, monkeypatch) -> Callable[..., Any]:
+def arguments(tiny_world, tiny_posts, tiny_reward, in_a_fresh_folder) -> Callable[[ModuleType], list[str]]:
     """A script's arguments for a small run in an empty folder: 4 updates, 5 steps, or one step on 16 rows."""
-    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
     one_step = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model"]
     one_step += ["--num_train", "16", "--batch_size", "16"]
     words = {
@@ -30,7 +38,7 @@ def arguments(tiny_world, tiny_posts, tiny_reward, in_a_fresh_folder, monkeypatc
         tldr_sft: [*one_step, "--eval_posts", "2"],
         tldr_reward: [*one_step, "--normalize_posts", "2"],
     }
-    return lambda script, *more: command_line.parse_args(script.PRESETS, [*words[script], *more])
+    return words.__getitem__
 
 
 def spoiled(result: Any) -> Any:
@@ -73,26 +81,12 @@ def test_a_number_that_is_not_finite_stops_the_run(what, arguments, monkeypatch)
     monkeypatch.setattr(train_policy, "has_stop", lambda responses, *_: torch.zeros(len(responses), dtype=torch.bool))
     lr = "--ppo.lr" if script is train_policy else "--lr"
     with pytest.raises(NumericalError, match=rf"{named} is nan.* in step {step};.* a lower {lr}$"):
-        script.train(arguments(script))
+        trained(script, Path(), arguments(script))
     run = only(Path("runs"), "*")
     assert [row["step"] for row in metrics_of(run)] == list(range(step))
     tensors = load_file(run / f"checkpoints/{step}/tensors.safetensors")
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert not meta_of(run)["finished"] and not list(run.glob("evaluation*")) and not Path("models").exists()
-
-
-MOODY = """
-def mood(queries, responses):
-    return [float("nan") if len(queries) > 2 else 0.0 for _ in responses]
-"""
-
-
-def test_a_monitor_may_be_nan(arguments):
-    """Whenever it is called with more than the two texts with which it is tried; nothing else is NaN."""
-    Path("moody.py").write_text(MOODY)
-    train_policy.train(arguments(train_policy, "--rewards.monitor", "moody:mood", "--ppo.total_episodes", "16"))
-    (row,) = metrics_of(only(Path("runs"), "*"))
-    assert [name for name, value in row.items() if math.isnan(value)] == ["objective/mood"]
 
 
 def test_json_holds_numbers_only(tmp_path):

@@ -214,15 +214,12 @@ def test_texts(name, train, test):
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_labels_and_queries_of_chapter_1(name):
+def test_labels_of_chapter_1(name):
     preset, (_, query_length, response_length) = train_both.PRESETS[name], LABELS[name]
     tokenizer = pretrained.load_tokenizer(preset.base_model)
     labels = label_files.read_labels(preset.reward.label_dataset, preset.task, tokenizer)
     assert labels.queries.shape == (2, query_length) and labels.samples.shape == (2, 4, response_length)
     assert labels.targets.tolist() == [3, 0] and labels.queries[0, :3].tolist() == [1, 2, 259]
-    queries = train_policy.QueryStream(preset.task, tokenizer).next_batch(3, len(tokenizer))
-    for query in posts.to_texts(tokenizer, queries, len(tokenizer)):
-        assert query.endswith((", he said.", "\n\n", "Two", "caf\u00e9", "!"))
 
 
 def test_posts():

@@ -41,16 +41,14 @@ def recorded(run: Whole) -> tuple[list[list[float]], torch.Tensor]:
 def policy_run(tmp_path_factory, tiny_world, tiny_reward):
     """A function (processes, parts, dtype, minibatches) -> a run. parts: of each batch and minibatch."""
 
-    def make(
-        processes: int, parts: int, dtype: str, nminibatches: int, kl_target: float = 6.0, **environment: str
-    ) -> Whole:
+    def make(processes: int, parts: int, dtype: str, nminibatches: int, kl_target: float = 6.0) -> Whole:
         words = f"--ppo.batch_size {BATCH} --ppo.total_episodes {3 * BATCH} --save_interval 0 --dtype {dtype}"
         words += f" --ppo.nminibatches {nminibatches} --rewards.adaptive_kl.target {kl_target}"
         # The last part of a minibatch is smaller.
         words += f" --ppo.local_micro_batch_size {BATCH // nminibatches // processes // parts + 1}"
         words += f" --ppo.local_rollout_batch_size {BATCH // processes // parts}"
         arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), *words.split()]
-        return Whole(tmp_path_factory.mktemp("run"), str(RECORDED), arguments, processes).made(**environment)
+        return Whole(tmp_path_factory.mktemp("run"), str(RECORDED), arguments, processes).made()
 
     return make
 
@@ -70,12 +68,6 @@ def test_policy(dtype, nminibatches, ways, policy_run):
         run = policy_run(processes, parts, dtype, nminibatches, kl_target)
         assert recorded(run)[1].equal(tokens)
         same(metrics_of(run.run()), expected, dtype)
-
-
-def test_noise_that_belongs_to_the_process_is_detected(policy_run):
-    """A mistake. The first process's half of the first batch is right."""
-    one, two = (recorded(policy_run(n, 1, "float32", 1, NOISE_BELONGS_TO_THE_PROCESS="1"))[1] for n in (1, 2))
-    assert two[: BATCH // 2].equal(one[: BATCH // 2]) and not two.equal(one)
 
 
 # ---- The reward model ------------------------------------------------------------------------------------------

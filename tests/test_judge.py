@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import error_line, rows_of
+from runs import error_line, rows_of, write_rows
 
 from ppo_rlhf.judge import Args, EndpointArgs, judge, parse_verdict, win_rate
 from ppo_rlhf.lib import errors
@@ -81,16 +81,11 @@ def row(query: str, response: str, reference: str = "", **more: Any) -> dict[str
     return {"query": f"{query}TL;DR:", "response": response, "reference": reference, **more}
 
 
-def write_rows(path: str, *rows: dict[str, Any]) -> str:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def write_posts(count: int) -> str:
     """The candidate wins, loses, ties, wins, ..."""
     pairs = [("good", "bad"), ("bad", "good"), ("good", "good too")]
-    return write_rows("run/evaluation.jsonl", *(row(f"Post {i}. ", *pairs[i % 3]) for i in range(count)))
+    write_rows("run/evaluation.jsonl", *(row(f"Post {i}. ", *pairs[i % 3]) for i in range(count)))
+    return "run/evaluation.jsonl"
 
 
 def ask(server: Any, count: int = 3, **changes: Any) -> dict[str, Any]:

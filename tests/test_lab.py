@@ -12,9 +12,8 @@ import pytest
 import scipy.stats
 
 from benchmark import lab
-from benchmark.experiments import arithmetic
+from benchmark.experiments import arithmetic, posts
 from ppo_rlhf.lib import command_line
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy
 
 # Its training script never starts.
@@ -152,5 +151,18 @@ def test_finished_runs_are_not_run_again(tmp_path, capsys):
     updates = lab.kept_table(tmp_path / "out/updates.csv")
     assert list(updates) == ["step", "episode", "x", "variant", "seed"] and len(updates) == 4 * 8
     assert not list((tmp_path / "runs").glob("*/*/log.txt"))
-    with pytest.raises(InputError, match="another command's run"):
-        lab.run(dataclasses.replace(TOY, common="--preset sums --ppo.lam 1"), args)
+
+
+def test_the_rate_at_equal_length_lies_between_those_of_two_lengths():
+    """With two differences in length, the fitted line goes through the logits of both rates."""
+
+    def logit(rate: float) -> float:
+        return math.log(rate / (1 - rate))
+
+    results, differences = np.array([1, 1, 1, 0, 0.5, 0, 0, 0]), np.array([2, 2, 2, 2, -1, -1, -1, -1])
+    rate, low, high = posts.rate_at_equal_length(results, differences)
+    assert logit(rate) == pytest.approx(logit(0.125) + (logit(0.75) - logit(0.125)) / 3)
+    # Each length says how large the error of its logit is: 1 / sqrt(rows * rate * (1 - rate)).
+    errors = [1 / (4 * p * (1 - p)) for p in (0.125, 0.75)]
+    deviation = math.sqrt(errors[0] * (2 / 3) ** 2 + errors[1] / 9)
+    assert [logit(low), logit(high)] == pytest.approx([logit(rate) + sign * 1.96 * deviation for sign in (-1, 1)])

@@ -37,7 +37,6 @@ OTHER = [user("Why?"), assistant("No.")]
 WHY = "\n\nHuman: Why?\n\nAssistant:"
 # name: a row, and what it says as plain texts: prompt, chosen, rejected.
 FORMS = {
-    "explicit": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " up."}, "The sky is", " blue.", " up."),
     "explicit, and both begin alike": ({"prompt": "a", "chosen": " b c", "rejected": " b d"}, "a", " b c", " b d"),
     "HH-RLHF": ({"chosen": f"{HH} So.", "rejected": f"{HH} So what?"}, HH, " So.", " So what?"),
     "HH-RLHF, an earlier turn differs": (
@@ -47,16 +46,12 @@ FORMS = {
         " Hey\n\nHuman: Why?\n\nAssistant: So.",
     ),
     "HH-RLHF, one goes on": ({"chosen": f"{HH} 1", "rejected": f"{HH} 1\n\nHuman: 2"}, HH, " 1", " 1\n\nHuman: 2"),
-    "HH-RLHF, no answer": ({"chosen": f"{HH} So.", "rejected": HH}, HH, " So.", ""),
-    "no turns": ({"chosen": "The sky is blue.", "rejected": "The sky is black."}, "The sky is", " blue.", " black."),
     "no turns, lines": ({"chosen": "Rain.\n\nIt is", "rejected": "Rain.\n\nNo"}, "Rain.", "\n\nIt is", "\n\nNo"),
     "no turns, one goes on": ({"chosen": "It is", "rejected": "It is so"}, "It", " is", " is so"),
     "no turns, nothing in common": ({"chosen": "Yes", "rejected": "Yet"}, "", "Yes", "Yet"),
     "an empty prompt": ({"prompt": "", "chosen": "So.", "rejected": "So!"}, "", "So.", "So!"),
     "UltraFeedback": ({"prompt": "Why?", "chosen": CHAT, "rejected": OTHER, "score": 8.0}, WHY, " So.", " No."),
-    "messages, implicit": ({"chosen": CHAT, "rejected": OTHER}, WHY, " So.", " No."),
     "messages, null prompt": ({"prompt": None, "chosen": CHAT, "rejected": OTHER}, WHY, " So.", " No."),
-    "messages, explicit": ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": OTHER[1:]}, WHY, " So.", " No."),
     "messages and texts": ({"prompt": CHAT[:1], "chosen": "So.", "rejected": "No."}, WHY, " So.", " No."),
     "messages, with a system message": (
         {"prompt": "Why?", "chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, *OTHER]},
@@ -94,12 +89,10 @@ def test_forms(name):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "has no prompt"),
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]}, "has no prompt"),
         ({"prompt": CHAT, "chosen": "a", "rejected": "b"}, "has no prompt"),
         ({"chosen": CHAT, "rejected": CHAT[:1]}, "'rejected', has no message of the assistant's"),
         ({"chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, user("c")]}, "'chosen', has no message of the assistant's"),
-        ({"chosen": "a", "rejected": None}, "'rejected', a message's content, must be"),
         ({"chosen": "a", "rejected": ["b"]}, "'rejected', must be a text, a number, or messages"),
         ({"chosen": "a", "rejected": "\udcff"}, "not valid Unicode"),
     ],
@@ -159,19 +152,26 @@ def texts_of_labels(labels: label_files.Labels) -> list[list[str]]:
 
 ROWS = {  # of one form each, as files and tables hold them
     "HH-RLHF": [FORMS["HH-RLHF"], FORMS["HH-RLHF, one goes on"]],
-    "TRL, explicit": [FORMS["explicit"], FORMS["explicit, and both begin alike"]],
-    "UltraFeedback": [FORMS["UltraFeedback"], FORMS["UltraFeedback"]],
+    "TRL, explicit": [FORMS["explicit, and both begin alike"]] * 2,
+    "UltraFeedback": [FORMS["UltraFeedback"]] * 2,
 }
 
 
 @pytest.mark.parametrize("form", ROWS)
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
-def test_labels_of_a_file(tmp_path, monkeypatch, form, suffix):
+def test_files_of_every_form(tmp_path, monkeypatch, form, suffix):
+    """As labels of chapter 1, and as comparisons and posts of chapter 2, whose references are the chosen answers."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    file = written(tmp_path / f"labels{suffix}", [row for row, *_ in ROWS[form]])
+    for name in ("posts", "comparisons"):
+        file = written(tmp_path / f"{name}_train{suffix}", [row for row, *_ in ROWS[form]])
     labels = read_labels(file, num_train=1)
     assert texts_of_labels(labels) == [texts for _, *texts in ROWS[form]]
     assert (labels.held_out, labels.left_out) == (1, {})
+    ended = [(prompt, f"{chosen}\0", f"{rejected}\0") for _, prompt, chosen, rejected in ROWS[form]]
+    task = task_of(str(tmp_path))
+    assert texts_of_comparisons(posts.read_comparisons(task, Letters(), "train")) == ended
+    found = posts.read_posts(task, Letters(), "train")
+    assert list(zip(texts_of(found.queries), texts_of(found.references), strict=True)) == [row[:2] for row in ended]
 
 
 def pair(number: int, answer: str = " So.") -> dict[str, str]:
@@ -229,20 +229,6 @@ def task_of(source: str, **changes: Any) -> posts.TaskArgs:
 
 def texts_of_comparisons(found: posts.Comparisons) -> list[tuple[str, ...]]:
     return list(zip(*map(texts_of, (found.queries, found.chosen, found.rejected)), strict=True))
-
-
-@pytest.mark.parametrize("form", ROWS)
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
-def test_comparisons_and_posts_of_a_folder(tmp_path, monkeypatch, form, suffix):
-    """The chosen answer is the reference."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    for field in ("posts", "comparisons"):
-        written(tmp_path / f"{field}_train{suffix}", [row for row, *_ in ROWS[form]])
-    ended = [(prompt, f"{chosen}\0", f"{rejected}\0") for _, prompt, chosen, rejected in ROWS[form]]
-    task = task_of(str(tmp_path))
-    assert texts_of_comparisons(posts.read_comparisons(task, Letters(), "train")) == ended
-    found = posts.read_posts(task, Letters(), "train")
-    assert list(zip(texts_of(found.queries), texts_of(found.references), strict=True)) == [row[:2] for row in ended]
 
 
 def test_prompts_with_completions_under_a_named_column(on_hub):
@@ -308,7 +294,6 @@ def test_the_mark_of_a_turn_within_a_message_is_text(tmp_path):
         (FORMS["messages, the same answer and then another turn"][0], {"prompt_format": "chat"}, "several messages"),
         (FORMS["HH-RLHF"][0], {"query_format": "tldr"}, "--task.query_format plain"),
         (FORMS["HH-RLHF"][0], {"query_column": "query"}, "has nothing under 'query'; it has 'chosen', 'rejected'"),
-        ({"question": "a"}, {}, "it has 'question'; docs/running.md"),
     ],
 )
 def test_comparisons_that_are_refused(tmp_path, row, changes, words):

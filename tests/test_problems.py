@@ -57,8 +57,11 @@ def sums(count: int, **columns) -> list[dict]:
     return [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}", **columns} for i in range(count)]
 
 
-def read(source: Path, split: str = "train", limit: int = 0, **changes) -> problems.Problems:
-    return problems.read_problems(task(problems=str(source), **changes), TOKENIZER, split, limit)
+def read(
+    source: Path | str, split: str = "train", limit: int = 0, verifier: str = "gsm8k_strict", **changes
+) -> problems.Problems:
+    given = task(problems=str(source), **changes)
+    return problems.read_problems(given, TOKENIZER, split, limit, verifier=verifier)
 
 
 error_line = partial(runs.error_line, read)
@@ -92,12 +95,6 @@ def test_the_ids_of_a_chat_are_those_of_the_template():
         messages = [{"role": "user", "content": row["question"] + SUFFIX}]
         assert tokens == TOKENIZER.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         assert TOKENIZER.decode(tokens) == text
-
-
-def test_a_special_token_in_a_plain_question_is_text():
-    plain = task(prompt_format="plain", prompt_suffix="")
-    assert max(problems.encode_prompt("a<|im_end|>", plain, TOKENIZER)) < 256
-    assert problems.encode_prompt("a<|im_end|>", task(), TOKENIZER)[-1] == 258
 
 
 def test_a_plain_prompt_has_no_system_message():
@@ -146,9 +143,7 @@ def test_answers_are_the_numbers_behind_the_hashes():
 def test_what_a_response_must_say(tmp_path, answer, answer_format, verifier, expected):
     right = "7" if answer_format == "whole" else r"\boxed{7} #### 7"
     rows = [{"question": "Why?", "answer": answer}, {"question": "And?", "answer": right}]
-    source = str(written(tmp_path, rows).parent)
-    given = task(problems=source, answer_format=answer_format)
-    found = problems.read_problems(given, TOKENIZER, "train", verifier=verifier)
+    found = read(written(tmp_path, rows).parent, answer_format=answer_format, verifier=verifier)
     assert found.unscorable == (expected is None)
     assert found.answers == [expected] * (expected is not None) + ["7"]
 
@@ -256,13 +251,6 @@ def test_an_epoch_is_dealt_in_batches_and_shuffled_again():
     again = [problems.problems_of_batch(7, 3, number, seed=1) for number in (5, 0)]  # in any order, as after a resume
     assert torch.equal(again[0], batches[5]) and torch.equal(again[1], batches[0])
     assert any(not torch.equal(problems.problems_of_batch(7, 3, i, seed=2), batches[i]) for i in range(3))
-
-
-def test_gsm8k_has_29_batches_of_256_in_an_epoch():
-    """As the logged run has it: 49 of 7,473 problems are unused in an epoch."""
-    seen = torch.cat([problems.problems_of_batch(7473, 256, number, seed=1) for number in range(29)])
-    assert len(set(seen.tolist())) == 7473 - 49
-    assert set(problems.problems_of_batch(7473, 256, 29, seed=1).tolist()) & set(seen.tolist())
 
 
 def test_the_suffix_of_gsm8k_is_that_of_the_published_runs():

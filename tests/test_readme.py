@@ -1,7 +1,6 @@
 """README.md and docs/ speak of files, anchors, functions and flags that exist, and of numbers that files have."""
 
 import ast
-import csv
 import dataclasses
 import importlib
 import json
@@ -11,11 +10,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from runs import ROOT, explained_metrics
+from runs import ROOT
 
 from benchmark import lab
-from ppo_rlhf import loop, train_both, train_policy
-from ppo_rlhf.lib import command_line
+from ppo_rlhf import loop, train_both
 from ppo_rlhf.lib.files import flatten
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmark/**/*.md"))]
@@ -140,16 +138,6 @@ def test_flags_in_sentences_exist():
             assert {flag, re.sub(r"^(policy|reward|sft)\.", "", flag)} & known, (page.name, flag)
 
 
-def test_help_breaks_no_command(monkeypatch, capsys):
-    """However narrow the terminal is, a command is one line, and shown once."""
-    monkeypatch.setenv("COLUMNS", "60")
-    with pytest.raises(SystemExit):
-        command_line.parse(lab.Args, ["--help"], description=train_policy.__doc__)
-    shown = capsys.readouterr().out.splitlines()
-    commands = re.findall(r"^ +(?:python|torchrun|accelerate) .*", train_policy.__doc__, re.MULTILINE)
-    assert len(commands) > 2 and {shown.count(command) for command in commands} == {1}
-
-
 # ---- Numbers and code of the first pages -----------------------------------------------------------------------
 
 
@@ -167,19 +155,7 @@ def test_chapter_1_shows_what_the_demo_printed():
 def test_the_first_page_repeats_the_numbers_of_the_real_model():
     gains = pd.read_csv(ROOT / "benchmark/results/people/runs.csv").query("variant == 'preset'")["judge difference"]
     half = 4.303 * gains.sem()  # Student's t of two degrees of freedom
-    assert len(gains) == 3 and f"{gains.mean():.2f} ± {half:.2f}" in README
-
-
-@pytest.mark.parametrize(
-    ("path", "chapter"),
-    [("demo/metrics.csv", 1), *((f"demo-tldr/{run}_metrics.csv", 2) for run in ("sft", "reward", "policy"))],
-)
-def test_every_metric_of_a_demo_is_explained(path, chapter):
-    explained = explained_metrics(chapter) - {"eval/*"}  # which would be every metric of an evaluation
-    patterns = [re.escape(name).replace(r"\*", ".+") for name in explained]
-    patterns += ["step", "objective/gold_scores", r"eval/.*gold_scores"]
-    names = next(csv.reader((ROOT / "static" / path).read_text().splitlines()))
-    assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
+    assert len(gains) == 3 and f"{gains.mean():.2f} ± {half:.2f}" in " ".join(README.split())
 
 
 def test_the_code_on_the_first_page_runs(tiny_world, monkeypatch):

@@ -344,20 +344,6 @@ def make_files_1(folder: Path, world: Path, runs: Path) -> None:
     edit(INFO, "base_model", to="model")(folder)
 
 
-def make_files_2(folder: Path, world: Path) -> None:
-    """A world of posts, and what SFT and reward modelling made of it."""
-    shutil.copytree(world, folder / "world")
-    for row, kind in ((sft("--num_train 16"), "sft"), (summary_reward("--num_train 16"), "reward")):
-        assert run(row, folder, to_the_end=True).status == 0
-        only(folder, f"models/*/{kind}").rename(folder / kind)
-        shutil.rmtree(folder / "models")
-        shutil.rmtree(folder / "runs")
-
-
-def make_files_3(folder: Path, world: Path) -> None:
-    shutil.copytree(world, folder / "tiny")
-
-
 @pytest.fixture(scope="module")
 def good_files(tmp_path_factory, request) -> Callable[[int], Path]:
     """The folder with good files for the scripts of a chapter."""
@@ -368,9 +354,11 @@ def good_files(tmp_path_factory, request) -> Callable[[int], Path]:
         if chapter == 1:
             make_files_1(folder, whole("tiny_world"), whole("both").folder)
         elif chapter == 2:
-            make_files_2(folder, whole("tiny_posts"))
+            shutil.copytree(whole("tiny_posts"), folder / "world")
+            for kind in ("sft", "reward"):
+                shutil.copytree(whole("all_three").model(kind), folder / kind)
         else:
-            make_files_3(folder, whole("tiny_sums"))
+            shutil.copytree(whole("tiny_sums"), folder / "tiny")
         return folder
 
     return files

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import error_line, metrics_of, only, rows_of
+from runs import error_line, metrics_of, rows_of, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf import sample, worlds
-from ppo_rlhf.lib import command_line, learning_curves
 from ppo_rlhf.tldr import policy as tldr_policy, posts
 from ppo_rlhf.worlds import reviews, smollm
 
@@ -230,23 +229,20 @@ def letters(queries: list[str], responses: list[str]) -> list[float]:
     return SEEN[-1]
 
 
-def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, tmp_path, monkeypatch):
+def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, tmp_path):
     """On summaries of the base model they have mean 0 and deviation 1, and a resumed run keeps that scale.
 
     The run is one of chapter 2's preset: queries are plain, and the preset's monitor is logged.
     """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
     flags = f"--preset reviews --base_model {stand_in[0]} --rewards.function {__name__}:letters "
     flags += "--rewards.normalize_samples 12 --rewards.missing_eos none --ppo.batch_size 8 --ppo.total_episodes 16 "
     flags += "--save_interval 1 --eval_interval 0 --eval_posts 2 --trace_interval 0 --lora.rank 2"
     SEEN.clear()
-    tldr_policy.train(command_line.parse_args(tldr_policy.PRESETS, flags.split()))
+    run = trained(tldr_policy, tmp_path, flags.split())
     _, first, second, *updates = SEEN[:5]  # after the trial; 8 summaries are sampled at a time
     assert (len(first), [len(update) for update in updates]) == (8, [8, 8])
     scores = (first + second)[:12]
     mean, std = statistics.fmean(scores), statistics.pstdev(scores)
-    run = only(tmp_path, "runs/*")
     for row, said in zip(metrics_of(run), updates, strict=True):
         assert row["objective/function_score"] == pytest.approx(statistics.fmean(said), rel=1e-6)
         assert row["objective/scores"] == pytest.approx((statistics.fmean(said) - mean) / std, abs=1e-4)
@@ -258,7 +254,6 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, t
         )  # the tokenizer's texts have more spaces
 
     SEEN.clear()
-    longer = f"--resume {run} --ppo.total_episodes 24"
-    tldr_policy.train(command_line.parse_args(tldr_policy.PRESETS, longer.split()))
+    trained(tldr_policy, tmp_path, f"--resume {run} --ppo.total_episodes 24".split())
     _, said, *_ = SEEN  # it does not look at the base model again
     assert metrics_of(run)[-1]["objective/scores"] == pytest.approx((statistics.fmean(said) - mean) / std, abs=1e-4)

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 from processes import launch_together
-from runs import explained_metrics, metrics_of, only, sums_arguments
+from runs import explained_metrics, metrics_of, only, sums_arguments, trained
 from test_rlvr_math import ALONE, batch_from, numbers, rollout_of
 from test_vllm_sampler import FAKE
 from torch.testing import assert_close
 
-from ppo_rlhf.lib import checkpoints, command_line, learning_curves, traces
+from ppo_rlhf.lib import checkpoints, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
@@ -67,10 +67,7 @@ def train_by(script, world: Path, folder: Path, *words: str) -> Path:
     if list(folder.glob("runs/*")):
         arguments = ["--resume", str(only(folder, "runs/*")), *words]
     folder.mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
-        script.train(command_line.parse_args(script.PRESETS, arguments))
+    trained(script, folder, arguments)
     return folder
 
 
@@ -350,9 +347,10 @@ def test_a_sampler_takes_whole_weights_and_samples_by_no_others(tiny_sums):
 
 
 def test_a_sampler_must_find_the_learners_log_probs():
-    for dtype, gap in (("float32", 9e-4), ("bfloat16", 0.04)):
+    """The limits are those of docs/questions.md."""
+    for dtype, gap in (("float32", 0.001), ("bfloat16", 0.05)):
         rlvr_async.check_gap(gap, dtype)
-        for wrong in (4 * gap, float("nan")):
+        for wrong in (1.001 * gap, float("nan")):
             with pytest.raises(InputError, match="computes other log-probs than the learner"):
                 rlvr_async.check_gap(wrong, dtype)
 

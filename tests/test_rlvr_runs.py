@@ -12,18 +12,28 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from processes import launch, launch_together
-from runs import explained_metrics, interrupt, meta_of, metrics_of, only, rows_of, samples_of, sums_arguments
+from runs import (
+    check_close,
+    explained_metrics,
+    interrupt,
+    meta_of,
+    metrics_of,
+    only,
+    rows_of,
+    samples_of,
+    sums_arguments,
+    trained,
+)
 from safetensors.torch import load_file
 from test_problems import GSM8K, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from whole_runs import check_same
 
 from ppo_rlhf import sample, train_reward
-from ppo_rlhf.lib import classifiers, command_line, errors, learning_curves, pretrained, traces
+from ppo_rlhf.lib import classifiers, command_line, errors, pretrained, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
-    metrics as rlvr_metrics,
     policy as rlvr_policy,
     problems,
     tools as rlvr_tools,
@@ -74,6 +84,8 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(critic, tiny_sums):
     assert results["eval/gsm8k_strict"] == sum(row["gsm8k_strict"] for row in solved) / 8
     assert results["eval/mean@2"] == pytest.approx(sum(right) / 8) == results["eval/pass@1"]
     assert results["eval/pass@2"] == sum(share > 0 for share in right) / 8
+    assert f"{rows[0]['eval/mean@2']:.1%}" in (said := (critic.folder / "stdout").read_text())
+    assert f"{results['eval/mean@2']:.1%}" in said
     assert {"prompt", "response", "answer", "score", "advantage"} <= set(samples_of(this_run)[0])
     policy = AutoModelForCausalLM.from_pretrained(critic.model("policy"))
     start = AutoModelForCausalLM.from_pretrained(tiny_sums / "model")
@@ -82,36 +94,25 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(critic, tiny_sums):
     assert models.load_reward_model(critic.model("value"), torch.float32).reward_head.weight.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", ["critic", "groups"])
-def test_a_resumed_run_has_the_same_numbers_bit_for_bit(kind, request, tmp_path):
-    """The metrics, and the files of all models."""
-    whole = request.getfixturevalue(kind)
-    copy = whole.copy(tmp_path / "copy")
+def test_a_resumed_run_has_the_same_numbers_bit_for_bit(critic, tmp_path):
+    """test_traces.py resumes a run in groups."""
+    copy = critic.copy(tmp_path / "copy")
     shutil.rmtree(copy.folder / "models")
     interrupt(copy.run())
-    result = launch(whole.script, "--resume", str(copy.run()), folder=copy.folder)
-    assert result.status == 0, result.stderr
-    assert metrics_of(copy.run()) == metrics_of(whole.run())
-    weights = [path.relative_to(whole.folder) for path in whole.folder.glob("models/**/*.safetensors")]
-    assert len(weights) == (3 if kind == "critic" else 1)
-    assert all((copy.folder / path).read_bytes() == (whole.folder / path).read_bytes() for path in weights)
-
-
-def check_equal_but_for_rounding(run: Path, expected: Path) -> None:
-    for row, expected_row in zip(metrics_of(run), metrics_of(expected), strict=True):
-        assert row == pytest.approx(expected_row, rel=1e-7, abs=1e-9)
+    copy.resumed(copy.run())
+    check_same(copy, critic)
 
 
 def test_processes_and_chunks_change_nothing_but_rounding(groups, groups_on_two):
-    check_equal_but_for_rounding(groups_on_two.run(), groups.run())
+    check_close(groups_on_two.run(), groups.run(), rel=1e-7, abs=1e-9)
 
 
 def test_shared_prefixes_change_nothing_but_rounding(critic, tmp_path):
     """V120: critic, reference and policy in two processes, next to one process that reads each row."""
-    results = launch_together(2, critic.script, *critic.arguments, "--ppo.share_prefixes", folder=tmp_path)
-    assert all(result.status == 0 for result in results), results[0].stderr
-    assert "each row is read by itself" not in results[0].stdout
-    check_equal_but_for_rounding(only(tmp_path, "runs/*"), critic.run())
+    arguments = [*critic.arguments, "--ppo.share_prefixes"]
+    two = dataclasses.replace(critic, folder=tmp_path, arguments=arguments, processes=2).made()
+    assert "each row is read by itself" not in (tmp_path / "stdout").read_text()
+    check_close(two.run(), critic.run(), rel=1e-7, abs=1e-9)
 
 
 def run_in(
@@ -119,9 +120,7 @@ def run_in(
 ) -> list[dict]:
     """train() of a script in this process: the rows of its metrics.csv."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
-    module.train(command_line.parse_args(module.PRESETS, list(words)))
-    return metrics_of(only(folder, "runs/*"))
+    return metrics_of(trained(module, folder, words))
 
 
 HOSTILE = (
@@ -439,21 +438,12 @@ def test_presets_are_named_by_their_key_and_pass_the_checks():
         assert command_line.from_dict(rlvr_policy.Args, json.loads(json.dumps(dataclasses.asdict(args)))) == args
 
 
-def test_every_metric_is_explained(critic):
-    """A name with <words> stands for many."""
-    patterns = [re.sub("<[a-z]+>", ".+", re.escape(name)) for name in explained_metrics(3)]
-    names = metrics_of(critic.run())[0].keys() - {"step"}
-    assert len(names) > 50 and {name for name in names if not any(re.fullmatch(p, name) for p in patterns)} == set()
-
-
-def test_a_run_ends_with_what_was_before_and_after(tmp_path, capsys):
-    """A dash where nothing was measured before; a problem that was solved by some samples and not by others."""
-    before = {"eval/boxed": 0.25, "eval/length": 7.0}
-    after = before | {"eval/boxed": 0.75, "eval/pass@1": 0.5}
-    row = {"prompt": "1+1?\n", "answer": "2", "a_right_sample": "#### 2", "a_wrong_sample": "#### 3"}
-    rows = [row | {"prompt": "2+2?\n", "a_wrong_sample": None}, row]
-    places = {"folder": tmp_path / "runs/r", "model_folder": tmp_path / "models/r"}
-    this_run = SimpleNamespace(is_main=True, rows=[before, after], meta={"wall_time": 90.0}, **places)
-    rlvr_metrics.report(this_run, "boxed", "steps", after, rows)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "25.0% 75.0%" in said and "- 50.0%" in said and "1+1?" in said and "2+2?" not in said
+@pytest.mark.parametrize(("chapter", "run"), [(1, "both"), (2, "all_three"), (3, "critic")])
+def test_every_metric_is_explained(chapter, run, request):
+    """A name with <words> or a star stands for many, but not for all of an evaluation."""
+    in_sentences = {"step", "objective/gold_scores", "eval/*gold_scores", "train_reward/minibatch/*"}
+    explained = explained_metrics(chapter) - {"eval/*"} | in_sentences
+    patterns = [re.sub(r"<[a-z]+>|\\\*", ".*", re.escape(name)) for name in explained]
+    runs = request.getfixturevalue(run).folder.glob("runs/*")
+    names = {name for one in runs for name in metrics_of(one)[0]}
+    assert len(names) > 30 and [name for name in names if not any(re.fullmatch(p, name) for p in patterns)] == []

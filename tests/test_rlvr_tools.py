@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import TINY_TOOLS, error_line, explained_metrics, metrics_of, only, rows_of
+from runs import TINY_TOOLS, check_close, error_line, explained_metrics, metrics_of, only, rows_of, trained
 from transformers import AutoTokenizer
 
 from benchmark import worlds
 from ppo_rlhf import sample
-from ppo_rlhf.lib import command_line, learning_curves, tools, traces
+from ppo_rlhf.lib import command_line, tools, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
@@ -117,15 +117,12 @@ def arguments(world: Path) -> list[str]:
     return [*ARGUMENTS.split(), "--base_model", f"{world}/model", "--task.problems", str(world)]
 
 
-def test_masks_scores_and_kl_of_conversations(tiny_tools, tmp_path, monkeypatch):
+def test_masks_and_scores_of_conversations(tiny_tools, tmp_path, monkeypatch):
     """Of sixteen episodes, of which the first two are written by hand; a punishment rises to 1 at 24 tokens."""
     monkeypatch.chdir(tmp_path)
     words = [*arguments(tiny_tools), "--rewards.overlong_buffer", "24"]
     args = command_line.parse_args(rlvr_tools.PRESETS, words)
     setup, actor_critic, reference = rlvr_policy.load(args)
-    with torch.no_grad():  # the critic's head starts at 0, the policy at its reference
-        actor_critic.critic.reward_head.weight.copy_(torch.linspace(-1, 1, 16)[None])
-        actor_critic.lm_backbone.base_model.embed_tokens.weight.mul_(1.2)
     encode, answer, (stop,) = setup.tokenizer.encode, talk_of(setup).answer, setup.ids.stops
     one, other = encode("[7+5]"), encode("[7+]")
     ours = [[*encode("#### 12"), stop], []]  # after the answer; the second response has one call too many
@@ -151,30 +148,21 @@ def test_masks_scores_and_kl_of_conversations(tiny_tools, tmp_path, monkeypatch)
     # The punished lengths include the tool's tokens.
     lengths = (expected | rollout.from_tool[:2]).sum(1)
     torch.testing.assert_close((rollout.raw_scores - rollout.scores)[:2], lengths / 24, check_dtype=False)
-    rewards, non_score_rewards, kl = rlvr_policy.token_rewards(rollout, 0.1, "k1")
+    rewards, non_score_rewards, _ = rlvr_policy.token_rewards(rollout, 0.1, "k1")
     # The score is on the last token that the policy wrote: in the second row that is the end of its call.
     for row in range(2):
         place = int(expected[row].nonzero()[-1])
         assert rewards[row, place] - non_score_rewards[row, place] == rollout.scores[row]
-    for numbers in (rewards, kl, rollout.logprobs, rollout.ref_logprobs, rollout.values):
+    for numbers in (rewards, rollout.logprobs, rollout.ref_logprobs):
         assert (numbers[~rollout.mask] == 0).all() and (numbers[rollout.mask] != 0).any()
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------
 
 
-def run_in(folder: Path, monkeypatch, *words: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
-    rlvr_tools.train(command_line.parse_args(rlvr_tools.PRESETS, list(words)))
-    return only(folder, "runs/*")
-
-
 @pytest.fixture(scope="module")
 def whole_run(tiny_tools, tmp_path_factory) -> Path:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return run_in(tmp_path_factory.mktemp("whole"), monkeypatch, *arguments(tiny_tools))
+    return trained(rlvr_tools, tmp_path_factory.mktemp("whole"), arguments(tiny_tools))
 
 
 def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
@@ -202,12 +190,11 @@ def test_sample_says_that_a_policy_had_a_tool(whole_run, in_a_fresh_folder, caps
     assert "was trained with the tool" in said and "here nothing answers its calls" in said
 
 
-def test_passes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path, monkeypatch):
+def test_passes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path):
     """Also how many conversations go on together."""
     chunks = ["--ppo.local_micro_batch_size", "2", "--ppo.local_rollout_batch_size", "4"]
-    in_chunks = run_in(tmp_path / "run", monkeypatch, *arguments(tiny_tools), *chunks)
-    for row, expected in zip(metrics_of(in_chunks), metrics_of(whole_run), strict=True):
-        assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    in_chunks = trained(rlvr_tools, tmp_path, [*arguments(tiny_tools), *chunks])
+    check_close(in_chunks, whole_run, rel=1e-9, abs=1e-9)
 
 
 # ---- Tools -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -414,21 +413,8 @@ def forms(secret: str) -> list[bytes]:
 SOURCES = (".py", ".patch", ".diff", ".ipynb")
 
 
-@dataclass(frozen=True)
-class Ran:
-    result: Result
-    leaked: set[str]
-    """names of the secrets in what the command said or wrote"""
-    sources: set[str]
-    """names of files that it wrote and that hold a training script, or changes to a checkout"""
-
-
-def run_among_secrets(work: Path, *command: str | Path) -> Ran:
-    """A command in an interpreter of its own, which reads the environment anew. Nobody ever answers it.
-
-    Secrets are where they usually lie: in the environment, in files under the home, in a checkout.
-    """
-    home = work.parent / "home"
+def leave_secrets(work: Path, home: Path) -> dict[str, str]:
+    """Leave secrets where they usually lie: in files under the home, in a checkout, and in the environment."""
     (home / "hub").mkdir(parents=True)
     (home / "hub" / "token").write_text(SECRETS["token file"])
     (home / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {SECRETS['netrc']}\n")
@@ -442,18 +428,7 @@ def run_among_secrets(work: Path, *command: str | Path) -> Ran:
     for words in commit:
         subprocess.run(["git", *words], cwd=work, env=environment, check=True, capture_output=True)
     (work / "notes.txt").write_text(SECRETS["uncommitted change"])
-    there = set(work.parent.rglob("*"))
-    words = [sys.executable, *map(str, command)]
-    options = {"cwd": work, "env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 600}
-    ran = subprocess.run(words, text=True, **options)
-    made = [path for path in set(work.parent.rglob("*")) - there if path.is_file()]
-    written = {path: str(path).encode() + path.read_bytes() for path in made}
-    contents = [*written.values(), ran.stdout.encode(), ran.stderr.encode()]
-    return Ran(
-        Result(ran.returncode, ran.stdout, ran.stderr),
-        {name for name, secret in SECRETS.items() if any(form in one for form in forms(secret) for one in contents)},
-        {path.name for path in made if path.suffix in SOURCES or b"\ndef train(" in written[path]},
-    )
+    return environment
 
 
 # Runs a script in which whatever unpickles ends the process, from the first import on.
@@ -471,39 +446,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
-    (tmp_path / "here").mkdir()
-    return tmp_path / "here"
-
-
-def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_secret(tiny_world, here):
+def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_secret(tiny_world, tmp_path):
     """Of train_both with Weights & Biases; it unpickles nothing and saves no source code either."""
+    here, driver = tmp_path / "here", tmp_path / "driver.py"
+    here.mkdir()
     plant_namesakes(here)
-    driver = here.parent / "driver.py"
     driver.write_text(WITHOUT_PICKLES)
-    sizes = ["--reward.num_train", "8", "--policy.ppo.total_episodes", "16", "--reward.track", "--policy.track"]
-    ran = run_among_secrets(here, driver, SCRIPTS / "train_both.py", *both_arguments(tiny_world), *sizes)
+    environment = leave_secrets(here, tmp_path / "home")
+    there = set(tmp_path.rglob("*"))
+    words = [sys.executable, driver, SCRIPTS / "train_both.py", *both_arguments(tiny_world)]
+    words += ["--reward.num_train", "8", "--policy.ppo.total_episodes", "16", "--reward.track", "--policy.track"]
+    options = {"cwd": here, "env": environment, "stdin": subprocess.DEVNULL, "timeout": 600}  # nobody ever answers it
+    ran = subprocess.run(words, text=True, capture_output=True, **options)
     assert sorted(path.stem for path in here.glob("*.imported")) == []
-    ended_well(ran.result)
+    ended_well(Result(ran.returncode, ran.stdout, ran.stderr))
     assert len(list(here.glob("runs/*/events.out.tfevents.*"))) == 2
     assert len(list(here.glob("runs/*/wandb/offline-run-*/run-*.wandb"))) == 2
-    assert ran.leaked == set() and ran.sources == set()
-
-
-def test_left_to_itself_the_tracker_saves_secrets_and_source_code(here):
-    """What the test above looks for happens on such a machine by default."""
-    (here / "script.py").write_text("import wandb\nwandb.init().finish()\n")
-    ran = run_among_secrets(here, here / "script.py")
-    ended_well(ran.result)
-    assert ran.leaked == {"uncommitted change"} and ran.sources == {"script.py", "diff.patch"}
-
-
-def test_left_to_itself_a_command_imports_from_the_current_folder(here):
-    plant_namesakes(here)
-    result = subprocess.run([sys.executable, "-c", "import tensorboard"], cwd=here, capture_output=True)
-    # tensorboard; with Python 3.13 linecache, which `python -c` imports before it
-    assert result.returncode == 1 and list(here.glob("*.imported"))
+    made = [path for path in set(tmp_path.rglob("*")) - there if path.is_file()]
+    written = {path: str(path).encode() + path.read_bytes() for path in made}
+    said = b"\n".join([*written.values(), ran.stdout.encode(), ran.stderr.encode()])
+    assert not [name for name, secret in SECRETS.items() if any(form in said for form in forms(secret))]
+    assert not [path for path in made if path.suffix in SOURCES or b"\ndef train(" in written[path]]
 
 
 def test_a_message_shows_no_password(capsys):

@@ -78,11 +78,6 @@ def test_the_page_has_every_change_and_its_numbers():
     assert f"{small_changes.BEGIN}\n{small_changes.tables(RUNS)}\n{small_changes.END}" in PAGE
 
 
-def test_an_interval_is_students():
-    assert small_changes.cell(pd.Series([1.0, 2.0, 3.0])) == "2.00 ± 2.48"  # 4.303 / sqrt(3) deviations
-    assert [small_changes.cell(pd.Series(x)) for x in ([1.0, float("nan")], [11.0])] == ["", "11.0"]
-
-
 def test_an_edit_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setitem(CHANGES, "odd", small_changes.Change(old="no such text", new=""))
     with pytest.raises(AssertionError, match="no such text"):

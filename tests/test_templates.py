@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from runs import error_line
 from test_problems import TEMPLATE, byte_tokenizer, task as of_chapter_3
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
@@ -86,6 +87,11 @@ def test_chapter_2_puts_a_post_into_the_user_s_turn(tmp_path, monkeypatch):
     length = len(before) + len(after) + len(in_letters(IN_LETTERS)) - 1
     cut, _ = queries_of_chapter_2(tmp_path, TOKENIZER, **chat, query_length=length)
     assert row_of(cut.queries) == [*before, *in_letters(IN_LETTERS.replace("\nLine two<|im_end|>.", "")), *after]
+    # sample.py shows the post without its template.
+    (tmp_path / "posts_train.jsonl").rename(tmp_path / "posts_test.jsonl")
+    task = posts.TaskArgs(posts=str(tmp_path), **chat, query_length=256)
+    (query,) = sample.read_queries(task, ids, TOKENIZER, n=1)
+    assert query.context == row_of(found.queries) and TOKENIZER.decode(query.tokens) == IN_LETTERS
 
 
 def test_variables_reach_the_template():
@@ -108,9 +114,7 @@ def test_variables_reach_the_template():
     ],
 )
 def test_what_cannot_be_a_chat_is_refused_in_one_line(changes, template, words):
-    with pytest.raises(InputError) as caught:
-        chat_templates.affixes(posts.TaskArgs(**changes), byte_tokenizer(template))
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in error_line(chat_templates.affixes, posts.TaskArgs(**changes), byte_tokenizer(template))
 
 
 def test_a_template_leaves_room_for_a_post():
@@ -239,12 +243,3 @@ def test_a_saved_policy_says_how_it_was_sampled(tmp_path, tiny_models):
         wanted = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "eos_token_id": [256, END]}
         assert wanted.items() <= saved.items()
         assert not {"repetition_penalty", "pad_token_id", "bos_token_id"} & saved.keys()
-
-
-def test_sampling_a_policy_of_chapter_2_shows_posts_without_their_template(tmp_path):
-    found, _ = queries_of_chapter_2(tmp_path, TOKENIZER, prompt_format="chat")
-    task = posts.TaskArgs(posts=str(tmp_path), prompt_format="chat", query_length=256)
-    ids = posts.task_ids(task, TOKENIZER)
-    (tmp_path / "posts_train.jsonl").rename(tmp_path / "posts_test.jsonl")
-    (query,) = sample.read_queries(task, ids, TOKENIZER, n=1)
-    assert query.context == row_of(found.queries) and TOKENIZER.decode(query.tokens) == IN_LETTERS

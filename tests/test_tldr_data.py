@@ -156,12 +156,6 @@ def test_summaries_are_cut_without_their_end_and_pairs_of_one_summary_are_left_o
 # ---- Bad input -------------------------------------------------------------------------------------------------
 
 
-def test_blank_lines_are_no_rows(tmp_path):
-    line = json.dumps(POST)
-    (tmp_path / "posts_train.jsonl").write_text(f"\n{line}\n  \n{line}")
-    assert len(posts.read_posts(task(tmp_path), Letters(), "train")) == 2
-
-
 def test_without_a_network_one_line_names_the_file_and_the_preset_that_needs_none():
     line = error_line(posts.load_rows, "tldr", "comparisons", "train")
     assert "--task.comparisons tldr" in line and "comparisons_train.jsonl" in line and "--preset posts" in line

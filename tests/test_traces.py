@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import launch, launch_together
+from processes import launch_together
 from runs import (
     interrupt,
     meta_of,
@@ -18,15 +18,17 @@ from runs import (
     rows_of,
     samples_of,
     sums_arguments,
+    trained,
     world_arguments,
 )
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
-from whole_runs import Whole
+from whole_runs import Whole, check_same
 
 from ppo_rlhf.lib import pretrained, traces
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import page
+from ppo_rlhf.rlvr import policy as rlvr_policy
 
 KEPT = [(update, again) for update in (0, 2, 3) for again in (False, True)]  # every second update, and the last
 
@@ -55,10 +57,9 @@ def test_a_resumed_run_has_the_same_traces_and_without_traces_nothing_changes(tr
         run = policy_run(copy)
         interrupt(run)
         shutil.rmtree(run / "traces")
-        arguments = ["--resume", str(run), "--trace_interval", str(interval)]
-        result = launch(f"{script}.py", *arguments, folder=copy.folder)
-        assert result.status == 0, result.stderr
-        assert str(metrics_of(run)) == str(metrics_of(original))  # some may be NaN
+        shutil.rmtree(copy.model("policy").parent)
+        copy.resumed(run, "--trace_interval", str(interval), script=f"{script}.py")
+        check_same(copy, traced)
         assert traces.kept(run) == (KEPT[2:] if interval else [])  # after the checkpoint
         for kept in traces.kept(run):
             assert traces.path_of(run, *kept).read_bytes() == traces.path_of(original, *kept).read_bytes()
@@ -166,19 +167,12 @@ def test_the_ratio_is_that_of_the_policy_after_the_update(both):
         assert_close(new_logprobs, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
 
 
-def test_masks_of_summaries(all_three):
-    """What follows the end of a summary counts nowhere, but for the value of the state after it."""
-    ended = 0
-    for update in (0, 2, 3):
-        trace = traces.read(policy_run(all_three), update)
-        x = numbers_of(trace)
-        for i, length in enumerate(x["mask"].sum(1)):
-            assert x["mask"][i, :length].all() and not x["mask"][i, length:].any()
-            assert x["value_mask"][i].sum() == min(length + 1, x["mask"].shape[1])
-            assert any(trace.responses[i][:length]) and not any(trace.responses[i][length:])
-            ended += x["stopped"][i]
-        assert len(trace.texts["reference"]) == 8 and all(trace.texts["reference"])
-    assert ended
+def test_summaries_end_and_have_references(all_three):
+    trace = traces.read(policy_run(all_three), 0)
+    for pieces, length in zip(trace.responses, trace.tokens["mask"].sum(1), strict=True):
+        assert any(pieces[:length]) and not any(pieces[length:])
+    assert trace.episodes["stopped"].any()
+    assert len(trace.texts["reference"]) == 8 and all(trace.texts["reference"])
 
 
 def test_groups_are_whole_and_a_users_verifier_scores_no_trace(groups):
@@ -209,9 +203,7 @@ def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
 def test_without_a_reference_nothing_is_said_of_one(tiny_sums, tmp_path):
     settings = "--rewards.kl_coef 0 --ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.critic_warmup 0 "
     settings += "--ppo.total_episodes 16 --trace_interval 1 --eval_interval 0"
-    result = launch("rlvr/policy.py", *sums_arguments(tiny_sums), *settings.split(), folder=tmp_path)
-    assert result.status == 0, result.stderr
-    run = only(tmp_path, "runs/*")
+    run = trained(rlvr_policy, tmp_path, [*sums_arguments(tiny_sums), *settings.split()])
     for again in (False, True):
         assert not {"ref_logprobs", "kl"} & traces.read(run, 0, again).tokens.keys()
     one_run = page.read_run(run)

@@ -35,12 +35,18 @@ class Hub:
         self.cards[repo_id] = (Path(folder_path) / "README.md").read_text()
 
 
-def tracked_run(monkeypatch, tracker: str) -> run_module.Run:
-    """A run of two steps with samples, a table, results and an uploaded model."""
+def test_results_tables_and_the_models_address_reach_the_trackers(monkeypatch):
+    """Weights & Biases; what a real run leaves in a file is looked at in test_safety.py. And TensorBoard, where
+    results are the last points.
+    """
+    wandb.teardown()  # an earlier test of this process may have begun with another WANDB_MODE, which it remembers
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    logged: dict[str, object] = {}
+    monkeypatch.setattr(tracking.WandBTracker, "log", lambda tracker, values, **_: logged.update(values))
+    shown = SimpleNamespace(url="https://wandb.test/run")
+    monkeypatch.setattr(Accelerator, "get_tracker", lambda *_, **__: shown)
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    run = run_module.Run(
-        FakeArgs(track=True, tracker=tracker, upload_model=True), Accelerator(cpu=True), {"batch": 8}
-    )
+    run = run_module.Run(FakeArgs(track=True, upload_model=True), Accelerator(cpu=True), {"batch": 8})
     run.start_logging(0)
     for step in range(2):
         run.log(step, {"objective/kl": step + 0.5, "time": float(step)})
@@ -48,18 +54,6 @@ def tracked_run(monkeypatch, tracker: str) -> run_module.Run:
     run.write_table("lengths", LENGTHS)
     (run.model_folder / "policy").mkdir(parents=True)
     run.finish("policy", **RESULTS)
-    return run
-
-
-def test_results_tables_and_the_models_address_reach_weights_and_biases(monkeypatch):
-    """What a real run leaves in a file is looked at in test_safety.py."""
-    wandb.teardown()  # an earlier test of this process may have begun with another WANDB_MODE, which it remembers
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    logged: dict[str, object] = {}
-    monkeypatch.setattr(tracking.WandBTracker, "log", lambda tracker, values, **_: logged.update(values))
-    shown = SimpleNamespace(url="https://wandb.test/run")
-    monkeypatch.setattr(Accelerator, "get_tracker", lambda *_, **__: shown)
-    run = tracked_run(monkeypatch, "wandb")
     tables = {name: len(logged.pop(name).data) for name in ("samples", "lengths")}
     assert tables == {"samples": 1, "lengths": 2}
     expected = {"test_accuracy": 0.75, "validation/rouge1": 0.25, "test_labels": 40}
@@ -68,17 +62,10 @@ def test_results_tables_and_the_models_address_reach_weights_and_biases(monkeypa
     (card,) = Hub.cards.values()
     assert "(https://wandb.test/run)" in card
 
-
-def test_results_are_the_last_points_of_tensorboard(monkeypatch):
-    run = run_module.Run(FakeArgs(), Accelerator(cpu=True), {"batch": 8})
-    run.start_logging(0)
-    run.log(0, {"objective/kl": 0.5})
-    run.write_table("lengths", LENGTHS)
-    run.finish(**RESULTS)
-    results = {"test_accuracy": [(1, 0.75)], "validation/rouge1": [(1, 0.25)], "test_labels": [(1, 40.0)]}
     events = EventAccumulator(str(run.folder)).Reload()
-    logged = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert logged == {"objective/kl": [(0, 0.5)]} | results
+    points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert points.pop("objective/kl") == [(0, 0.5), (1, 1.5)] and points.pop("time")
+    assert points == {"test_accuracy": [(2, 0.75)], "validation/rouge1": [(2, 0.25)], "test_labels": [(2, 40.0)]}
     with (run.folder / "lengths.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in LENGTHS]
 

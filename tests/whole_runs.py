@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from processes import launch, launch_together
-from runs import only
+from processes import Result, launch, launch_together
+from runs import meta_of, metrics_of, only, rows_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Whole:
         (self.folder / "stdout").write_text(results[0].stdout)
         return self
 
+    def resumed(self, run: Path, *words: str, script: str = "") -> Result:
+        """Go on with one of its runs, to the end. script: the one of a stage; else its own."""
+        result = launch(script or self.script, "--resume", str(run), *words, folder=self.folder)
+        assert result.status == 0, result.stdout + result.stderr
+        return result
+
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 
@@ -79,3 +85,16 @@ def whole(made_once: MadeOnce, name: str, run: Whole, **environment: str | bool)
     """A run, made once under this name. run: its folder doesn't matter."""
     folder = made_once(name, lambda folder: replace(run, folder=folder).made(**environment))
     return replace(run, folder=folder)
+
+
+def check_same(run: Whole, expected: Whole) -> None:
+    """Metrics, times apart, results, tables and the files of all models, bit for bit."""
+    for one, other in zip(*(sorted(each.folder.glob("runs/*")) for each in (run, expected)), strict=True):
+        assert str(metrics_of(one)) == str(metrics_of(other))  # some may be NaN
+        assert meta_of(one)["results"] == meta_of(other)["results"]
+        for table in other.glob("*.jsonl"):
+            assert rows_of(one / table.name) == rows_of(table)
+    weights = [sorted(each.folder.glob("models/**/*.safetensors")) for each in (run, expected)]
+    assert weights[0]
+    for one, other in zip(*weights, strict=True):
+        assert one.read_bytes() == other.read_bytes()

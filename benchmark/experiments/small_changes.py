@@ -163,7 +163,7 @@ def cell(values: pd.Series) -> str:
         return ""
     mean, half = lab.interval(list(values))  # half is NaN for one seed
     digits = 1 if abs(mean) >= 10 or half >= 10 else 2
-    return f"{mean:.{digits}f}" + f" ± {half:.{digits}f}" * (len(values) > 1)
+    return f"{mean:.{digits}f}" + f"\u00a0±\u00a0{half:.{digits}f}" * (len(values) > 1)
 
 
 def tables(runs: pd.DataFrame) -> str:

@@ -169,7 +169,7 @@ PRESETS = {
         eval_interval=12,
         eval_posts=512,
         task=posts.TASKS["posts"],
-        rewards=RewardsArgs(monitor="ppo_rlhf.worlds.posts:gold_scores", kl_coef=0.6),
+        rewards=RewardsArgs(monitor="ppo_rlhf.worlds.posts:gold_scores", kl_coef=0.35),
         ppo=PpoArgs(total_episodes=3_840, batch_size=64, nminibatches=8, lr=1e-4),
     ),
     # A real language model and few episodes: adapters, two epochs of two minibatches, and a controller that reacts
