@@ -2,8 +2,8 @@
 
 A language model writes texts of four words. An annotator compares 300 pairs of them, and errs in
 every tenth choice. From this, a reward model learns to score texts, and PPO teaches the language
-model to write texts with high scores. All texts can be listed (there are 6,561), so each update
-prints how far the policy has really come on the way to the reward model's optimum.
+model to write texts with high scores. There are only 6,561 texts, so each update prints true means,
+and how far the policy has come on the way to the one that the reward model likes best.
 
     python ppo_rlhf/small/micro.py                         # half a minute; PyPy: a quarter of it
     python ppo_rlhf/small/micro.py --kl_coef 0 --seed 2    # the policy cheats the reward model
@@ -137,12 +137,8 @@ def random_numbers(seed):
 
 def draw(chances, randoms):
     """A random index, with probabilities in proportion to the chances."""
-    rest = next(randoms) * sum(chances)
-    for index in range(len(chances)):
-        if rest < chances[index]:
-            break
-        rest -= chances[index]
-    return index
+    point = next(randoms) * sum(chances)
+    return sum([point >= sum(chances[:i]) for i in range(1, len(chances))])
 
 
 def choose(pair, mistakes, randoms):
@@ -274,8 +270,8 @@ def train_policy(args, reference, scores, randoms):
 
         # 4. Score the responses. 5. Per-token rewards: the last token gets the score. All pay for
         #    their part of the KL, since the reward model only knows texts like the reference's.
-        logprob_pairs = zip(logprobs, ref_logprobs, strict=True)
-        rewards = [args.kl_coef * (ref - logprob) for logprob, ref in logprob_pairs]
+        kl = [logprob - ref for logprob, ref in zip(logprobs, ref_logprobs, strict=True)]
+        rewards = [-args.kl_coef * k for k in kl]
         for i, text in enumerate(responses):
             rewards[LENGTH * i + LENGTH - 1] += scores[text]
 
@@ -286,8 +282,8 @@ def train_policy(args, reference, scores, randoms):
         advantages = whiten(advantages, [1 / len(tokens)] * len(tokens), epsilon=1e-8)
 
         # 7. Epochs. The ratio, 1 at first, says how much likelier a token has become since it was
-        #    sampled. Once it has gone too far in the direction of the advantage, the clipped ratio
-        #    counts. That is a mere number without a gradient, so the policy stays near.
+        #    sampled. Once it is beyond the clip in the direction of the advantage, the clipped one
+        #    counts, a mere number without a gradient. So the policy stays near the old one.
         batch = list(zip(tokens, logprobs, advantages, returns, strict=True))
         epoch_losses = []
         for _ in range(args.epochs):
@@ -385,7 +381,8 @@ def compare_estimators(policy, reference, scores, kl_coef, n=8):
             kl = logprobs[word].data - ref_logprob.data
             tokens[text, word] = gradient(logprobs[word], weights), kl, value.data
 
-    slopes, factors = {}, {}  # An estimate is the sum of slopes, each times a factor.
+    slopes = {}
+    factors = {}  # An estimate is the sum of a text's slopes, each times a factor.
     for text in TEXTS:
         slopes[text], kl, values = zip(*[tokens[token] for token in tokens_of(text)], strict=True)
         rewards = [-kl_coef * k for k in kl]
@@ -405,7 +402,8 @@ def compare_estimators(policy, reference, scores, kl_coef, n=8):
             "J: GAE, lambda 0": compute_gae(rewards, values, 0.0),
         }
 
-    truth, squares = {}, {}
+    truth = {}
+    squares = {}
     for name in factors[text]:
         samples = {text: combine(factors[text][name], slopes[text]) for text in TEXTS}
         average = combine(probs.values(), samples.values())
@@ -415,8 +413,10 @@ def compare_estimators(policy, reference, scores, kl_coef, n=8):
             spread = sum([probs[text] * factors[text][name][0] ** 2 for text in TEXTS])
             variance += (spread * squares["KL: k1 as a loss"] + math.hypot(*average) ** 2) / (n - 1)
         true = truth.setdefault(name[:2], average)
-        bias, noise, size = math.dist(average, true), (variance / n) ** 0.5, math.hypot(*true)
-        print(f"{name:45} bias {100 * bias / size:5.1f}, noise {100 * noise / size:5.1f}")
+        percent = math.hypot(*true) / 100
+        bias = math.dist(average, true) / percent
+        noise = (variance / n) ** 0.5 / percent
+        print(f"{name:45} bias {bias:5.1f}, noise {noise:5.1f}")
 
 
 if __name__ == "__main__":
