@@ -218,7 +218,8 @@ def draw_atlas(figure: Figure) -> None:
             row = page.partition(f'<a id="{world}-{name}">')[2].partition("\n")[0]
             mean, half = map(float, re.search(r"([-+][\d.]+) ± ([\d.]+)", row).groups())
             color = ORANGE if mean < 0 else BLUE
-            face = color if pages.star(world, name) else "white"
+            significant = float(row.split(" | ")[-2].strip("< ")) < 0.05  # after Holm's correction
+            face = color if significant else "white"
             axes.errorbar(mean, place, xerr=half, fmt="o", color=color, markerfacecolor=face, capsize=3)
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set_yticks(range(len(changes)), changes.values())
