@@ -309,7 +309,9 @@ def test_it_is_short_and_imports_two_modules():
     assert sum(map(len, lines)) / len(lines) <= 66 and max(map(len, lines)) <= 100
 
 
-@pytest.mark.parametrize("words", ["--updates 0", "--lr nan", "--lr -1", "--seed", "--nothing 1", "--__doc__ 1"])
+@pytest.mark.parametrize(
+    "words", ["--updates 0", "--lr nan", "--lr inf", "--lr -1", "--seed", "--nothing 1", "--__doc__ 1"]
+)
 def test_a_bad_flag_ends_in_one_line(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         micro.read_flags(words.split())
