@@ -274,6 +274,9 @@ def test_reward_loss(name: str):
     labels = labels_of(arrays)
     scores = train_reward.score_samples(reward_model, labels, torch.arange(case["batch"]), PAD)
     close(scores.detach(), arrays["rewards_per_sample"], atol=VALUE)
+    tokens = torch.cat([labels.queries.unsqueeze(1).expand(-1, scores.shape[1], -1), labels.samples], dim=2)
+    padded_scores = reward_model(tokens.flatten(0, 1), PAD).view_as(scores)  # as `normalize` reads what was truncated
+    close(padded_scores.detach(), arrays["rewards_per_sample"], atol=VALUE)
     optimizer = torch.optim.SGD(reward_model.parameters(), lr=0.0)  # the gradients stay where they are
     inds = torch.arange(case["batch"])
     stats = train_reward.reward_update(
