@@ -10,8 +10,8 @@
     ppo.save("models/mine")  # opens with AutoModelForCausalLM
 
 The update is that of chapter 2, by its own functions: responses of any length, a penalty on the KL divergence from
-the model that the policy was at the start, a critic of its own, GAE, whitened advantages, and epochs of clipped
-losses. docs/from_trl.md has programs to begin with, and says what is called what in TRL.
+a reference, which is the model at the start unless you name another, a critic of its own, GAE, whitened advantages,
+and epochs of clipped losses. docs/from_trl.md has programs to begin with, and says what is called what in TRL.
 
 Under `accelerate launch`, each process generates for queries of its own, as many as every other. Gradients, metrics
 and whitening are over all of them together.
@@ -93,10 +93,10 @@ class PPO:
         trained in place.
 
         critic: what the critic starts as: a reward model or critic that was trained here, a sequence classifier with
-        one label, or a base model; None: the language model, with a new head. reference: None: the model as it is
-        now. optimizer: makes one from the parameters that learn; None: AdamW with ppo's lr, adam_eps and
-        weight_decay. It is `self.optimizer`, whose learning rate nobody changes but you. max_grad_norm: gradients of
-        policy and critic together are scaled to it.
+        one label, or a base model; None: the language model, with a new head. reference: a language model, loaded or
+        not; None: the model as it is now. optimizer: makes one from the parameters that learn; None: AdamW with
+        ppo's lr, adam_eps and weight_decay. It is `self.optimizer`, whose learning rate nobody changes but you.
+        max_grad_norm: gradients of policy and critic together are scaled to it.
 
         kl_coef: reward per nat, meant for scores whose deviation is about 1; with kl_target, nats per response, it is
         adapted. ppo: lr, noptepochs, nminibatches, cliprange, vf_coef, lam and whatever else chapter 2's PpoArgs
@@ -150,6 +150,8 @@ class PPO:
             value_model = models.load_any_critic(critic, weights, seed, trust_remote_code)
         if isinstance(reference, PreTrainedModel):
             frozen = copy.deepcopy(reference).to(weights).eval()
+            if frozen.get_input_embeddings().num_embeddings != policy.get_input_embeddings().num_embeddings:
+                raise InputError("reference has another number of token embeddings than the model")
         elif reference is not None:
             frozen = load_pretrained(self._checked("reference", reference), weights, trust_remote_code)
         else:
@@ -174,7 +176,7 @@ class PPO:
     def _checked(self, what: str, model: str | Path) -> str:
         """A model that must have the policy's vocabulary."""
         if not isinstance(model, str | Path):
-            raise InputError(f"{what} is a {type(model).__name__}; give the folder where it is saved")
+            raise InputError(f"{what} is a {type(model).__name__}; give the folder or the name of a model")
         pretrained.check_vocabulary(str(model), f"{what} {model}", self.args.base_model, self.args.trust_remote_code)
         return str(model)
 
@@ -372,7 +374,7 @@ class PPO:
 
     def _tokens(self, rows: Sequence[Text], what: str) -> Tensor:
         """Token ids (rows, longest), with padding at the end; of queries with what the tokenizer puts before them."""
-        listed = [] if isinstance(rows, str | Mapping) else [*rows]
+        listed = [] if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) else [*rows]
         if not listed:
             raise InputError(f"{what} must be a list with a text, or a list of token ids, for each episode")
         start = pretrained.start_of_plain(self.tokenizer) if what == "queries" else []

@@ -75,7 +75,7 @@ def test_imports_go_downwards():
 
 # ---- The small files are complete: they can be read, and carried away, alone -----------------------------------
 
-LINES = {"small.ppo": 430, "small.grpo": 240, "small.micro": 423}
+LINES = {"small.ppo": 430, "small.grpo": 240, "small.micro": 424}
 
 
 def needs(source: str) -> set[str]:

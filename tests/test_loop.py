@@ -21,6 +21,7 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
     TrainingArguments,
 )
 
@@ -34,6 +35,7 @@ from ppo_rlhf.train_policy import episode_noise
 SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
 QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
 NAMES = Path(__file__).with_name("names_elsewhere.json")  # what those releases call their arguments
+SMALL = GPT2Config(vocab_size=3, n_embd=4, n_layer=1, n_head=1)
 SCORES = [1.0, -2.0, 0.5, 3.0]
 
 
@@ -259,7 +261,8 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "number 1 must be": partial(ppo.generate, torch.tensor([1, 2])),
         "0..28, not empty": partial(ppo.generate, [[True]]),
         "a list of numbers": partial(ppo.step, batch, [1.0, None, 0.0, 0.0]),
-        "reference is a Linear": partial(PPO, model, reference=torch.nn.Linear(1, 1)),
+        "is a Linear; give the folder": partial(PPO, model, reference=torch.nn.Linear(1, 1)),
+        "another number of token embeddings": partial(PPO, model, reference=GPT2LMHeadModel(SMALL)),
         "one entry for each token": partial(ppo.batch, ["a"], ["b"], [[1, 0]]),
         "of the same PPO": partial(PPO(model, **SIZES).step, batch, SCORES),
         "max_grad_norm is -1": partial(PPO, model, max_grad_norm=-1.0),

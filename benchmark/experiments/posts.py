@@ -73,7 +73,7 @@ def rows_of(runs: pd.DataFrame) -> list[dict[str, str]]:
             row[title] = " → ".join(f"{scale * run[f'{measured} {stage}']:{form}}" for stage in ("sft", "ppo"))
         row["wins (%)"] = f"{100 * run['wins']:.1f}"
         for name in GROUPS:
-            row[f"{name} summaries: wins (%)"] = f"{100 * run[f'wins {name}']:.0f} of {run[name]}"
+            row[f"{name} summaries: wins"] = f"{100 * run[f'wins {name}']:.0f} % of {run[name]}"
         rate, low, high = (100 * run[name] for name in ("wins at equal length", "low", "high"))
         row["wins at equal length (%)"] = f"{rate:.1f} [{low:.1f}, {high:.1f}]"
         rows.append(row)
@@ -82,7 +82,7 @@ def rows_of(runs: pd.DataFrame) -> list[dict[str, str]]:
         row[title] = " → ".join(cell(scale * runs[f"{measured} {stage}"], form) for stage in ("sft", "ppo"))
     row["wins (%)"] = cell(100 * runs["wins"], ".1f")
     for name in GROUPS:
-        row[f"{name} summaries: wins (%)"] = cell(100 * runs[f"wins {name}"], ".0f")
+        row[f"{name} summaries: wins"] = cell(100 * runs[f"wins {name}"], ".0f") + " %"
     row["wins at equal length (%)"] = cell(100 * runs["wins at equal length"], ".1f")
     return [*rows, row]
 

@@ -9,8 +9,9 @@ and how far the policy has come on the way to the one that the reward model like
     python ppo_rlhf/small/micro.py --kl_coef 0 --seed 2    # the policy cheats the reward model
     python ppo_rlhf/small/micro.py --estimators            # bias and noise of eleven gradients
 
-PPO has the steps, names and constants of small/ppo.py. That has more: queries, truncation,
-minibatches, whitening of rewards, clipping of values, and a controller for the KL coefficient.
+PPO has the steps and names of small/ppo.py, and its epochs, clip, value_coef and lam. What it
+leaves out: queries, truncation, minibatches, whitening of rewards, clipping of values, and a
+controller for the KL coefficient.
 """
 
 import math
