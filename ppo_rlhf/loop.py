@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class PPO:
         kl_target: float | None = None,
         kl_horizon: int = 10_000,
         lora: models.LoraArgs | None = None,
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
         seed: int = 1,
         trust_remote_code: bool = False,
         **ppo: Any,
@@ -113,6 +113,10 @@ class PPO:
             raise InputError("with lora, the reference is the policy without its adapters; leave it out")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InputError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(
+                "optimizer must be a function that makes one: partial(torch.optim.Adam, betas=(0.9, 0.95))"
+            )
         known = vars(PpoArgs()).keys() - {"total_episodes", "batch_size"}
         if unknown := [name for name in ppo if name not in known]:
             raise InputError(f"PPO has no argument {unknown[0]}; docs/from_trl.md says what TRL's are called here")
@@ -213,7 +217,7 @@ class PPO:
         if mask is not None:
             if [len(row) for row in mask] != own.sum(1).tolist():
                 raise InputError("mask must have one entry for each token of each response")
-            own = padded([[int(entry) for entry in row] for row in mask], 0).bool().to(own.device)
+            own = padded([[int(bool(entry)) for entry in row] for row in mask], 0).bool().to(own.device)
         if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
         self._check_length(contexts.shape[1] + tokens.shape[1])
@@ -312,7 +316,7 @@ class PPO:
         problem, nminibatches = "", self.args.ppo.nminibatches
         try:
             numbers = [float(score) for score in scores]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: of a longer tensor
             problem = f"scores must be a list of numbers: {error}"
         wrong = [number for number in numbers if not abs(number) <= reward_functions.LARGEST_SCORE]
         if not isinstance(batch, Batch) or batch.maker is not self:

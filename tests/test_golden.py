@@ -54,8 +54,6 @@ def test_whiten(name: str):
 
 # ---- Tokens: cases 5 and 10 ------------------------------------------------------------------------------------
 
-TRUNCATIONS = list(load_json("case5_postprocess_meta"))[1:]
-
 
 class CharacterTokenizer:
     """One token per character: a..z are 0..25, everything else is a full stop, 26."""

@@ -280,14 +280,23 @@ def gradient_as_loss(name: str, sampler: torch.Tensor) -> torch.Tensor:
     return expected_gradient(losses, logits, sampler)
 
 
-def gradient_in_reward(name: str, gamma: float = 1.0) -> torch.Tensor:
-    logits, ref_logits = table("logits").requires_grad_(), table("ref_logits")
+def gradient_in_reward(name: str, scale: float = 1.0, gamma: float = 1.0) -> torch.Tensor:
+    """scale: of the way from the reference to the policy."""
+    ref_logits = table("ref_logits")
+    logits = (ref_logits + scale * (table("logits") - ref_logits)).requires_grad_()
     logprobs, exact = sequence_logprobs(logits), exact_kl(logits, ref_logits).detach()
     old = {"logprobs": logprobs.detach(), "ref_logprobs": sequence_logprobs(ref_logits), "exact_kl": exact}
     rewards, _, _ = token_rewards(rollout_of(EVERYWHERE, **old), 1.0, name)
     advantages, _ = ESTIMATORS["reinforce++"](rewards, EVERYWHERE, torch.arange(9), gamma=gamma)
     losses, _, _ = token_losses(logprobs, old["logprobs"], advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
     return expected_gradient(losses, logits, logits)
+
+
+@pytest.mark.parametrize("name", ["abs", "k2", "k3"])
+def test_near_the_reference_k2_and_k3_in_the_reward_do_not_pull_back(name):
+    for near in ENUMERATION["near_reference"]:
+        ratio = gradient_in_reward(name, near["scale"]).norm() / near["norm_true"]
+        assert ratio.item() == pytest.approx(near[f"{name}_in_reward_over_true"], abs=1e-8)
 
 
 @pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "k1+", "k2+", "k3+"])

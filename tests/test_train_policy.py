@@ -197,6 +197,8 @@ def replay(args: Args, world: Path) -> Left:
                             "policy/entropy": entropies.mean(),
                             "val/clipfrac": vf_clipfrac,
                             "returns/var": ((returns - returns.mean()) ** 2).mean(),
+                            "val/advantage": advantages.mean(),
+                            "val/advantage_var": ((advantages - advantages.mean()) ** 2).mean(),
                         }
                     )
                 norms.append(math.sqrt(sum(float((p.grad**2).sum()) for p in policy.parameters())))
