@@ -44,7 +44,7 @@ def rate_at_equal_length(results: np.ndarray, differences: np.ndarray) -> tuple[
 
 
 def measure(run: Path, meta: dict[str, Any], table: pd.DataFrame) -> dict[str, Any]:
-    """Of the policy's run, with the run of its fine-tuned model beside it."""
+    """Compare the held-out summaries of a policy's run with those of the SFT run in the same folder."""
     (sft_run,) = run.parent.glob("tldr_sft__*")
     found: dict[str, Any] = {}
     golds, lengths = [], []

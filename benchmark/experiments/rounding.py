@@ -4,7 +4,8 @@
     python benchmark/experiments/rounding.py report --seeds 1
 
 The size of a pass with gradients, `local_micro_batch_size`, changes nothing but the order in which numbers are added
-up. So all runs begin alike, until a digit flips a token. (That of a pass without gradients changed no digit at all.)
+up. So all runs begin alike, until a digit flips a token. (In four runs, the size
+of a pass without gradients changed no digit.)
 """
 
 import subprocess

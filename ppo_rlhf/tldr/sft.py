@@ -68,7 +68,7 @@ class Args(command_line.MemoryArgs, command_line.RunArgs):
 
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
-    # So few posts that the model still repeats and invents: PPO has something to mend.
+    # SFT sees few posts, so its summaries still repeat and invent statements, which PPO can mend.
     "posts": Args(
         preset="posts",
         seed=1,
