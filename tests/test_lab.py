@@ -137,7 +137,7 @@ def test_holm_by_hand():
 # ---- Running ---------------------------------------------------------------------------------------------------
 
 
-def test_finished_runs_are_not_run_again(tmp_path, capsys):
+def test_finished_runs_are_not_run_again(tmp_path):
     """What is chosen is run, with the arguments of its name; a job that says it is finished is left alone."""
     args = lab.Args(folder=tmp_path / "runs", output=tmp_path / "out", seeds=2)
     for name in TOY.variants:

@@ -240,7 +240,7 @@ def test_a_state_goes_on_with_the_same_numbers(model):
 # ---- What is refused -------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tiny_tokenizer):
+def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model):
     ppo = PPO(model, **SIZES)
     batch, before = ppo.generate(QUERIES), weights_of(ppo.actor_critic)
     wrong = {

@@ -44,7 +44,7 @@ from ppo_rlhf.lib.errors import InputError, flag, typed
 from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.lib.several_stages import SHARED, flags_of
 
-REWARD_RUN, POLICY_RUN = "runs/train_reward__tales__1__7", "runs/train_policy__tales__1__7"
+POLICY_RUN = "runs/train_policy__tales__1__7"
 POLICY_META = f"{POLICY_RUN}/meta.json"
 
 # ---- Commands --------------------------------------------------------------------------------------------------
