@@ -4,8 +4,8 @@
     python benchmark/experiments/rounding.py report --seeds 1
 
 The size of a pass with gradients, `local_micro_batch_size`, changes nothing but the order in which numbers are added
-up. So all runs begin alike, until a digit flips a token. (In four runs, the size
-of a pass without gradients changed no digit.)
+up. So all runs begin alike, until a digit flips a token. (In four runs, the size of a pass without gradients changed
+no digit.)
 """
 
 import subprocess
@@ -21,7 +21,7 @@ FOLDER = lab.ROOT / "benchmark" / "runs" / "rounding"
 REWARD = FOLDER / "reward"  # the folder in which the reward model is trained
 LAST = 10  # updates that are averaged
 
-SIZES = (64, 56, 48, 40, 32)
+SIZES = (64, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16)
 
 
 def measure(folder: Path, meta: dict[str, Any], metrics: pd.DataFrame) -> dict[str, Any]:
