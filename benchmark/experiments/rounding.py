@@ -32,6 +32,8 @@ def measure(folder: Path, meta: dict[str, Any], metrics: pd.DataFrame) -> dict[s
         "gold_halfway": middle["objective/gold_scores"].mean(),
         "score": end["objective/scores"].mean(),
         "kl": end["objective/kl"].mean(),
+        "entropy": end["objective/entropy"].mean(),
+        "entropy_halfway": middle["objective/entropy"].mean(),
     }
 
 
@@ -44,6 +46,8 @@ def table(runs: pd.DataFrame) -> list[dict[str, str]]:
             "halfway": f"{run['gold_halfway']:.2f}",
             "score": f"{run['score']:.2f}",
             "KL": f"{run['kl']:.2f}",
+            "entropy of a response, nats": f"{run['entropy']:.1f}",
+            "entropy halfway": f"{run['entropy_halfway']:.1f}",
         }
         for _, run in runs.iterrows()
     ]
@@ -57,7 +61,7 @@ EXPERIMENT = lab.Experiment(
         f"preset-{size}-64": f" --ppo.local_micro_batch_size {size} --ppo.local_rollout_batch_size 64"
         for size in SIZES
     },
-    curves=("objective/gold_scores", "objective/scores", "objective/kl"),
+    curves=("objective/gold_scores", "objective/scores", "objective/kl", "objective/entropy"),
     measure=measure,
     table=table,
 )
