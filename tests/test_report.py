@@ -40,7 +40,7 @@ def make_run(folder: Path, script: str = "train_policy", traced: bool = True) ->
     (folder / "traces").mkdir()
     for update in UPDATES if traced else ():
         tokens = {name: torch.randn(2, 5, generator=generator) for name in NUMBERS}
-        tokens["logprobs"] = -tokens["logprobs"].abs()
+        tokens["logprobs"] -= 2  # none is above 0, and the largest advantage is of a token that was nearly certain
         tokens["ids"] = torch.arange(10).view(2, 5)
         # Chapter 1 trains on what it cuts, too.
         tokens["scored" if script == "train_policy" else "mask"] = torch.arange(5) < torch.tensor([[3], [5]])
