@@ -232,7 +232,8 @@ def test_reward_run(name: str):
     """Losses, learning rates, first gradient, weights, agreement by group, and the shift."""
     case, arrays = case_and_arrays(name)
     run = reward_run(case, arrays)
-    for key, atol in {"loss": LOSS, "accuracy": LOSS, "chosen_rewards": CONSTANT, "rejected_rewards": CONSTANT}.items():
+    tolerances = {"loss": LOSS, "accuracy": LOSS, "chosen_rewards": CONSTANT, "rejected_rewards": CONSTANT}
+    for key, atol in tolerances.items():
         means = arrays[f"micro/{key}"].view(len(run.metrics), -1).mean(1)
         close(column(run, f"train/rm/{key}"), means, atol=atol, name=key)
     close(column(run, "train/rm/lr"), arrays["step_lr"], atol=1e-9)
