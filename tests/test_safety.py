@@ -432,8 +432,9 @@ def leave_secrets(work: Path, home: Path) -> dict[str, str]:
     (work / "notes.txt").write_text("nothing\n")
     author = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
     remote = f"https://user:{SECRETS['git remote']}@example.com/user/project.git"
-    environment = os.environ | OFFLINE | {"HOME": str(home), "HF_HOME": str(home / "hub"), "WANDB_SAVE_CODE": "true"}
-    environment["WANDB_PROGRAM"] = str(work / "notes.txt")  # whose code would be saved
+    environment = os.environ | OFFLINE | {"HOME": str(home), "HF_HOME": str(home / "hub")}
+    # The tracker would save the file as the program's code.
+    environment |= {"WANDB_SAVE_CODE": "true", "WANDB_PROGRAM": f"{work}/notes.txt"}
     environment |= {name: secret for name, secret in SECRETS.items() if name.isupper()}
     commit = [["init"], ["remote", "add", "origin", remote], ["add", "notes.txt"], [*author, "commit", "-m", "A"]]
     for words in commit:
