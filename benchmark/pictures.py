@@ -178,7 +178,13 @@ def draw_methods(figure: Figure) -> None:
             axes.plot(mean["kl"], mean[column], color=color, marker=".", markersize=4, label=label)
             axes.plot(mean["kl"].iloc[-1:], mean[column].iloc[-1:], "o", color=color, markersize=9)
             axes.plot(ends["kl"], ends[column], "x", color=color, markersize=5)
-    for marker, size, label in (("o", 9, "its end, mean of five seeds"), ("x", 5, "the ends of single seeds")):
+    markers = (
+        (" ", 0, " "),  # so that the others have a column of the legend
+        (".", 4, "a checkpoint, or an n: mean of five seeds"),
+        ("o", 9, "the end: mean of five seeds"),
+        ("x", 5, "the end of a single seed"),
+    )
+    for marker, size, label in markers:
         axes.plot([], [], marker, color="gray", markersize=size, label=label)
     panels[0].set(title="gold score: the truth", ylabel="points")
     panels[1].set(title="score: what best-of-n and PPO see")

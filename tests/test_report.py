@@ -40,6 +40,7 @@ def make_run(folder: Path, script: str = "train_policy", traced: bool = True) ->
     (folder / "traces").mkdir()
     for update in UPDATES if traced else ():
         tokens = {name: torch.randn(2, 5, generator=generator) for name in NUMBERS}
+        tokens["logprobs"] -= 2  # none is above 0, and the largest advantage is of a token that was nearly certain
         tokens["ids"] = torch.arange(10).view(2, 5)
         # Chapter 1 trains on what it cuts, too.
         tokens["scored" if script == "train_policy" else "mask"] = torch.arange(5) < torch.tensor([[3], [5]])
@@ -334,10 +335,12 @@ def test_the_token_view_follows_the_reader(shown, tmp_path):
     page = shown(folder)
     trace = traces.read(folder, 5)
 
-    # The page opens where the advantage is farthest from 0, of all scored tokens after the first update.
+    # The page opens where the advantage times 1 less the probability is farthest from 0, of all scored tokens after
+    # the first update.
     places = [
-        (abs(traces.read(folder, update).tokens["advantages"][episode, token].item()), update, episode, token)
+        (abs(tokens["advantages"] * (1 - tokens["logprobs"].exp()))[episode, token].item(), update, episode, token)
         for update in UPDATES[1:]
+        for tokens in [traces.read(folder, update).tokens]
         for episode, count in enumerate((3, 5))
         for token in range(count)
     ]
@@ -440,17 +443,20 @@ def test_what_the_losses_do_not_count_is_marked(shown, tmp_path):
 
 
 def test_the_first_screen_says_what_happened(shown, tmp_path):
-    """Score and judge before and after; one query and its answers; curves."""
+    """Score and gold score before and after; one query and its answers; curves."""
     folder = make_run(tmp_path / "a")
     for_each = {"base": "worse", "base score": 0.5}
-    rows = [for_each | {"query": f"query {i}", "policy": f"better {i}", "policy score": i} for i in (1, 2, -3)]
+    values = (1, 2, -3, -4, 0.5)
+    rows = [for_each | {"query": f"query {i}", "policy": f"better {i}", "policy score": i} for i in values]
     write_rows(folder / "comparison.jsonl", *rows)
     page = shown(folder, viewport={"width": 1280, "height": 900})
     scores = [row["objective/scores"] for row in metrics_of(folder)]
     tile = page.locator(".tile", has=page.get_by_text("Score", exact=True))
     before, after = tile.locator("b").inner_text().split(" → ")
     assert (float(before), float(after)) == pytest.approx((scores[0], sum(scores) / 6), abs=0.006)
+    assert "Gold score" in page.locator(".tiles").inner_text()
     example = page.locator(".example").inner_text()
+    assert " 2 scored higher the second time and 2 lower" in example
     assert "query 1" in example and "worse" in example and "better 1" in example and "score 0.50" in example
     assert page.locator("#outcome .plot").count() == 2
     below = page.locator("#outcome").bounding_box()

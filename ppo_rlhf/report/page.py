@@ -176,10 +176,12 @@ LAST = 10  # updates, whose mean is what a run has reached
 def outcomes(one_run: OneRun) -> list[tuple[str, str, str, str]]:
     """The numbers to look at first: title, meaning, before and after."""
     own = learning_curves.own_metrics([one_run.meta["args"]])
+    panels = learning_curves.panels_of(one_run.metrics, own)
+    legend = {name: label for _, lines in panels for name, label, _ in lines}
     of_each = [
         ("Score", "what training raises", ["objective/scores"]),
         ("Held-out accuracy", "share of problems that no update saw", own["Held-out queries"]),
-        ("Judge", "nothing is trained on it", ["eval/gold_scores", *own["Score"]]),
+        ("", "nothing is trained on it", ["eval/gold_scores", *own["Score"]]),
         ("KL", "nats per response, from the reference", ["objective/kl"]),
         ("Responses that end", "share", ["objective/stopped", "objective/eos_rate", "val/stop_token_rate"]),
         ("Loss", "over the training texts", ["train/loss", "train/rm/loss", "train/sft/loss"]),
@@ -192,7 +194,8 @@ def outcomes(one_run: OneRun) -> list[tuple[str, str, str, str]]:
         if any(known):
             after = known[-1] if name.startswith("eval/") else statistics.fmean(known[-LAST:])
             after = one_run.meta.get("results", {}).get(name, after)
-            found.append((title, meaning, f"{known[0]:.2f}", f"{after:.2f}"))
+            title = title or legend[name][:1].upper() + legend[name][1:]
+            found.append((title, meaning, f"{known[0]:z.2f}", f"{after:z.2f}"))
     return found
 
 
@@ -206,7 +209,8 @@ BEFORE_AND_AFTER = (
 def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | None:
     """A query with its answer and score before and after: the median of the change of scores.
 
-    If the run kept no answers before training, those of the first and the last traced update are taken.
+    If that is 0, the median of those that changed, so that one sees a change. If the run kept no answers before
+    training, those of the first and the last traced update are taken.
     """
     rows = [
         (query, (row[a], row[c]), (row[b], row[d]))
@@ -226,12 +230,21 @@ def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | No
     rows = sorted((row for row in rows if None not in row[2]), key=lambda row: row[2][1] - row[2][0])
     if not rows:
         return None
+    chosen = "Of the queries that were answered before and after, the one with the median change of the score."
+    changes = [after - before for _, _, (before, after) in rows]
+    if any(changes) and changes[len(rows) // 2] == 0:
+        rose, fell = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+        chosen = (
+            f"Of the {len(rows)} queries that were answered before and after, {rose} scored higher the second time "
+            f"and {fell} lower. This one has the median change of those whose score changed."
+        )
+        rows = [row for row, change in zip(rows, changes, strict=True) if change]
     query, texts, scores = rows[len(rows) // 2]
     answers = [
         {"when": when, "text": errors.visible(text).strip(), "score": f"{score:.2f}"}
         for when, text, score in zip(where, texts, scores, strict=True)
     ]
-    return {"query": errors.visible(query).strip(), "answers": answers}
+    return {"query": errors.visible(query).strip(), "answers": answers, "chosen": chosen}
 
 
 def answer_in(episode: dict[str, Any]) -> tuple[str, float | None]:

@@ -61,26 +61,30 @@ function tokensOf(episode) {
   return box;
 }
 
-// Where the page opens: the scored token whose advantage is farthest from 0. The first update counts only if there is no
-// other, since its critic knows nothing yet, and a response that is right by luck never does.
+// Where the page opens: the scored token whose advantage, times 1 less its probability when it was sampled, is farthest
+// from 0. The gradient of its log-prob is near 0 if it was nearly certain, however large the advantage. The first update
+// counts only if there is no other, since its critic knows nothing yet, and a response that is right by luck never does.
 function opening() {
   const places = data.updates.flatMap(({episodes}, update) => episodes.flatMap((one, episode) => {
-    const {advantages, mask, scored} = one.tokens;
+    const {advantages, logprobs, mask, scored} = one.tokens;
     if (one.again || one.luck || !advantages || !update && data.updates.length > 1) return [];
     const counts = token => (!mask || mask[token]) && (!scored || scored[token]);
-    return advantages.map((advantage, token) => ({update, episode, token, advantage})).filter(({token}) => counts(token));
+    return advantages.map((advantage, token) => ({update, episode, token, advantage, probability: Math.exp(logprobs[token])}))
+      .filter(({token}) => counts(token));
   }));
-  return places.reduce((best, place) => Math.abs(place.advantage) > Math.abs(best.advantage) ? place : best, places[0]);
+  const weight = ({advantage, probability}) => Math.abs(advantage) * (1 - probability);
+  return places.reduce((best, place) => weight(place) > weight(best) ? place : best, places[0]);
 }
 
-function reasonOf({update, episode, token, advantage}) {
+function reasonOf({update, episode, token, advantage, probability}) {
   const one = data.updates[update].episodes[episode], {values} = one.tokens;
-  const expected = values ? ` (the critic had expected a sum of rewards of ${shown(values[token])} from there on)` : "";
+  const expected = values ? `the critic expected (a sum of rewards of ${shown(values[token])} from there on)` : "expected";
   const others = (data.updates.length > 1 ? " after the first update" : "") +
     (data.updates.some(({episodes}) => episodes.some(({luck}) => luck)) ? ", but for responses that are right by luck" : "");
   return `The page opens on update ${data.updates[update].update}, episode ${episode + 1}, token ${one.places[token] + 1}. Of all scored tokens ` +
-    `that were traced${others}, its advantage, ${shown(advantage)}, is farthest from 0: things went ${advantage > 0 ? "better" : "worse"} than expected${expected}. ` +
-    "From such surprises the policy learns; tokens with an advantage near 0 hardly change it.";
+    `that were traced${others}, its advantage, ${shown(advantage)}, times 1 less its probability, ${shown(probability)}, is farthest from 0: ` +
+    `things went ${advantage > 0 ? "better" : "worse"} than ${expected}, and the policy had room to change. ` +
+    "Where the advantage is near 0, or the token was nearly certain, the loss hardly changes the policy.";
 }
 
 const titleOf = episode => `${updateOf().episodes.indexOf(episode) + 1}${episode.again ? ", fixed query" : ""}`;
