@@ -216,7 +216,7 @@ def estimators(policy: Weights, reference: Weights, scores: Tensor, kl_coef: flo
 
     def gradient(loss: Tensor) -> Tensor:
         parts = torch.autograd.grad(loss, list(policy.values()), retain_graph=True, materialize_grads=True)
-        return torch.cat([part.flatten() for part in parts])
+        return torch.nn.utils.parameters_to_vector(parts)
 
     logprobs, values = outputs_before_words(policy, texts)
     d = logprobs - outputs_before_words(reference, texts)[0].detach()
