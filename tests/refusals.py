@@ -25,6 +25,7 @@ from accelerate.state import AcceleratorState
 from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
+from ppo_rlhf.lib import checkpoints
 from ppo_rlhf.lib.run import Run
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
@@ -126,6 +127,13 @@ def edit_tensors(path: str, change: Callable[[dict[str, torch.Tensor]], Any]) ->
         save_file(tensors, folder / path, {"format": "pt"})
 
     return damage
+
+
+def seal(checkpoint: Path) -> None:
+    """Give a checkpoint whose tensors were changed a checksum that fits."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["sha256"]
+    write("state.json", checkpoints.sealed(state, checkpoint / "tensors.safetensors"))(checkpoint)
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:

@@ -102,22 +102,21 @@ def sums_arguments(world: Path) -> list[str]:
 
 def reward_arguments(world: Path, prefix: str = "--") -> list[str]:
     """Five steps of 8 labels, a checkpoint after every second."""
-    sizes = {
-        "num_train": 40,
-        "batch_size": 8,
-        "rollout_batch_size": 32,
-        "normalize_samples": 32,
-        "save_interval": 2,
-    }
-    labels = {"label_dataset": world / "labels/sentiment/offline_5k.json"}
-    return [word for name, value in (labels | sizes).items() for word in (f"{prefix}{name}", str(value))]
+    words = (
+        f"{prefix}label_dataset {world}/labels/sentiment/offline_5k.json {prefix}num_train 40 {prefix}batch_size 8 "
+        f"{prefix}rollout_batch_size 32 {prefix}normalize_samples 32 {prefix}save_interval 2"
+    )
+    return words.split()
 
 
 def policy_arguments(prefix: str = "--") -> list[str]:
     """Four updates of 16 episodes in 2 groups, a checkpoint after every second, and no traces."""
-    sizes = {"ppo.total_episodes": 64, "ppo.batch_size": 16, "ppo.whiten_groups": 2, "rewards.normalize_samples": 16}
-    output = {"save_interval": 2, "log_interval": 1, "trace_interval": 0}
-    return [word for name, value in (sizes | output).items() for word in (f"{prefix}{name}", str(value))]
+    words = (
+        f"{prefix}ppo.total_episodes 64 {prefix}ppo.batch_size 16 {prefix}ppo.whiten_groups 2 "
+        f"{prefix}rewards.normalize_samples 16 "
+        f"{prefix}save_interval 2 {prefix}log_interval 1 {prefix}trace_interval 0"
+    )
+    return words.split()
 
 
 def both_arguments(world: Path) -> list[str]:

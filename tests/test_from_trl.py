@@ -1,7 +1,6 @@
 """Models with a value head, in the forms that TRL 0.11.4 saves: ours give the same values and log-probs."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from runs import error_line
 from safetensors.torch import save_file
+from test_safety import Hostile
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -17,12 +17,6 @@ from ppo_rlhf.tldr.models import load_reward_model
 from ppo_rlhf.tldr.policy import ActorCritic
 
 Tensors = dict[str, torch.Tensor]
-
-
-def tensors_of(model: PreTrainedModel, head: nn.Linear) -> Tensors:
-    """What the wrapper's state_dict holds, but for the output layer, which is tied to the embedding."""
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    return tensors | {f"v_head.summary.{name}": tensor for name, tensor in head.state_dict().items()}
 
 
 def write(folder: Path, tensors: Tensors, name: str, parts: int = 1) -> None:
@@ -40,7 +34,10 @@ def write(folder: Path, tensors: Tensors, name: str, parts: int = 1) -> None:
 
 @pytest.fixture
 def saved(tiny_models, tiny_tokenizer, tmp_path) -> tuple[Path, Tensors, PreTrainedModel, nn.Linear]:
-    """A folder without weights, the weights, the model and the head that they are from."""
+    """A folder without weights, the weights, the model and the head that they are from.
+
+    The wrapper's state_dict holds no output layer where it is tied to the embedding.
+    """
     folder = tmp_path / "old"
     model = tiny_models("gpt2").eval()
     model.config.summary_dropout_prob = 0.1
@@ -49,14 +46,16 @@ def saved(tiny_models, tiny_tokenizer, tmp_path) -> tuple[Path, Tensors, PreTrai
         head = nn.Linear(model.config.hidden_size, 1)
     model.config.save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
-    return folder, tensors_of(model, head), model, head
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors |= {f"v_head.summary.{name}": tensor for name, tensor in head.state_dict().items()}
+    return folder, tensors, model, head
 
 
 @pytest.mark.parametrize("prefix", ["", "pretrained_model."])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @torch.no_grad()
-def test_values_and_logits_are_the_same(name: str, parts: int, prefix: str, saved, tmp_path):
+def test_values_and_logits_are_the_same(name, parts, prefix, saved, tmp_path):
     folder, tensors, model, head = saved
     write(folder, {prefix * ("v_head" not in key) + key: tensor for key, tensor in tensors.items()}, name, parts)
     tokens = torch.randint(26, (4, 11), generator=torch.Generator().manual_seed(1))
@@ -72,19 +71,9 @@ def test_values_and_logits_are_the_same(name: str, parts: int, prefix: str, save
     torch.testing.assert_close(ours[2], values[:, 4:-1], rtol=0, atol=1e-6)
 
 
-class Code:
-    """A pickle of this runs a function where it is read."""
-
-    def __init__(self, trace: Path):
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Callable, tuple[Path]]:
-        return Path.touch, (self.trace,)
-
-
 def test_a_pickle_with_code_is_refused_and_not_run(saved, tmp_path):
     folder, tensors, *_ = saved
-    torch.save(tensors | {"code": Code(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    torch.save(tensors | {"code": Hostile(tmp_path / "ran")}, folder / "pytorch_model.bin")
     line = error_line(from_trl.load, folder)
     assert "pytorch_model.bin is no pickle of tensors alone" in line and not (tmp_path / "ran").exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)
@@ -103,7 +92,7 @@ HEAD = "v_head.summary.weight"
         (lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(9, 16)}), "(9, 16)"),
     ],
 )
-def test_what_is_no_such_model_is_refused(change: Callable[[Tensors], None], words: str, saved, tmp_path):
+def test_what_is_no_such_model_is_refused(change, words, saved, tmp_path):
     folder, tensors, *_ = saved
     change(tensors)
     write(folder, tensors, "model.safetensors")

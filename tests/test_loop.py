@@ -7,35 +7,37 @@ import json
 import math
 import re
 import sys
-import typing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from processes import launch, launch_together
+from oracles import numbers
 from runs import error_line
+from test_foreign import classifier
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
     TrainingArguments,
 )
+from whole_runs import Whole
 
 from ppo_rlhf.lib import processes
+from ppo_rlhf.lib.command_line import parse_args
+from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.loop import PPO
-from ppo_rlhf.rlvr import asynchronous, policy as rlvr_policy
+from ppo_rlhf.rlvr import asynchronous
 from ppo_rlhf.tldr import models, policy, posts
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.train_policy import episode_noise
 
 SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
 QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
-NAMES = Path(__file__).with_name("names_elsewhere.json")  # what those releases call their arguments
-SMALL = GPT2Config(vocab_size=3, n_embd=4, n_layer=1, n_head=1)
+NAMES = Path(__file__).with_name("names_elsewhere.json")  # what those releases call their arguments, verl's in short
 SCORES = [1.0, -2.0, 0.5, 3.0]
 
 
@@ -63,17 +65,17 @@ def update_of_the_script(model: str, queries: Tensor) -> tuple[dict[str, Tensor]
     """Weights after two updates as train() of tldr/policy.py makes them, and what it logs of the algorithm."""
     accelerator = processes.make_accelerator()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ppo = policy.PpoArgs(lr=1e-2, nminibatches=2, noptepochs=2, batch_size=4, total_episodes=8)
-    task = posts.TaskArgs(query_length=32, response_length=6)
-    rewards = policy.RewardsArgs(missing_eos="none")
-    args = policy.Args(base_model=model, dtype="float64", seed=1, task=task, rewards=rewards, ppo=ppo)
+    words = f"--base_model {model} --dtype float64 --seed 1 --rewards.missing_eos none "
+    words += "--ppo.lr 1e-2 --ppo.nminibatches 2 --ppo.noptepochs 2 --ppo.batch_size 4 --ppo.total_episodes 8 "
+    words += "--task.query_length 32 --task.response_length 6"
+    args = parse_args(policy.PRESETS, words.split())
     actor_critic, reference = policy.load_networks(args, tokenizer, accelerator)
     optimizer = torch.optim.AdamW(actor_critic.parameters(), 1e-2, eps=1e-5, weight_decay=0.01, fused=True)
     setup = policy.Setup(
         args=args,
-        sizes=policy.ppo_sizes(ppo, 1),
+        sizes=policy.ppo_sizes(args.ppo, 1),
         tokenizer=tokenizer,
-        ids=posts.task_ids(task, tokenizer),
+        ids=posts.task_ids(args.task, tokenizer),
         train_posts=None,
         held_out={},
         monitor={},
@@ -96,7 +98,7 @@ def update_of_the_script(model: str, queries: Tensor) -> tuple[dict[str, Tensor]
             optimizer,
             rollout=rollout,
             minibatches=draw_minibatches(1, update, 2, slice(0, 4), 2),
-            ppo=ppo,
+            ppo=args.ppo,
             pad_id=setup.ids.pad,
             temperature=0.7,
             accelerator=accelerator,
@@ -119,13 +121,9 @@ def test_two_steps_change_the_weights_as_the_script_does_bit_for_bit(model):
 
 
 def test_two_processes_are_one(tiny_world, tmp_path):
-    script, words = Path(__file__).with_name("loop_run.py"), (str(tiny_world / "model"), "metrics.json")
-    for name, run in (("one", launch), ("two", partial(launch_together, 2))):
-        (tmp_path / name).mkdir()
-        results = run(script, *words, folder=tmp_path / name)
-        for result in results if isinstance(results, list) else [results]:
-            assert result.status == 0, result.stderr
-    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two"))
+    script, words = str(Path(__file__).with_name("loop_run.py")), [f"{tiny_world}/model", "metrics.json"]
+    runs = [Whole(tmp_path / str(count), script, words, count).made() for count in (1, 2)]
+    one, two = (json.loads((run.folder / "metrics.json").read_text()) for run in runs)
     for row, other in zip(one, two, strict=True):
         assert row == pytest.approx(other, rel=1e-7, abs=1e-9)
 
@@ -144,20 +142,19 @@ def test_a_batch_from_elsewhere_is_read_as_one_that_was_generated(model):
     )
     for name in ("logprobs", "values", "ref_logprobs"):
         of_tokens = (getattr(batch.rollout, name)[generated.rollout.mask] for batch in (generated, read))
-        torch.testing.assert_close(*of_tokens, rtol=1e-9, atol=1e-12)
+        assert_close(*of_tokens, rtol=1e-9, atol=1e-12)
 
 
 def test_advantages_skip_what_somebody_else_says():
     """They are those of the policy's tokens alone, one after the other."""
-    generator = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 50, 8, generator=generator).double()
-    own = torch.rand(50, 8, generator=generator) < 0.5
+    rewards, values = numbers(0, 2, 50, 8)
+    own = numbers(1, 50, 8) < 0
     found = policy.compute_gae(rewards, values, own, 0.9, 0.8)
     for row, mine in enumerate(own):
         alone = (x[row, mine].unsqueeze(0) for x in (rewards, values, own))
         expected = policy.compute_gae(*alone, 0.9, 0.8)
         for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours[row, mine], theirs[0], rtol=1e-12, atol=1e-12)
+            assert_close(ours[row, mine], theirs[0], rtol=1e-12, atol=1e-12)
             assert not ours[row, ~mine].any()
 
 
@@ -180,19 +177,16 @@ def test_tokens_of_somebody_else_are_read_but_do_not_learn(model):
 
 
 def test_a_critic_from_a_classifier_says_what_the_classifier_says(model, tmp_path):
-    torch.manual_seed(0)
-    classifier = GPT2ForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float64)
-    classifier.config.pad_token_id = 0
-    classifier.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
-    ppo = PPO(model, critic=tmp_path, **SIZES)
+    folder = classifier("gpt2", tmp_path, AutoTokenizer.from_pretrained(model), ["LABEL_0"], 0)
+    judge = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+    ppo = PPO(model, critic=folder, **SIZES)
     ids = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 4, 7]]
     batch = ppo.batch(QUERIES, ids)
     query = batch.rollout.query_responses[0, : -len(ids[0])]
     query = query[query != ppo.pad_id].tolist()
     for place in range(3):
         row = torch.tensor([[*query, *ids[0][:place]]])
-        assert batch.rollout.values[0, place].item() == pytest.approx(classifier(row).logits.item(), abs=1e-9)
+        assert batch.rollout.values[0, place].item() == pytest.approx(judge(row).logits.item(), abs=1e-9)
 
 
 def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path):
@@ -201,12 +195,12 @@ def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path):
     ppo.save(tmp_path / "mine")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     row = torch.tensor([[1, 2, 3]])
-    torch.testing.assert_close(again(row).logits, ppo.actor_critic.lm_backbone(row).logits)
+    assert_close(again(row).logits, ppo.actor_critic.lm_backbone(row).logits)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     second = PPO(tmp_path / "mine", critic=tmp_path / "mine/critic", reference=loaded, **SIZES)
     first, of_second = (one.batch(QUERIES, ["abc"] * 4).rollout for one in (ppo, second))
     for name in ("logprobs", "values", "ref_logprobs"):
-        torch.testing.assert_close(getattr(first, name), getattr(of_second, name), rtol=1e-12, atol=1e-12)
+        assert_close(getattr(first, name), getattr(of_second, name), rtol=1e-12, atol=1e-12)
 
 
 def test_a_state_goes_on_with_the_same_numbers(model):
@@ -240,7 +234,7 @@ def test_a_state_goes_on_with_the_same_numbers(model):
 # ---- What is refused -------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model):
+def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tiny_models):
     ppo = PPO(model, **SIZES)
     batch, before = ppo.generate(QUERIES), weights_of(ppo.actor_critic)
     wrong = {
@@ -262,7 +256,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model):
         "0..28, not empty": partial(ppo.generate, [[True]]),
         "a list of numbers": partial(ppo.step, batch, [1.0, None, 0.0, 0.0]),
         "is a Linear; give the folder": partial(PPO, model, reference=torch.nn.Linear(1, 1)),
-        "another number of token embeddings": partial(PPO, model, reference=GPT2LMHeadModel(SMALL)),
+        "another number of token embeddings": partial(PPO, model, reference=tiny_models("gpt2", 3)),
         "one entry for each token": partial(ppo.batch, ["a"], ["b"], [[1, 0]]),
         "of the same PPO": partial(PPO(model, **SIZES).step, batch, SCORES),
         "no argument batch_size": partial(PPO, model, batch_size=8),
@@ -288,28 +282,18 @@ PAGE = (Path(__file__).parents[1] / "docs/from_trl.md").read_text()
 PROGRAMS = re.findall(r"```python\n(import .*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)  # and what they printed
 
 
-@pytest.fixture
-def classifier(tiny_world, tmp_path) -> str:
-    """The folder of a classifier of two labels that reads the tokens of that world."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
-    tokenizer.pad_token = tokenizer.decode(0)
-    tokenizer.save_pretrained(tmp_path / "classifier")
-    sizes = {"n_positions": 128, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    labels = {0: "NEGATIVE", 1: "POSITIVE"}
-    config = GPT2Config(vocab_size=len(tokenizer), id2label=labels, pad_token_id=0, **sizes)
-    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
-    return str(tmp_path / "classifier")
-
-
 def without_numbers(text: str) -> list[str]:
     """What is said of steps, with # for each number."""
     return re.findall(r"(?m)(?:^|step )#: [^\n]*", re.sub(r"-?\d+(\.\d+)?", "#", text))
 
 
 @pytest.mark.parametrize("place", range(4), ids=["reward", "person", "classifier", "game"])
-def test_the_programs_of_the_page_run_as_they_stand(tiny_world, classifier, tmp_path, monkeypatch, capsys, place):
-    code, printed = PROGRAMS[place]
-    words = {2: [classifier, "POSITIVE"]}.get(place, [])
+def test_the_programs_of_the_page_run_as_they_stand(tiny_world, tmp_path, monkeypatch, capsys, place):
+    (code, printed), words = PROGRAMS[place], []
+    if place == 2:
+        tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
+        tokenizer.pad_token, labels = tokenizer.decode(0), ["NEGATIVE", "POSITIVE"]
+        words = [classifier("gpt2", tmp_path / "judge", tokenizer, labels, 0, rows=len(tokenizer)), "POSITIVE"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["program.py", str(tiny_world / "model"), *words, "2"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("0.5\n1\n-1\n0\n" * 2))
@@ -324,12 +308,8 @@ def names_in(cell: str) -> list[str]:
     return [name for name in re.findall(r"`([\w.]+)`", cell) if not name.endswith(".jsonl")]
 
 
-def fields_of(args: type, prefix: str = "") -> set[str]:
-    names = set()
-    for name, hint in typing.get_type_hints(args).items():
-        names.add(prefix + name)
-        names |= fields_of(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else set()
-    return names
+def fields_of(args: Any) -> set[str]:
+    return {*flatten(dataclasses.asdict(args))}
 
 
 def rows_of(heading: str) -> list[list[str]]:
@@ -342,23 +322,14 @@ def rows_of(heading: str) -> list[list[str]]:
 def test_every_name_of_the_page_is_one_of_ours_or_of_that_release():
     known = {where: set(names) for where, names in json.loads(NAMES.read_text()).items()}
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
-    ours = fields_of(rlvr_policy.Args) | fields_of(asynchronous.Args)
-    verl = {name.removeprefix("actor_rollout_ref.") for name in known["verl 0.9.1"]} | known["verl 0.9.1"]
-    verl |= {re.sub(r"^algorithm\.rollout_correction", "correction", name) for name in known["verl 0.9.1"]}
+    ours = fields_of(asynchronous.Args())  # those of rlvr/policy.py, and others
     tables = {
         "PPOConfig of TRL 0.11": [
             known["TRL 0.11.4 PPOConfig"],
-            {*inspect.signature(PPO).parameters} | fields_of(policy.PpoArgs),
+            {*inspect.signature(PPO).parameters} | fields_of(policy.PpoArgs()),
         ],
-        "PPOTrainer": [
-            known["TRL 1.12 PPOConfig"] | known["TRL 1.12 PPOTrainer"] | inherited,
-            fields_of(policy.Args),
-        ],
-        "GRPO in TRL and verl": [
-            ours,
-            known["TRL 1.16 GRPOConfig"] | known["TRL 1.16 GRPOTrainer"] | inherited,
-            verl,
-        ],
+        "PPOTrainer": [known["TRL 1.12 PPO"] | inherited, fields_of(policy.Args())],
+        "GRPO in TRL and verl": [ours, known["TRL 1.16 GRPO"] | inherited, known["verl 0.9.1"]],
         "open-instruct": [ours, known["open-instruct e6c3044 GRPO"]],
     }
     for heading, columns in tables.items():

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib import errors
 from ppo_rlhf.lib.layers import checkpoint_layers
+from ppo_rlhf.sample import without_padding
 from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 
 PAD = VOCAB
 CONTEXT, RESPONSE = 6, 7
-EVERYTHING = slice(None)
 
 
 @pytest.fixture
@@ -71,9 +71,8 @@ class Read:
 
 def least(tokens: torch.Tensor, *, shares: bool = False) -> int:
     """What has to be read: real tokens, what is in the last column, and one token for all other padding."""
-    rows = torch.cat([tokens[:, :-1], tokens[:, -1:].where(tokens[:, -1:] != PAD, 0)], dim=1).tolist()
-    real = [tuple(token for token in row if token != PAD) for row in rows]
-    beginnings = [row[: end + 1] for row in real for end in range(len(row))]
+    rows = torch.cat([tokens[:, :-1], tokens[:, -1:].where(tokens[:, -1:] != PAD, 0)], dim=1)
+    beginnings = [tuple(row[: end + 1]) for row in without_padding(rows, PAD) for end in range(len(row))]
     return len(set(beginnings) if shares else beginnings) + 1
 
 
@@ -87,7 +86,7 @@ def read_alone(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def read(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    return train_policy.read_tokens(model, tokens, PAD, EVERYTHING) * (tokens != PAD).unsqueeze(2)
+    return train_policy.read_tokens(model, tokens, PAD, slice(None)) * (tokens != PAD).unsqueeze(2)
 
 
 # ---- The plan --------------------------------------------------------------------------------------------------
@@ -119,9 +118,7 @@ def test_groups_stay_together_in_small_passes(tiny_models):
         order = torch.cat([own for _, own in passes]).tolist()
         assert sorted(map(sorted, (order[:4], order[4:]))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         for packed, own in passes:
-            assert [[x for x in row if x != PAD] for row in packed.tolist()] == [
-                [x for x in row if x != PAD] for row in tokens[own].tolist()
-            ]
+            assert without_padding(packed, PAD) == without_padding(tokens[own], PAD)
     different = tokens[[0, 4]]
     assert packing.find_shared(model, different, different != PAD) is None  # there is nothing to share
 
@@ -216,16 +213,14 @@ def test_other_calls_reach_the_library(tiny_models, any_width):
         "one for all rows": {"attention_mask": mask[:1]},
         "more": {"output_hidden_states": True},
     }
-    answers = []
-    for packed in (False, True):
-        if packed:
-            packing.enable(model)
-        counted = Read(model)
-        answers.append([model.base_model(**arguments | call) for call in calls.values()])
-        assert counted.tokens == len(calls) * tokens.numel()
-    for name, expected, found in zip(calls, *answers, strict=True):
+    answers = {name: model.base_model(**arguments | call) for name, call in calls.items()}
+    packing.enable(model)
+    counted = Read(model)
+    for name, expected in answers.items():
+        found = model.base_model(**arguments | calls[name])
         assert_close(found.last_hidden_state, expected.last_hidden_state, atol=1e-10, rtol=1e-10, msg=name)
         assert (found.past_key_values is None) == (expected.past_key_values is None), name
+    assert counted.tokens == len(calls) * tokens.numel()
     model.base_model(**arguments)
     assert counted.tokens == len(calls) * tokens.numel() + least(tokens)
 

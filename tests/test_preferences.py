@@ -169,7 +169,9 @@ def test_files_of_every_form(tmp_path, monkeypatch, form, suffix):
     assert (labels.held_out, labels.left_out) == (1, {})
     ended = [(prompt, f"{chosen}\0", f"{rejected}\0") for _, prompt, chosen, rejected in ROWS[form]]
     task = task_of(str(tmp_path))
-    assert texts_of_comparisons(posts.read_comparisons(task, Letters(), "train")) == ended
+    compared = posts.read_comparisons(task, Letters(), "train")
+    sides = map(texts_of, (compared.queries, compared.chosen, compared.rejected))
+    assert list(zip(*sides, strict=True)) == ended
     found = posts.read_posts(task, Letters(), "train")
     assert list(zip(texts_of(found.queries), texts_of(found.references), strict=True)) == [row[:2] for row in ended]
 
@@ -225,10 +227,6 @@ def test_labels_of_no_form(tmp_path, rows, words):
 def task_of(source: str, **changes: Any) -> posts.TaskArgs:
     sizes = {"query_length": 120, "response_length": 20, "comparison_length": 30}
     return posts.TaskArgs(posts=source, comparisons=source, **{"query_format": "plain"} | sizes | changes)
-
-
-def texts_of_comparisons(found: posts.Comparisons) -> list[tuple[str, ...]]:
-    return list(zip(*map(texts_of, (found.queries, found.chosen, found.rejected)), strict=True))
 
 
 def test_prompts_with_completions_under_a_named_column(on_hub):

@@ -32,6 +32,7 @@ from refusals import (
     edit_tensors,
     remove,
     run,
+    seal,
     with_value,
     write,
 )
@@ -39,7 +40,7 @@ from runs import only
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import checkpoints, command_line
+from ppo_rlhf.lib import command_line
 from ppo_rlhf.lib.errors import InputError, flag, typed
 from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.lib.several_stages import SHARED, flags_of
@@ -151,15 +152,12 @@ ARGUMENTS = {
 }
 
 WEIGHTS, HEAD = "model/model.safetensors", "reward/reward_head.safetensors"
-OWN_CODE = {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Config", "AutoModelForCausalLM": "ours.Model"}}
-
 
 MODELS = {
     "model that is nowhere": policy("--base_model some-gpt", "--base_model some-gpt", "network", "--preset tales"),
     "model is the folder of a run": policy("--base_model models", "--base_model models", "no config.json"),
     "model is a reward model": policy("--base_model reward", "--base_model reward is a reward model", "policy"),
     "model of another width": policy("", "model", "transformer.", damage=edit("model/config.json", "n_embd", to=32)),
-    "model with code of its own": policy("", "trust_remote_code", damage=write("model/config.json", OWN_CODE)),
     "model without a tensor": policy(
         "", "ln_f.weight", damage=edit_tensors(WEIGHTS, lambda tensors: tensors.pop("transformer.ln_f.weight"))
     ),
@@ -189,9 +187,7 @@ def with_other_tensors(folder: Path) -> None:
     """A checkpoint that lacks a weight, with a checksum that fits."""
     checkpoint = folder / POLICY_RUN / "checkpoints/4"
     edit_tensors("tensors.safetensors", lambda tensors: tensors.pop("model.value_head.weight"))(checkpoint)
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["sha256"]
-    write("state.json", checkpoints.sealed(state, checkpoint / "tensors.safetensors"))(checkpoint)
+    seal(checkpoint)
 
 
 METRICS, CHECKPOINT = f"{POLICY_RUN}/metrics.csv", f"{POLICY_RUN}/checkpoints/4"
@@ -392,13 +388,13 @@ def check_refused(row: Row, folder: Path, run: Callable[[Row, Path], Result] = r
 
 
 @pytest.mark.parametrize("row", REFUSALS.values(), ids=REFUSALS)
-def test_bad_input_ends_in_one_line_and_leaves_nothing(row: Row, copy):
+def test_bad_input_ends_in_one_line_and_leaves_nothing(row, copy):
     assert row.words
     check_refused(row, copy(row))
 
 
 @pytest.mark.parametrize("name", IN_A_PROCESS)
-def test_bad_input_in_a_process_of_its_own(name: str, copy):
+def test_bad_input_in_a_process_of_its_own(name, copy):
     def start(row: Row, folder: Path) -> Result:
         return launch(row.script, *row.arguments, folder=folder, PYTHONDONTWRITEBYTECODE="1", **row.environment)
 
@@ -418,7 +414,7 @@ def test_each_of_two_processes_says_it(copy):
 
 
 @pytest.mark.parametrize("row", GOOD.values(), ids=GOOD)
-def test_nothing_is_wrong_with_the_undamaged_files(row: Row, copy):
+def test_nothing_is_wrong_with_the_undamaged_files(row, copy):
     result = run(row, copy(row))
     assert result.status == 0 and "error" not in result.stderr, result.stderr
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -117,7 +118,7 @@ def test_which_metrics_are_drawn(tmp_path):
 def test_texts_of_a_run_are_text(tmp_path):
     folder = make_run(tmp_path / "a", "tldr_policy")
     row = {"query": "half a character \ud83d", "response": EVIL, "reference": "r", "scores": 0.5}
-    (folder / "evaluation.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(folder / "evaluation.jsonl", row)
     page = write_report(folder)
     assert EVIL not in page and "\x1b" not in page and "<script>window.hacked" not in page
     assert "&lt;/script&gt;&lt;script&gt;window.hacked = 1" in page and "half a character ?" in page
@@ -203,9 +204,7 @@ def test_a_place_has_the_lines_of_the_commit_that_ran():
     found = report.page.source_of(place, f"{commit}-dirty")
     assert found == report.page.source_of(place, commit)
     assert "[D26]" in found and "read_scalar(self.value_head, hidden_states)" in found
-    for numbered in found.splitlines():
-        number, _, line = numbered.partition(" ")
-        assert line == lines[int(number) - 1]
+    assert {*found.splitlines()} <= {f"{number} {line}" for number, line in enumerate(lines, 1)}
     assert report.page.source_of(place, "0" * 40) == report.page.source_of(place, "") == ""
 
 
@@ -213,15 +212,15 @@ def test_a_quantity_has_one_colour(tmp_path):
     """Also in a run that lacks others, or has them in another order."""
     names = [f"{when}/{name}" for when in ("objective", "eval") for name in ("gold_scores", "scores")]
     names += ["eval/pass@1", "eval/pass@2"]
-    seen: dict[str, set[str]] = {}
+    seen = set()
     for columns in (names, names[::-1], names[:1], names[2:3]):
         drawn(tmp_path, *columns)
         for figure in data_of((tmp_path / "report.html").read_text())["figures"]:
-            colors = [line["color"] for line in figure["data"]]
-            assert len({*colors}) == len(colors)
-            for line in figure["data"]:
-                seen.setdefault(line["name"], set()).add(line["color"])
-    assert all(len(seen[name]) == 1 for name in ("score", "gold score")) and seen["score"] != seen["gold score"]
+            found = {(line["name"], line["color"]) for line in figure["data"]}
+            assert len({color for _, color in found}) == len(figure["data"])
+            seen |= found
+    one, other = (pair for pair in seen if pair[0] in ("score", "gold score"))
+    assert not {*one} & {*other}
 
 
 @pytest.mark.parametrize("folder", pictures.REPORTS)
@@ -232,8 +231,10 @@ def test_an_example_report_is_of_the_run_beside_it(folder):
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-def test_each_picture_can_be_drawn_again(name):
-    _, height, draw = pictures.PICTURES[name]
+def test_each_picture_has_the_hash_of_its_numbers_and_can_be_drawn_again(name):
+    numbers, height, draw = pictures.PICTURES[name]
+    digest = hashlib.sha256((ROOT / numbers).read_bytes()).hexdigest()
+    assert b"Description\0" + digest.encode() in (ROOT / f"static/{name}.png").read_bytes(), "draw it again"
     draw(figure := Figure(figsize=(pictures.WIDTH, height)))
     assert figure.axes
 
@@ -241,26 +242,19 @@ def test_each_picture_can_be_drawn_again(name):
 def test_examples_are_those_of_the_newest_runs(tmp_path, monkeypatch):
     """Without a newest run that has finished, nothing is taken."""
     monkeypatch.setattr(pictures, "STATIC", tmp_path)
-    monkeypatch.setattr(pictures, "EXAMPLES", [("demo", "train_policy__", "policy_", ["meta.json"])])
-    monkeypatch.setattr(pictures, "REPORTS", {"demo": "train_policy__"})
-    demo, runs = tmp_path / "demo", tmp_path / "runs"
-    demo.mkdir()
-    for number, finished in ((2, True), (1, False)):
-        newest = make_run(runs / f"train_policy__{number}", traced=False) / "meta.json"
-        newest.write_text(json.dumps({"script": "train_policy", "args": ARGS, "finished": finished}))
+    monkeypatch.setattr(pictures, "EXAMPLES", [("", "train_policy__", "policy_", ["meta.json"])])
+    monkeypatch.setattr(pictures, "REPORTS", {"": "train_policy__"})
+    old, new = (make_run(tmp_path / f"train_policy__{number}", traced=False) / "meta.json" for number in (2, 1))
+    finished = old.read_text().replace("{", '{"finished": true, ', 1)
+    old.write_text(finished)
+    os.utime(old, (0, 0))
     with pytest.raises(InputError, match=r"the newest run train_policy__. is missing or not finished"):
-        pictures.take_examples(runs)
-    assert not [*demo.iterdir()]
-    newest.write_text(newest.read_text().replace("false", "true"))
-    pictures.take_examples(runs)
-    assert (demo / "policy_meta.json").read_text() == newest.read_text()
-    assert ">run</th><td>train_policy__1<" in (demo / "report.html").read_text()
-
-
-@pytest.mark.parametrize("name", pictures.PICTURES)
-def test_a_picture_has_the_hash_of_its_numbers(name):
-    digest = hashlib.sha256((ROOT / pictures.PICTURES[name][0]).read_bytes()).hexdigest()
-    assert b"Description\0" + digest.encode() in (ROOT / f"static/{name}.png").read_bytes(), "draw it again"
+        pictures.take_examples(tmp_path)
+    assert not (taken := tmp_path / "policy_meta.json").exists()
+    new.write_text(finished)
+    pictures.take_examples(tmp_path)
+    assert taken.read_text() == finished
+    assert ">run</th><td>train_policy__1<" in (tmp_path / "report.html").read_text()
 
 
 def test_large_traces_are_thinned(tmp_path, monkeypatch):

@@ -10,22 +10,21 @@ import math
 import os
 import signal
 import sys
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from processes import launch_together
 from runs import explained_metrics, metrics_of, only, sums_arguments, trained
+from test_explain import lines_of
 from test_rlvr_math import ALONE, batch_from, numbers, rollout_of
 from test_vllm_sampler import FAKE
 from torch.testing import assert_close
+from whole_runs import Whole, check_same_weights
 
 from ppo_rlhf.lib import checkpoints, traces
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
     asynchronous as rlvr_async,
     policy as rlvr_policy,
@@ -34,7 +33,7 @@ from ppo_rlhf.rlvr import (
     vllm_sampler,
 )
 from ppo_rlhf.rlvr.asynchronous import Args, correct
-from ppo_rlhf.tldr import models, responses as tldr_responses
+from ppo_rlhf.tldr import responses as tldr_responses
 
 ray = pytest.importorskip("ray")
 
@@ -81,11 +80,7 @@ def check_equal(folder: Path, expected: Path) -> None:
     ours, theirs = numbers_of(folder), numbers_of(expected)
     assert len(theirs) == 4
     assert [{name: row.get(name) for name in theirs[0]} for row in ours] == theirs
-    pattern = "models/*/*/*.safetensors"
-    weights = [
-        {path.relative_to(path.parents[1]): path.read_bytes() for path in f.glob(pattern)} for f in (folder, expected)
-    ]
-    assert weights[0] == weights[1] != {}
+    check_same_weights(folder, expected)
 
 
 class Kept:
@@ -129,15 +124,10 @@ class Dies(samplers.TorchSampler):
 # ---- The same numbers ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def synchronous(tiny_sums, tmp_path_factory):
-    """A run of the synchronous script, with one response more for each prompt, its greedy one."""
-    return train_by(rlvr_policy, tiny_sums, tmp_path_factory.mktemp("run"), *IN_PAIRS)
-
-
-def test_without_staleness_it_is_the_synchronous_script(kept, synchronous, tiny_sums, tmp_path):
+def test_without_staleness_it_is_the_synchronous_script(kept, tiny_sums, tmp_path):
+    """With one response more for each prompt, its greedy one."""
     folder = train_by(rlvr_async, tiny_sums, tmp_path / "run", *IN_PAIRS, "--staleness", "0")
-    check_equal(folder, synchronous)
+    check_equal(folder, train_by(rlvr_policy, tiny_sums, tmp_path / "synchronous", *IN_PAIRS))
     for row in numbers_of(folder):
         assert row["async/staleness_max"] == 0 and row["async/largest_gap"] < 1e-5
 
@@ -240,15 +230,8 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
         partly_rejected += 0 < in_loss.sum() < scored.sum()
         partly_masked += 0 < masked.sum() < in_loss.sum()
     assert partly_rejected and partly_masked
-    one_run, recorded = page.read_run(run), 0
-    settings = page.settings_of(one_run)
-    steps = derivation.steps_of(settings)
-    for episode in one_run.episodes(3):
-        numbers = derivation.derive(episode, settings, steps, epoch=0, group=page.group_of(episode, [episode]))
-        for line in chain(*derivation.lines_of(episode, steps, numbers, 0)):
-            assert not line.wrong, line
-            recorded += bool(line.step.recorded)
-    assert recorded > 100
+    lines = [line for _, line in lines_of(run)]
+    assert not [line for line in lines if line.wrong] and sum(bool(line.step.recorded) for line in lines) > 400
 
 
 def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
@@ -257,9 +240,8 @@ def test_two_learners_are_one_but_for_rounding(kept, tiny_sums, tmp_path):
     expected = numbers_of(train_by(rlvr_async, tiny_sums, tmp_path / "one", *words))
     words += [*sums_arguments(tiny_sums), *FOUR_UPDATES.split()]
     words += [*DOUBLE, "--ray_address", ray.get_runtime_context().gcs_address]
-    for result in launch_together(2, "rlvr/asynchronous.py", *words, folder=tmp_path):
-        assert result.status == 0, result.stderr
-    for two, one in zip(numbers_of(tmp_path), expected, strict=True):
+    folder = Whole(tmp_path / "two", "rlvr/asynchronous.py", words, processes=2).made().folder
+    for two, one in zip(numbers_of(folder), expected, strict=True):
         assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-7, abs=1e-9)
     for name in ("masked_share", "rejected_share"):
         assert any(0 < row[f"async/{name}"] < 1 for row in expected)
@@ -332,18 +314,11 @@ def test_without_ray_or_its_cluster_a_run_ends_in_one_line(monkeypatch):
 
 def test_a_sampler_takes_whole_weights_and_samples_by_no_others(tiny_sums):
     args = Args(base_model=f"{tiny_sums}/model", dtype="float32")
-    model = checkpoints.trained_parameters(models.load_base_model(args))
-    weights = {name: parameter.detach().numpy() for name, parameter in model.items()}
     sampler = samplers.TorchSampler(args, problems.TaskIds(pad=30, stops=(0,)), threads=1)
-    piece = {"prompts": np.full((2, 3), 5), "n": 2, "noise": np.random.default_rng(0).random((4, 6))}
-    first, *_ = weights
-    for wrong in (
-        {name: x for name, x in weights.items() if name != first},
-        weights | {"module.x": weights[first]},
-        weights | {first: weights[first][:1]},
-    ):
+    (first, weight), *others = checkpoints.trained_parameters(sampler.model).items()
+    for wrong in ([], [(first, weight), ("module.x", weight)], [(first, weight[:1])]):
         with pytest.raises(RuntimeError, match=f"are not the model's: see .*({first}|module.x)"):
-            sampler.sample(wrong, 0, **piece, temperature=1.0)
+            sampler.load({name: x.detach().numpy() for name, x in [*wrong, *others]})
 
 
 def test_a_sampler_must_find_the_learners_log_probs():
@@ -438,11 +413,9 @@ def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing():
 # ---- Arguments, metrics ----------------------------------------------------------------------------------------
 
 
-def test_presets_are_those_of_the_synchronous_script():
-    for name, args in rlvr_async.PRESETS.items():
+def test_presets_pass_the_checks():
+    for args in rlvr_async.PRESETS.values():
         rlvr_async.check_arguments(args)
-        other = dataclasses.asdict(rlvr_policy.PRESETS[name]) | {"exp_name": "rlvr_async"}
-        assert other.items() <= dataclasses.asdict(args).items()
 
 
 def test_every_metric_of_asynchrony_is_explained(two_updates_late):

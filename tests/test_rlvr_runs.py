@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from refusals import edit
 from runs import (
     check_close,
     explained_metrics,
@@ -23,14 +24,15 @@ from runs import (
     samples_of,
     sums_arguments,
     trained,
+    write_rows,
 )
 from safetensors.torch import load_file
 from test_problems import GSM8K, byte_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import check_same
 
 from ppo_rlhf import sample, train_reward
-from ppo_rlhf.lib import classifiers, command_line, errors, pretrained, traces
+from ppo_rlhf.lib import command_line, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
@@ -43,14 +45,10 @@ from ppo_rlhf.tldr import models
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen(tmp_path_factory) -> Path:
-    """A Qwen2 of random weights, a token for each byte, a chat template, and two stop ids as Qwen2.5's."""
-    folder = tmp_path_factory.mktemp("qwen")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(vocab_size=264, intermediate_size=32, max_position_embeddings=4_200, **sizes)
-    config.eos_token_id, config.bos_token_id, config.pad_token_id = 258, None, None
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config)
+def tiny_qwen(tiny_models, tmp_path_factory) -> Path:
+    """A Qwen2 with a token for each byte, a chat template, and two stop ids as Qwen2.5's."""
+    folder, model = tmp_path_factory.mktemp("qwen"), tiny_models("qwen2", 264)
+    model.config.max_position_embeddings, model.config.eos_token_id = 4_200, 258
     model.generation_config.eos_token_id = [258, 256]
     model.generation_config.repetition_penalty = 1.1
     model.save_pretrained(folder)
@@ -143,7 +141,7 @@ HELD_OUT = {"question": "Petra has 7 apples. How many?", "answer": "#### 7", "ki
 )
 def test_a_checkpoint_takes_whatever_a_run_may_hold(tiny_sums, tiny_tools, tmp_path, monkeypatch, preset, more):
     """One held-out problem, of an odd kind; responses without a score; groups that are left over; a tool's tokens."""
-    (tmp_path / "one.jsonl").write_text(json.dumps(HELD_OUT) + "\n")
+    write_rows(tmp_path / "one.jsonl", HELD_OUT)
     module = rlvr_tools if preset in rlvr_tools.PRESETS else rlvr_policy
     n, world = min(module.PRESETS[preset].ppo.samples_per_prompt, 4), {rlvr_tools: tiny_tools}.get(module, tiny_sums)
     common = f"--preset {preset} --base_model {world}/model --task.problems {world} --ppo.samples_per_prompt {n} "
@@ -282,18 +280,22 @@ def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(run_once):
         assert row["objective/verifiable_correct_rate"] == pytest.approx(verifier)
 
 
-def test_the_reward_model_scores_a_text_as_if_alone_and_must_be_finite(critic, tiny_sums, tmp_path, monkeypatch):
-    folder, ids = tmp_path / "reward", problems.TaskIds(pad=400, stops=(0,))
-    shutil.copytree(critic.model("value"), folder)  # which is of the same form
-    info = json.loads((folder / "ppo_rlhf.json").read_text())
-    (folder / "ppo_rlhf.json").write_text(json.dumps(info | {"kind": "reward model"}))
-    words = f"--rewards.trained_model {folder} --rewards.trained_weight 3 --ppo.local_rollout_batch_size 2"
+@pytest.fixture
+def reward_model(critic, tmp_path) -> Path:
+    """The folder of a reward model: a critic is of the same form."""
+    folder = shutil.copytree(critic.model("value"), tmp_path / "reward")
+    edit("ppo_rlhf.json", "kind", to="reward model")(folder)
+    return folder
+
+
+def test_the_reward_model_scores_a_text_as_if_alone_and_must_be_finite(reward_model, tiny_sums, monkeypatch):
+    words = f"--rewards.trained_model {reward_model} --rewards.trained_weight 3 --ppo.local_rollout_batch_size 2"
     args = command_line.parse_args(PRESETS, [*sums_arguments(tiny_sums), *words.split()])
-    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    ids, accelerator = problems.TaskIds(pad=400, stops=(0,)), SimpleNamespace(device=torch.device("cpu"))
     score, weight = rlvr_policy.load_sources(args, None, ids, accelerator)["reward_model"]
     queries = torch.tensor([[400, 400, 5], [6, 7, 8], [400, 9, 10]])
     responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400]])
-    texts, model = {"queries": queries, "responses": responses}, models.load_reward_model(folder, torch.float64)
+    texts, model = {"queries": queries, "responses": responses}, models.load_reward_model(reward_model, torch.float64)
     alone = [model(row[row != 400][None], 400).item() for row in torch.cat([queries, responses], 1)]
     assert weight == 3.0 and score([], [], [], **texts).tolist() == pytest.approx(alone, rel=1e-9)
     nan = lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan)  # noqa: E731
@@ -367,7 +369,6 @@ def test_the_likeliest_solutions_are_those_of_the_evaluation(critic, in_a_fresh_
 def test_columns_and_golds_that_are_objects_reach_a_function(run_once, tiny_sums, tmp_path):
     """In training, evaluation and sample.py: each prompt with the gold and the columns of its own row."""
     folder, questions = tmp_path / "countdown", {}
-    folder.mkdir()
     for split in ("train", "test"):
         questions[split] = [row["question"] for row in rows_of(tiny_sums / f"problems_{split}.jsonl")]
         rows = [
@@ -379,7 +380,7 @@ def test_columns_and_golds_that_are_objects_reach_a_function(run_once, tiny_sums
             }
             for place, question in enumerate(questions[split])
         ]
-        (folder / f"problems_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"problems_{split}.jsonl", *rows)
     run_once(f"--task.problems {folder} --rewards.verifier own_functions:countdown --eval_interval 1")
     policy = only(Path.cwd(), "models/*/policy")
     sampled = sample.sample(sample.Args(policy=str(policy), n=3, temperature=0.0, trust_remote_code=True))
@@ -419,15 +420,10 @@ def test_a_run_of_an_older_version_is_called_that(tmp_path):
         command_line.parse_args(PRESETS, ["--resume", str(tmp_path)])
 
 
-def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(run_once, monkeypatch):
-    def too_short(*_, **__):
-        raise InputError(f"shorten {errors.flag('task.query_length')}")
-
-    monkeypatch.setattr(pretrained, "find_head", lambda *_: None)  # as if there were a reward model x
-    monkeypatch.setattr(classifiers, "is_foreign", lambda _: False)
-    monkeypatch.setattr(models, "load_scalar_model", too_short)
-    with pytest.raises(InputError, match=r"shorten --task\.prompt_length"):
-        run_once("--rewards.trained_model x")
+def test_a_reward_model_that_reads_too_few_tokens_names_this_chapter_s_arguments(run_once, reward_model):
+    edit("config.json", "max_position_embeddings", to=9)(reward_model)
+    with pytest.raises(InputError, match=r"reads at most 9 tokens.*shorten --task\.prompt_length"):
+        run_once(f"--rewards.trained_model {reward_model}")
 
 
 def test_presets_are_named_by_their_key_and_pass_the_checks():

@@ -4,21 +4,19 @@ import dataclasses
 import math
 import random
 import re
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from runs import TINY_TOOLS, check_close, error_line, explained_metrics, metrics_of, only, rows_of, trained
+from test_explain import lines_of
 from transformers import AutoTokenizer
 
 from benchmark import worlds
-from ppo_rlhf import sample
+from ppo_rlhf import sample, train_policy
 from ppo_rlhf.lib import command_line, tools, traces
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import derivation, page
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
     metrics as rlvr_metrics,
@@ -38,17 +36,15 @@ def odd_answer(written: list[int]) -> list[int]:
     return [(total + i) % 20 + 5 for i in range(total % 4)]
 
 
-def slow_conversation(model, prompt: list[int], noise: np.ndarray, max_calls: int, temperature: float) -> tuple:
+def slow_conversation(model, prompt: list[int], uniforms: torch.Tensor, max_calls: int, temperature: float) -> tuple:
     """A response token by token, each from a forward pass over everything before it."""
     response, logprobs, begun, calls = [], [], 0, 0
     while len(response) < WIDTH:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1, :PAD].numpy() / temperature
-        p = np.exp(logits - logits.max())
-        p /= p.sum()
-        token = int(np.searchsorted(np.cumsum(p), noise[len(response)] * np.cumsum(p)[-1], side="right"))
+        before, uniform = torch.tensor([prompt + response]), uniforms[len(response)].view(1, 1)
+        found, logprob, _ = train_policy.generate(model, before, uniform, PAD, PAD, temperature)
+        token = found.item()
         response.append(token)
-        logprobs.append(math.log(p[token]))
+        logprobs.append(logprob.item())
         if token == STOP or (token == END and calls == max_calls):
             break
         if token == END:
@@ -77,7 +73,7 @@ def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models):
     everyone = list(range(len(prompts)))
     responses, logprobs = converse(everyone)
     for row, prompt in enumerate(prompts):
-        expected, expected_logprobs = slow_conversation(model, prompt, uniforms[row].numpy(), max_calls, 1.5)
+        expected, expected_logprobs = slow_conversation(model, prompt, uniforms[row], max_calls, 1.5)
         assert responses[row].tolist() == expected
         assert logprobs[row].numpy() == pytest.approx(expected_logprobs, abs=1e-9, nan_ok=True)
     # Whoever is sampled together, and in which order, changes nothing.
@@ -174,11 +170,7 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     trace = traces.read(whole_run, 0)
     assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
     # Before an answer, the next value is that of the token after it: the tool's tokens have none.
-    settings = page.settings_of(page.read_run(whole_run))
-    steps = derivation.steps_of(settings)
-    for episode in page.episodes_of(trace, 0.1):
-        numbers = derivation.derive(episode, settings, steps)
-        assert not any(line.wrong for line in chain(*derivation.lines_of(episode, steps, numbers)))
+    assert not [line for _, line in lines_of(whole_run) if line.wrong]
 
 
 def test_sample_says_that_a_policy_had_a_tool(whole_run, in_a_fresh_folder, capsys):
@@ -230,9 +222,8 @@ def tool(call):
 """
 
 
-def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, monkeypatch, capsys):
+def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(in_a_fresh_folder, monkeypatch, capsys):
     """Its first failure is shown in one line, whatever the exception says; the model reads none of it."""
-    monkeypatch.chdir(tmp_path)
     Path("bad_tools.py").write_text(BAD)
     shown = {
         "raise": "bad_tools:tool failed on 'raise': 'RuntimeError: secret'",
@@ -253,8 +244,7 @@ def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(tmp_path, mon
     assert tool("again\n\0") == "AGAIN\n\0"
 
 
-def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_no_tool_is_refused_in_one_line(in_a_fresh_folder):
     Path("ends.py").write_text("import os\nos._exit(0)\n")
     for name in ("calculate", "os:name", "ends:f"):
         line = error_line(tools.load_tool, name, "tools.tool")
@@ -275,8 +265,7 @@ def setup_with(world: Path, **changes) -> SimpleNamespace:
     return SimpleNamespace(args=args, tokenizer=tokenizer, ids=ids)
 
 
-def test_answers_are_plain_text(tiny_tools, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_answers_are_plain_text(tiny_tools, in_a_fresh_folder):
     Path("echo.py").write_text("def echo(call): return call.replace('HALF', chr(0xd800))\n")
     setup = setup_with(tiny_tools, tool="echo:echo")
     encode, decode = setup.tokenizer.encode, setup.tokenizer.decode

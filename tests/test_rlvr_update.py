@@ -115,24 +115,29 @@ def test_a_prompt_is_read_once_for_all_its_responses(tiny_models, architecture):
 
 def test_evaluations_sample_several_responses_as_one_at_a_time():
     """Three problems, four samples of each, at most ten rows at a time."""
-    rows = {"prompts": [[1], [2, 3], [4]], "texts": "abc", "answers": "xyz", "kinds": "", "messages": []}
-    held_out = problems.Problems(**rows, too_long=0, unscorable=0, empty=0)
+    held_out = problems.Problems(
+        prompts=[[1], [2, 3], [4]],
+        texts="abc",
+        answers="xyz",
+        kinds="",
+        messages=[],
+        too_long=0,
+        unscorable=0,
+        empty=0,
+    )
+    solve = partial(
+        problems.solve,
+        held_out,
+        lambda contexts, noise, temperature: ((contexts[:, -1:] + 20 * noise).long(), None),
+        [lambda *texts: [float("1" in text or a + b == "by") for a, text, b in zip(*texts[:3], strict=True)]],
+        SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row))),
+        problems.TaskIds(pad=PAD, stops=(STOP - 20,)),
+        local_batch=10,
+        accelerator=SimpleNamespace(**vars(ALONE), device="cpu"),
+        temperature=1.0,
+    )
     uniforms = torch.rand(3, 4, RESPONSE, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-
-    def solve(uniforms: torch.Tensor) -> list[problems.Solved]:
-        return problems.solve(
-            held_out,
-            lambda contexts, noise, temperature: ((contexts[:, -1:] + 20 * noise).long(), None),
-            [lambda *texts: [float("1" in text or a + b == "by") for a, text, b in zip(*texts[:3], strict=True)]],
-            SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row))),
-            problems.TaskIds(pad=PAD, stops=(STOP - 20,)),
-            local_batch=10,
-            accelerator=SimpleNamespace(**vars(ALONE), device="cpu"),
-            temperature=1.0,
-            uniforms=uniforms,
-        )
-
-    together, alone = solve(uniforms), [solve(uniforms[:, [i]])[0] for i in range(4)]
+    together, alone = solve(uniforms=uniforms), [solve(uniforms=uniforms[:, [i]])[0] for i in range(4)]
     assert len({text for one in together for text in one.texts}) == 12
     for one, other in zip(together, alone, strict=True):
         assert one.texts == other.texts and one.right.equal(other.right)

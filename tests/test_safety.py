@@ -25,7 +25,6 @@ from runs import both_arguments, interrupt, only, policy_arguments, reward_argum
 from transformers import AutoModelForCausalLM
 
 from ppo_rlhf.lib import errors
-from ppo_rlhf.lib.checkpoints import sealed
 
 # ---- Watching --------------------------------------------------------------------------------------------------
 
@@ -183,7 +182,7 @@ def plant_pickles(folder: Path, marker: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
 
 
-def test_a_hostile_pickle_runs_its_code_and_is_noted(tmp_path: Path, marker: Path):
+def test_a_hostile_pickle_runs_its_code_and_is_noted(tmp_path, marker):
     """Opened without care. Else the other tests would prove nothing."""
     plant_pickles(tmp_path, marker)
     for name in PICKLES:
@@ -253,18 +252,14 @@ REPLACED = {
 
 
 @pytest.mark.parametrize(("what", "file"), [(what, file) for what, files in REPLACED.items() for file in files])
-def test_a_pickle_does_not_take_the_place_of_a_file(
-    what, file, run, commands, places, work, tmp_path, marker
-) -> None:
+def test_a_pickle_does_not_take_the_place_of_a_file(what, file, run, commands, places, work, tmp_path, marker):
     """Under its name, with a checksum that fits."""
     folder, script, here = places[what], "sample.py" if what == "policy" else "train_policy.py", tmp_path / "here"
     (folder / file).write_bytes(torch_pickled(marker))
     if what == "checkpoint":
         here, commands[script] = work, ["--resume", str(folder.parents[1])]
         if file == "tensors.safetensors":
-            state = json.loads((folder / "state.json").read_text())
-            del state["sha256"]
-            (folder / "state.json").write_text(json.dumps(sealed(state, folder / file)))
+            refusals.seal(folder)
     line = error_of(run(script, *commands[script], folder=here))
     assert str(folder.parents[1] if what == "checkpoint" else folder) in line and not marker.exists()
 
@@ -327,7 +322,7 @@ SCRIPTS_THAT_READ = ["train_reward.py", "train_policy.py", "sample.py"]
 @pytest.mark.parametrize("script", SCRIPTS_THAT_READ)
 def test_code_beside_models_of_a_known_type_runs_only_if_it_is_trusted(
     script, run, commands, places, tmp_path, marker
-) -> None:
+):
     for what in ("base model", "reward model", "policy"):
         add_code(places[what], marker, KNOWN)
     here = tmp_path / "here"
@@ -346,7 +341,7 @@ EACH_READING += [("sample.py", "reward model"), ("sample.py", "policy")]
 @pytest.mark.parametrize(("script", "what"), EACH_READING)
 def test_a_model_that_needs_its_own_code_is_refused_unless_it_is_trusted(
     script, what, run, commands, places, tmp_path, marker
-) -> None:
+):
     add_code(places[what], marker, UNKNOWN)
     here = tmp_path / "here"
     line = error_of(run(script, *commands[script], folder=here))

@@ -21,10 +21,10 @@ import pytest
 import torch
 from golden_models import recorded
 from mistakes import edited_file, named, titles
-from processes import launch
-from runs import TINY_SUMS, build_tiny_sums, metrics_of, only
+from runs import TINY_SUMS, build_tiny_sums, metrics_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from whole_runs import Whole
 
 import ppo_rlhf
 from benchmark import worlds
@@ -74,7 +74,7 @@ EPISODES = PROMPTS * rlvr_policy.PRESETS["sums-grpo"].ppo.samples_per_prompt
 
 
 def flags_of(constants: dict) -> list[str]:
-    return [word for field, value in constants.values() if value is not None for word in (f"--{field}", str(value))]
+    return [f"--{field}={value}" for field, value in constants.values() if value is not None]
 
 
 def source_of(name: str, *mistakes: str) -> str:
@@ -88,10 +88,10 @@ def small_file(name: str, constants: dict, *mistakes: str) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(SMALL / f"{name}.py")
     exec(compile(source_of(name, *mistakes), module.__file__, "exec"), vars(module))
-    values = {constant: value for constant, (_, value) in constants.items() if constant.isupper()}
-    for constant, value in ((constant, value) for constant, value in values.items() if value is not None):
-        assert hasattr(module, constant)
-        setattr(module, constant, value)
+    for constant, (_, value) in constants.items():
+        if constant.isupper() and value is not None:
+            assert hasattr(module, constant)
+            setattr(module, constant, value)
     return module
 
 
@@ -155,28 +155,26 @@ def world(tiny_world, tmp_path_factory) -> Path:
     return copy
 
 
-def run_train_both(script: str | Path, world: Path, folder: Path, *more: str) -> Path:
-    """The folder in which train_both.py has run."""
+def run_train_both(script: str, world: Path, folder: Path, *more: str) -> Whole:
+    """A run of train_both.py in a folder."""
     where = f"--preset tales --base_model {world}/model --task.query_dataset {world} --policy.ppo.whiten_groups 1 "
     where += f"--reward.normalize_samples {PPO['RM_SAMPLES'][1]} --reward.dtype float64 --policy.dtype float64 "
     where += f"--policy.ppo.total_episodes {UPDATES * PPO['batch'][1]}"
-    result = launch(script, *where.split(), *flags_of(PPO), *more, folder=folder)
-    assert result.status == 0, result.stderr
-    return folder
+    return Whole(folder, script, [*where.split(), *flags_of(PPO), *more]).made()
 
 
 @pytest.fixture(scope="module")
-def big_ppo(world, tmp_path_factory) -> Path:
+def big_ppo(world, tmp_path_factory) -> Whole:
     return run_train_both("train_both.py", world, tmp_path_factory.mktemp("big_ppo"))
 
 
-def saved_policy(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(only(folder, "models/*/policy"))
+def saved_policy(run: Whole) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(run.model("policy"))
 
 
 @pytest.fixture(scope="module")
 def big_reward(big_ppo) -> torch.nn.Module:
-    return load_reward_model(only(big_ppo, "models/*/reward"), torch.float64)
+    return load_reward_model(big_ppo.model("reward"), torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +182,8 @@ def big_policies(big_ppo, world, tmp_path_factory) -> dict[int, torch.nn.Module]
     """Policies of train_policy.py with one minibatch, and with two but without whitening."""
     folder = tmp_path_factory.mktemp("unwhitened")
     (script := folder / "unwhitened.py").write_text(UNWHITENED)
-    run_train_both(script, world, folder, "--policy.ppo.nminibatches", "2")
-    return {1: saved_policy(big_ppo), 2: saved_policy(folder)}
+    unwhitened = run_train_both(str(script), world, folder, "--policy.ppo.nminibatches", "2")
+    return {1: saved_policy(big_ppo), 2: saved_policy(unwhitened)}
 
 
 def small_ppo(*mistakes: str) -> ModuleType:
@@ -246,7 +244,7 @@ def test_ppo_trains_the_weights_of_train_both_and_prints_its_numbers(
     assert differences(policies[0][1], big_policies[1], ROUNDING) == []
     shown, (reward_run, policy_run) = (
         capsys.readouterr().out,
-        (only(big_ppo, f"runs/train_{x}__*") for x in ("reward", "policy")),
+        (big_ppo.run(f"train_{x}") for x in ("reward", "policy")),
     )
     losses = [
         f"reward model, step {row['step'] + 1:.0f}: loss {row['train/loss']:.3f}" for row in metrics_of(reward_run)
@@ -382,15 +380,13 @@ def easy_sums(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def big_grpo(easy_sums, tmp_path_factory) -> Path:
-    """The folder in which rlvr/policy.py has run."""
-    folder = tmp_path_factory.mktemp("big_grpo")
+def big_grpo(easy_sums, tmp_path_factory) -> Whole:
+    """A run of rlvr/policy.py."""
     sizes = f"--ppo.batch_size {EPISODES} --ppo.total_episodes {UPDATES * EPISODES} --eval_samples 0 "
     sizes += f"--dtype float64 --ppo.no-share_prefixes --ppo.cliprange_low {GRPO['clip'][1]}"
     where = f"--preset sums-grpo --base_model {easy_sums}/model --task.problems {easy_sums}".split()
-    result = launch("rlvr/policy.py", *where, *flags_of(GRPO), *sizes.split(), folder=folder)
-    assert result.status == 0, result.stderr
-    return folder
+    arguments = [*where, *flags_of(GRPO), *sizes.split()]
+    return Whole(tmp_path_factory.mktemp("big_grpo"), "rlvr/policy.py", arguments).made()
 
 
 def small_grpo(world: Path, *mistakes: str) -> torch.nn.Module:
@@ -408,7 +404,7 @@ def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(easy_sums
     with recorded(module, "train") as trained:
         module.main()
     assert differences(trained[0][0][1], saved_policy(big_grpo), ROUNDING) == []
-    shown, this_run = capsys.readouterr().out, only(big_grpo, "runs/*")
+    shown, this_run = capsys.readouterr().out, big_grpo.run()
     rows = metrics_of(this_run)
     assert all(0 < row["objective/scores"] < 1 and row["val/groups_zero_std"] < 1 for row in rows)  # it can learn
     solved = [rows[0]["eval/gsm8k_strict"], run.read_meta(this_run)["results"]["eval/gsm8k_strict"]]

@@ -6,13 +6,15 @@ import shutil
 import statistics
 from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from refusals import edit
 from runs import interrupt, meta_of, metrics_of, only, posts_arguments, rows_of, samples_of, trained
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 from whole_runs import Whole, check_same
 
 from ppo_rlhf import sample
@@ -51,20 +53,6 @@ def scores_of(folder: Path, texts: list[str]) -> torch.Tensor:
     classifier = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
     rows = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in texts]
     return torch.stack([classifier(input_ids=row.unsqueeze(0)).logits[0, 0] for row in rows])
-
-
-def greedy_summaries(folder: Path, queries: list[str], length: int) -> list[str]:
-    """What an ordinary language model continues with, the likeliest token at a time, without padding."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    summaries = []
-    for query in queries:
-        ids = torch.tensor([tokenizer(query)["input_ids"]])
-        both = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
-        )
-        summaries.append(tokenizer.decode(both[0, ids.shape[1] :], skip_special_tokens=True))
-    return summaries
 
 
 @torch.no_grad()
@@ -122,12 +110,13 @@ def test_metrics_of_a_policy_keep_to_their_definitions(all_three):
 
 @pytest.mark.parametrize(("run", "stage"), [("all_three", "sft"), ("all_three", "policy"), ("lora", "policy")])
 def test_a_saved_model_writes_what_was_evaluated(run, stage, request):
-    """An ordinary language model, adapters merged in, and its likeliest tokens."""
+    """An ordinary language model, adapters merged in, with its likeliest tokens, one query at a time."""
     whole = request.getfixturevalue(run)
-    folder, rows = whole.model(stage), table_of(stage, whole)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.get_input_embeddings().num_embeddings == len(AutoTokenizer.from_pretrained(folder))
-    assert greedy_summaries(folder, [row["query"] for row in rows], 24) == [row["response"] for row in rows]
+    write, rows = pipeline("text-generation", whole.model(stage), dtype=torch.float64), table_of(stage, whole)
+    assert write.model.get_input_embeddings().num_embeddings == len(write.tokenizer)
+    options = {"max_new_tokens": 24, "do_sample": False, "return_full_text": False}
+    written = write([row["query"] for row in rows], **options)
+    assert [one["generated_text"] for (one,) in written] == [row["response"] for row in rows]
 
 
 def test_sample_shows_what_the_evaluations_have(all_three, tmp_path, monkeypatch):
@@ -154,10 +143,10 @@ def test_sample_gives_a_function_the_references(all_three, tiny_posts, tmp_path,
     """Those of the task's posts; a prompt has none."""
     copy = all_three.copy(tmp_path / "copy")
     monkeypatch.chdir(copy.folder)
-    file = copy.model("policy") / "ppo_rlhf.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"monitor": "own_functions:constant"}))
+    folder = copy.model("policy")
+    edit("ppo_rlhf.json", "monitor", to="own_functions:constant")(folder)
     for what in ({"n": 2}, {"prompt": ("It is wet.",)}):
-        sample.sample(sample.Args(policy=str(file.parent), trust_remote_code=True, **what))
+        sample.sample(sample.Args(policy=str(folder), trust_remote_code=True, **what))
     summaries = [f" {post['summary']}" for post in rows_of(tiny_posts / "posts_test.jsonl")[:2]]
     seen = [references for _, _, references in rows_of(Path("seen.jsonl"))]
     assert [references for references in seen if references != seen[0]] == [summaries, summaries, [None], [None]]
@@ -281,16 +270,13 @@ def test_every_row_is_trained_on_once_in_each_pass(stage, all_three, tmp_path, m
     """[T27] Also those of the last, short batch."""
     steps = []
 
-    class Recording:  # evaluations deal rows, too, but not by this name
-        def __getattr__(self, name: str) -> Any:
-            return getattr(processes, name)
+    def deal(*arguments):
+        inds, counts = processes.deal(*arguments)
+        steps.append(inds[counts].tolist())
+        return inds, counts
 
-        def deal(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            inds, counts = processes.deal(*arguments)
-            steps.append(inds[counts].tolist())
-            return inds, counts
-
-    monkeypatch.setattr(SCRIPTS[stage], "processes", Recording())
+    # Evaluations deal rows, too, but not by this name.
+    monkeypatch.setattr(SCRIPTS[stage], "processes", SimpleNamespace(**vars(processes) | {"deal": deal}))
     trained(SCRIPTS[stage], tmp_path, own_arguments(stage, all_three))
     assert [len(step) for step in steps] == [20, 20, 8] * (2 if stage == "sft" else 1)
     orders = [list(chain(*steps[first : first + 3])) for first in range(0, len(steps), 3)]
@@ -408,8 +394,8 @@ def test_the_summary_says_what_happened(all_three, tmp_path, capsys, shorter):
         for rows, side in ((policy, "response"), (policy, "reference"), (sft, "response"))
     )
     for name, theirs in {"the reference summaries": references, "those after SFT": after_sft}.items():
-        results = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
-        assert f"win against {name} in {statistics.mean(results):.1%} of 5 posts" in said
+        share = statistics.mean((a > b) + (a == b) / 2 for a, b in zip(ours, theirs, strict=True))
+        assert f"win against {name} in {share:.1%} of 5 posts" in said
         assert f"{statistics.mean(ours):+.2f} against {statistics.mean(theirs):+.2f}" in said
     learned = results_of("reward", copy)
     accuracy, ceiling = learned["eval/rm/validation/accuracy"], learned["ceiling"]

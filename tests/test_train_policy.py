@@ -33,8 +33,6 @@ from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     Args,
     PolicyWithValueHead,
-    PpoArgs,
-    RewardsArgs,
     Scale,
     TaskArgs,
     compute_gae,
@@ -58,35 +56,6 @@ def task_of(world: Path) -> TaskArgs:
     affixes = {"query_prefix": "Mara smiled.", "query_suffix": " Then"}
     return TaskArgs(
         query_dataset=f"{world}/stories.txt", query_length=24, truncate_after=4, temperature=0.8, **affixes
-    )
-
-
-def policy_args(world: Path, reward: Path) -> Args:
-    """Three updates, the last of which is only half asked for."""
-    return Args(
-        seed=2,
-        base_model=f"{world}/model",
-        dtype="float64",
-        log_interval=2,
-        save_interval=0,
-        task=task_of(world),
-        rewards=RewardsArgs(
-            trained_model=str(reward),
-            monitor="ppo_rlhf.worlds.tales:sentiment.gold_scores",
-            adaptive_kl=AdaptiveKLArgs(target=6.0, horizon=100),
-        ),
-        ppo=PpoArgs(
-            total_episodes=UPDATES * BATCH - 16,
-            batch_size=BATCH,
-            nminibatches=MINIBATCHES,
-            noptepochs=EPOCHS,
-            whiten_groups=GROUPS,
-            lr=1e-2,
-            value_head_lr=3e-2,
-            cliprange=0.05,
-            cliprange_value=0.05,
-            gamma=0.99,
-        ),
     )
 
 
@@ -289,11 +258,20 @@ def check_same(left: Left, expected: Left) -> None:
 
 @pytest.fixture(scope="module")
 def args(tiny_world: Path, tiny_reward: Path) -> Args:
-    """With a target near the KL of update 1, so that the next coefficient depends on that KL.
+    """Three updates, the last of which is only half asked for.
 
-    That KL does not depend on the target: the KL of update 0 is 0, and the change after it is the largest there is.
+    With a target near the KL of update 1, so that the next coefficient depends on that KL. That KL does not depend on
+    the target: the KL of update 0 is 0, and the change after it is the largest there is.
     """
-    args = policy_args(tiny_world, tiny_reward)
+    words = (
+        f"--seed 2 --base_model {tiny_world}/model --dtype float64 --log_interval 2 --save_interval 0 "
+        f"--rewards.trained_model {tiny_reward} --rewards.monitor ppo_rlhf.worlds.tales:sentiment.gold_scores "
+        f"--rewards.adaptive_kl.horizon 100 --ppo.total_episodes {UPDATES * BATCH - 16} --ppo.batch_size {BATCH} "
+        f"--ppo.nminibatches {MINIBATCHES} --ppo.noptepochs {EPOCHS} --ppo.whiten_groups {GROUPS} --ppo.lr 0.01 "
+        f"--ppo.value_head_lr 0.03 --ppo.cliprange 0.05 --ppo.cliprange_value 0.05 --ppo.gamma 0.99 "
+        f"--ppo.local_micro_batch_size 8"
+    )
+    args = replace(parse_args(train_policy.PRESETS, words.split()), task=task_of(tiny_world))
     target = 1.1 * replay(args, tiny_world).metrics[1]["objective/kl"]
     return replace(args, rewards=replace(args.rewards, adaptive_kl=AdaptiveKLArgs(target=target, horizon=100)))
 
@@ -312,7 +290,7 @@ def finished(args: Args, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_policy_run_is_its_replay(finished: Path, expected: Left):
+def test_a_policy_run_is_its_replay(finished, expected):
     check_same(left_in(finished), expected)
 
 
@@ -360,13 +338,13 @@ MISTAKES = titles("train_policy.py", *WHERE)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_is_detected(mistake: str, args: Args, expected: Left, tmp_path: Path, monkeypatch):
+def test_mistake_is_detected(mistake, args, expected, tmp_path, monkeypatch):
     put(mistake, FILES, monkeypatch)
     with pytest.raises((AssertionError, NumericalError)):
         check_same(run_in(tmp_path, args, monkeypatch), expected)
 
 
-def test_a_function_without_a_mistake_passes(args: Args, expected: Left, tmp_path: Path, monkeypatch):
+def test_a_function_without_a_mistake_passes(args, expected, tmp_path, monkeypatch):
     put_unchanged(MISTAKES, FILES, monkeypatch)
     check_same(run_in(tmp_path, args, monkeypatch), expected)
 
@@ -375,13 +353,13 @@ def test_a_function_without_a_mistake_passes(args: Args, expected: Left, tmp_pat
 
 
 @pytest.mark.parametrize(("dtype", "rounding", "too_far"), [("float32", 1e-5, 2e-3), ("bfloat16", 0.05, 0.2)])
-def test_a_ratio_that_does_not_begin_at_one_is_an_error(dtype: str, rounding: float, too_far: float):
+def test_a_ratio_that_does_not_begin_at_one_is_an_error(dtype, rounding, too_far):
     processes.check_update({"ppo/val/first_ratio_gap": rounding}, 7, dtype)
     with pytest.raises(NumericalError):
         processes.check_update({"ppo/val/first_ratio_gap": too_far}, 7, dtype)
 
 
-def test_a_sampler_that_disagrees_with_training_stops_the_run(args: Args, tmp_path: Path, monkeypatch):
+def test_a_sampler_that_disagrees_with_training_stops_the_run(args, tmp_path, monkeypatch):
     right = train_policy.generate
 
     def shifted(*arguments, **settings):
@@ -409,47 +387,29 @@ def update(self, kl, episodes):
 train_policy.AdaptiveKLController.update = update
 errors.run_script(lambda: train_policy.train(cli.parse_args(train_policy.PRESETS)))
 """
-FAILS_LATER = """
-import os
-
-calls = 0
-
-def score(queries, responses):
-    global calls
-    calls += 1
-    if calls == 4 and os.environ["RANK"] == "1":
-        raise RuntimeError("no more")
-    return [0.0] * len(responses)
-
-def zero(queries, responses):
-    return [0.0] * len(responses)
-"""
-ON_ONE_PROCESS = {
-    "score": "error: --rewards.function scores:score failed when called with 8 texts: RuntimeError: no more (",
-    "zero": "error: objective/kl_coef differs between processes: [0.1",  # after the first update
-}
 
 
-@pytest.mark.parametrize("function", ON_ONE_PROCESS)
-def test_what_is_wrong_on_one_process_stops_both(function: str, tiny_world: Path, tmp_path: Path):
-    """In the second update: a function fails, or the coefficients differ."""
+def test_what_is_wrong_on_one_process_stops_both(tiny_world, tiny_reward, tmp_path):
+    """After the first update, the coefficients differ. test_traces.py has a function that fails on one process."""
     (tmp_path / "driver.py").write_text(DIFFERENT_COEFFICIENTS)
-    (tmp_path / "scores.py").write_text(FAILS_LATER)
-    script = "train_policy.py" if function == "score" else tmp_path / "driver.py"
-    words = [*world_arguments(tiny_world), *policy_arguments(), "--rewards.function", f"scores:{function}"]
-    first, second = launch_together(2, script, *words, folder=tmp_path)
+    words = [*world_arguments(tiny_world, tiny_reward), *policy_arguments()]
+    first, second = launch_together(2, tmp_path / "driver.py", *words, folder=tmp_path)
     assert (first.status, second.status) == (2, 2), first.stderr + second.stderr
     assert (second.stdout, second.stderr) == ("", first.stderr)
     (line,) = first.stderr.splitlines()
-    assert line.startswith(ON_ONE_PROCESS[function])
+    assert line.startswith("error: objective/kl_coef differs between processes: [0.1")
     assert len(metrics_of(only(tmp_path, "runs/*"))) == 1 and not (tmp_path / "models").exists()
 
 
 # ---- The scale of a function -----------------------------------------------------------------------------------
 
 
+SEEN: list[list[float]] = []  # what the function has returned
+
+
 def length_of(queries: list[str], responses: list[str]) -> list[float]:
-    return [1000.0 + 7 * len(response) for response in responses]
+    SEEN.append([1000.0 + 7 * len(response) for response in responses])
+    return SEEN[-1]
 
 
 @pytest.mark.parametrize("samples", [24, 0])
@@ -459,27 +419,21 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(args, sampl
         args.rewards, trained_model="", function="test_train_policy:length_of", monitor="", normalize_samples=samples
     )
     task = replace(args.task, truncate_text=None)  # so that no penalty takes the place of a score
-    seen, scores_of = [], length_of
-
-    def lengths(queries: list[str], responses: list[str]) -> list[float]:
-        seen.append(scores_of(queries, responses))
-        return seen[-1]
-
-    monkeypatch.setitem(globals(), "length_of", lengths)
+    SEEN.clear()
     metrics = run_in(tmp_path, replace(args, rewards=rewards, task=task), monkeypatch).metrics
-    del seen[0]  # before the run, the function is tried out
+    del SEEN[0]  # before the run, the function is tried out
     center, deviation = 0.0, 1.0
     if samples:
-        of_language_model = seen.pop(0)
+        of_language_model = SEEN.pop(0)
         center, deviation = mean(of_language_model), statistics.pstdev(of_language_model)
         assert len(of_language_model) == samples and deviation > 7
-    for row, scores in zip(metrics, map(mean, seen), strict=True):
+    for row, scores in zip(metrics, map(mean, SEEN), strict=True):
         assert row["objective/function_score"] == pytest.approx(scores, rel=1e-6)
         assert row["objective/score"] == pytest.approx((scores - center) / deviation, rel=1e-6, abs=1e-5)
 
 
 @pytest.mark.parametrize(("scores", "mean"), [([], 0.0), ([0.1] * 3, 0.1)])
-def test_a_scale_needs_scores_that_differ(scores: list[float], mean: float):
+def test_a_scale_needs_scores_that_differ(scores, mean):
     """By more than rounding: the mean of three times 0.1 is not quite 0.1."""
     scale = Scale()
     scale.fit(torch.tensor(scores, dtype=torch.float64))
@@ -518,7 +472,7 @@ def test_a_policy_finds_the_newest_reward_model(in_a_fresh_folder, monkeypatch):
         ["--policy.rewards.trained-model", "x"],  # the reward model is trained here
     ],
 )
-def test_a_joint_run_refuses_what_is_not_a_stage_s_own(words: list[str]):
+def test_a_joint_run_refuses_what_is_not_a_stage_s_own(words):
     with pytest.raises(InputError, match=words[0].partition("=")[0]):
         train_both.parse(["--preset", "tales", *words])
 
@@ -536,7 +490,7 @@ def test_changes_are_paired():
     assert math.isnan(sample.changes(rows[:1])[0]["± 95 %"])  # one difference has no deviation
 
 
-def test_sample_continues_held_out_queries_as_training_does(finished: Path, tiny_world: Path, tiny_reward: Path):
+def test_sample_continues_held_out_queries_as_training_does(finished, tiny_world, tiny_reward):
     """At the task's temperature, up to the stop token, with both models, their scores and the KL."""
     folder = only(finished, "models/*/policy")
     comparison = sample.Comparison(sample.Args(policy=str(folder), seed=4))

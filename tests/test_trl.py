@@ -5,8 +5,6 @@ Skipped where that version isn't installed, as in the environment of the other t
     pip install --no-deps trl==1.12.0
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -28,7 +26,7 @@ QUERY, TEMPERATURE = 6, 0.7
 @pytest.mark.filterwarnings("ignore")  # TRL warns that its experimental part may change
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "llama"])
 @torch.no_grad()
-def test_both_sides_say_the_same(architecture: str, tiny_models, tiny_tokenizer, tmp_path: Path):
+def test_both_sides_say_the_same(architecture, tiny_models, tiny_tokenizer, tmp_path):
     pad, eos = vocabulary_size(tiny_tokenizer), tiny_tokenizer.eos_token_id
     save_language_model(tmp_path / "policy", tiny_models(architecture), tiny_tokenizer, info={"kind": "sft model"})
     for seed, name in enumerate(("reward", "value"), 1):

@@ -94,7 +94,12 @@ def check_same(run: Whole, expected: Whole) -> None:
         assert meta_of(one)["results"] == meta_of(other)["results"]
         for table in other.glob("*.jsonl"):
             assert rows_of(one / table.name) == rows_of(table)
-    weights = [sorted(each.folder.glob("models/**/*.safetensors")) for each in (run, expected)]
+    check_same_weights(run.folder, expected.folder)
+
+
+def check_same_weights(folder: Path, expected: Path) -> None:
+    """The files of all models that were saved in two folders, bit for bit."""
+    weights = [sorted(each.glob("models/**/*.safetensors")) for each in (folder, expected)]
     assert weights[0]
     for one, other in zip(*weights, strict=True):
-        assert one.read_bytes() == other.read_bytes()
+        assert one.name == other.name and one.read_bytes() == other.read_bytes()
