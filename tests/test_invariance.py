@@ -27,7 +27,7 @@ def same(run: list[dict[str, float]], expected: list[dict[str, float]], dtype: s
 
 @pytest.fixture(scope="module")
 def policy_run(tmp_path_factory, tiny_world, tiny_reward):
-    """A function (processes, parts, dtype, minibatches) -> the folder of a run. parts: of each batch and minibatch."""
+    """A function (processes, parts, dtype, minibatches) -> a run's folder. parts: of each batch and minibatch."""
 
     def make(processes: int, parts: int, dtype: str, nminibatches: int, kl_target: float = 6.0) -> Path:
         words = f"--ppo.batch_size {BATCH} --ppo.total_episodes {3 * BATCH} --save_interval 0 --dtype {dtype}"
