@@ -55,7 +55,7 @@ def test_a_difference_is_found(other):
 
 
 def test_chapter_3_counts_clipped_values_as_chapter_1():
-    """Golden numbers prove all else that chapters 2 and 3 write anew, in test_golden*.py, but they lack this count."""
+    """Golden numbers, in test_golden*.py, prove all else that chapters 2 and 3 write anew; they lack this count."""
     new_values, values, returns = (numbers(seed, 8, 5) for seed in range(3))
     losses, clipped = algebra.value_losses(new_values, values, returns, torch.ones(8, 5, dtype=torch.bool), 0.2)
     found = losses.mean(), clipped.double().mean()
