@@ -55,11 +55,10 @@ def test_the_forms_of_a_row(tmp_path, row, suffix):
     assert (found.texts, found.answers, found.unscorable) == (["2+2?"], ["4"], 0)
 
 
-def test_csv_holds_texts_and_a_file_holds_rows_out(tmp_path):
-    lines = ["question,answer", *(f'"{i}, ""x""\n+0?",{i}' for i in range(100))]
-    (tmp_path / "rows.csv").write_text("\n".join(lines))
-    train, test = (read(tmp_path / "rows.csv", split) for split in ("train", "test"))
-    assert len(train) == 98 and test.answers == ["49", "99"] and test.texts[0] == '49, "x"\n+0?'
+def test_csv_holds_texts(tmp_path):
+    (tmp_path / "rows.csv").write_text('question,answer\n"49, ""x""\n+0?",49\n')
+    found = read(tmp_path / "rows.csv", test_problems="other.jsonl")
+    assert (found.texts, found.answers) == (['49, "x"\n+0?'], ["49"])
 
 
 def test_other_columns_are_named_with_dots(tmp_path):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
+from refusals import changed
 from runs import error_line
 from test_problems import TOKENIZER
-from test_tldr_data import COMPARISON, POST, changed, task
+from test_tldr_data import COMPARISON, POST, task
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib import label_files, text_sources
@@ -214,19 +215,6 @@ def damaged(draw: st.DrawFn, kind: str) -> tuple[bytes, bytes | None]:
     return draw(st.tuples(st.just(broken), st.none()) | st.tuples(st.just(content), any_bytes | facts.map(to_json)))
 
 
-def check_any(kind: str, content: bytes, facts: bytes | None, folder: Path) -> None:
-    """It can be read, or an InputError of one line names the file."""
-    form = FORMATS[kind]
-    (folder / form.file).write_bytes(content)
-    if form.sidecar:
-        (folder / form.sidecar).write_bytes(facts or b"{}")
-    try:
-        form.read(folder / form.file)
-    except InputError as error:
-        # Where no row is left, it names the folder.
-        assert str(folder) in str(error) and len(str(error).splitlines()) == 1
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rows")
@@ -234,10 +222,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["choices", "posts", "comparisons", "problems", "texts in lines"])
 def test_files_with_any_damage(kind: str, folder: Path):
+    """They can be read, or an InputError of one line names the file."""
+    form = FORMATS[kind]
+
     @FUZZ
     @given(damaged(kind))
     def search(file: tuple[bytes, bytes | None]) -> None:
-        check_any(kind, *file, folder)
+        content, facts = file
+        (folder / form.file).write_bytes(content)
+        if form.sidecar:
+            (folder / form.sidecar).write_bytes(facts or b"{}")
+        try:
+            form.read(folder / form.file)
+        except InputError as error:
+            # Where no row is left, it names the folder.
+            assert str(folder) in str(error) and len(str(error).splitlines()) == 1
 
     search()
 
