@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import pytest
 import torch
+from oracles import double
 from runs import ROOT
 
 from ppo_rlhf.lib import traces
@@ -16,10 +17,6 @@ from ppo_rlhf.report import derivation
 from ppo_rlhf.rlvr import algebra
 
 RECORDED = {2: "tldr_policy_update", 3: "rlvr_policy_update"}
-
-
-def double(rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 # ---- The derivation and rlvr/algebra.py ------------------------------------------------------------------------
@@ -106,7 +103,7 @@ def differences_from_algebra(changes: dict, seed: int) -> float:
         group = episodes[:4] if i < 4 else episodes[4:]
         found = derivation.derive(episode, settings, steps, group=group)
         for name in theirs.keys() - (set() if settings["whiten_advantages"] else {"advantages"}):
-            ours = double([of_token[name] for of_token in found])
+            ours = double(*(of_token[name] for of_token in found))
             most = max(most, (ours - theirs[name][i, : len(ours)]).abs().nan_to_num(nan=9.0).max().item())
     return most
 

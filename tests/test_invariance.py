@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from runs import meta_of, metrics_of, policy_arguments, reward_arguments, samples_of, world_arguments
+from test_train_reward import rows_of
 from whole_runs import Whole
 
 BATCH, HORIZON = 32, 1000  # the second is that of the KL controller in the tales preset
@@ -69,27 +70,22 @@ def test_policy(dtype, nminibatches, ways, policy_run):
 # ---- The reward model ------------------------------------------------------------------------------------------
 
 
-def reward_run(folder: Path, world: Path, processes: int, parts: int, labels: Path | None = None) -> list[dict]:
+def reward_run(folder: Path, world: Path, processes: int, parts: int, labels: Path) -> list[dict]:
     """Five steps of 8 labels in float64, normalised before and after; the last row is about the held-out labels."""
-    words = [*world_arguments(world), *reward_arguments(world), "--dtype", "float64"]
+    words = [*world_arguments(world), *reward_arguments(world), "--dtype", "float64", "--label_dataset", str(labels)]
     words += ["--local_micro_batch_size", str(8 // processes // parts)]
     words += ["--local_rollout_batch_size", str(32 // processes // parts)]
-    words += ["--label_dataset", str(labels)] if labels else []
     run = Whole(folder, "train_reward.py", words, processes).made().run()
     results = meta_of(run)["results"]
     return [*metrics_of(run), {name: x for name, x in results.items() if name.startswith("test_")}]
 
 
-@pytest.mark.parametrize("of_texts", [False, True], ids=["comparisons", "ratings"])
-def test_reward_model(tiny_world, tmp_path, of_texts):
-    labels = None
-    if of_texts:
-        rows = json.loads((tiny_world / "labels/sentiment/offline_5k.json").read_text())
-        rows = [{"query": row["query"], "sample": row["sample0"], "score": row["best"] - 1.5} for row in rows]
-        labels = tmp_path / "ratings.json"
-        labels.write_text(json.dumps(rows))
+@pytest.mark.parametrize("kind", ["best", "score"])
+def test_reward_model(tiny_world, tmp_path, kind):
+    rows, labels = rows_of(tiny_world, kind), tmp_path / "labels.json"
+    labels.write_text(json.dumps(rows))
     expected = reward_run(tmp_path / "whole", tiny_world, 1, 1, labels)
     same(reward_run(tmp_path / "two", tiny_world, 2, 2, labels), expected, "float64")
-    if of_texts:
+    if kind == "score":
         means = [row["train/label_mean"] for row in expected[:-1]]
         assert sum(means) / 5 == pytest.approx(sum(row["score"] for row in rows[:40]) / 40, rel=1e-6)

@@ -12,7 +12,7 @@ import pytest
 import test_problems
 import torch
 from pyarrow import parquet
-from runs import error_line
+from runs import error_line, write_rows
 from test_problems import byte_tokenizer
 
 from ppo_rlhf.lib import rewards
@@ -34,7 +34,7 @@ def written(path: Path, rows: list[dict]) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, *rows)
     return path
 
 

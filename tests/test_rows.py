@@ -148,11 +148,10 @@ BAD = {  # format: places in a row, and what they cannot hold
 }
 
 
-def bad_rows() -> Iterator[tuple[str, str, Any]]:
-    return ((kind, path, value) for kind, rows in BAD.items() for path, values in rows.items() for value in values)
-
-
-@pytest.mark.parametrize(("kind", "path", "value"), list(bad_rows()))
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [(kind, path, value) for kind, rows in BAD.items() for path, values in rows.items() for value in values],
+)
 def test_a_bad_row_is_named(tmp_path, kind, path, value):
     form, keys = FORMATS[kind], [int(key) if key.isdigit() else key for key in filter(None, path.split("/"))]
     row = changed(form.rows[1], *keys, to=value) if keys else value
