@@ -168,6 +168,9 @@ def test_ppo_loss(name: str):
     permutations = torch.arange(case["batch"]).view(1, 1, -1)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)  # the gradients stay where they are
     metrics = train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, case["temperature"])
+    for _, seen in rollout.seen:  # advantages, returns, and what is read anew
+        for key, numbers in seen.items():
+            close(numbers.view_as(arrays[key]), arrays[key], atol=LOGPROB, name=key)
     close(metrics["ppo/loss/total"], arrays["loss"], atol=PPO_LOSS)
     statistics = under(arrays, "stats/")
     assert len(statistics) == 13

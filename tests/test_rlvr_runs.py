@@ -84,8 +84,8 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(critic, tiny_sums):
     assert results["eval/gsm8k_strict"] == sum(row["gsm8k_strict"] for row in solved) / 8
     assert results["eval/mean@2"] == pytest.approx(sum(right) / 8) == results["eval/pass@1"]
     assert results["eval/pass@2"] == sum(share > 0 for share in right) / 8
-    assert f"{rows[0]['eval/mean@2']:.1%}" in (said := (critic.folder / "stdout").read_text())
-    assert f"{results['eval/mean@2']:.1%}" in said
+    before_and_after = f"{rows[0]['eval/mean@2']:>9.1%}{results['eval/mean@2']:>9.1%}"
+    assert before_and_after in (critic.folder / "stdout").read_text()
     assert {"prompt", "response", "answer", "score", "advantage"} <= set(samples_of(this_run)[0])
     policy = AutoModelForCausalLM.from_pretrained(critic.model("policy"))
     start = AutoModelForCausalLM.from_pretrained(tiny_sums / "model")

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -410,6 +410,16 @@ def forms(secret: str) -> list[bytes]:
     return [secret.encode(), *(code.rstrip(b"=")[:-1] for code in encoded)]
 
 
+def secrets_in(contents: Iterable[bytes]) -> set[str]:
+    said = b"\n".join(contents)
+    return {name for name, secret in SECRETS.items() if any(form in said for form in forms(secret))}
+
+
+def contents_of(folder: Path) -> dict[Path, bytes]:
+    """Names and contents of all files."""
+    return {path: str(path).encode() + path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 SOURCES = (".py", ".patch", ".diff", ".ipynb")
 
 
@@ -422,7 +432,9 @@ def leave_secrets(work: Path, home: Path) -> dict[str, str]:
     (work / "notes.txt").write_text("nothing\n")
     author = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
     remote = f"https://user:{SECRETS['git remote']}@example.com/user/project.git"
-    environment = os.environ | OFFLINE | {"HOME": str(home), "HF_HOME": str(home / "hub"), "WANDB_SAVE_CODE": "true"}
+    environment = os.environ | OFFLINE | {"HOME": str(home), "HF_HOME": str(home / "hub")}
+    # The tracker would save the file as the program's code.
+    environment |= {"WANDB_SAVE_CODE": "true", "WANDB_PROGRAM": f"{work}/notes.txt"}
     environment |= {name: secret for name, secret in SECRETS.items() if name.isupper()}
     commit = [["init"], ["remote", "add", "origin", remote], ["add", "notes.txt"], [*author, "commit", "-m", "A"]]
     for words in commit:
@@ -453,7 +465,8 @@ def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_sec
     plant_namesakes(here)
     driver.write_text(WITHOUT_PICKLES)
     environment = leave_secrets(here, tmp_path / "home")
-    there = set(tmp_path.rglob("*"))
+    there = contents_of(tmp_path)
+    assert secrets_in(there.values()) == SECRETS.keys() - environment.keys()  # those that are in files are found
     words = [sys.executable, driver, SCRIPTS / "train_both.py", *both_arguments(tiny_world)]
     words += ["--reward.num_train", "8", "--policy.ppo.total_episodes", "16", "--reward.track", "--policy.track"]
     options = {"cwd": here, "env": environment, "stdin": subprocess.DEVNULL, "timeout": 600}  # nobody ever answers it
@@ -461,12 +474,10 @@ def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_sec
     assert sorted(path.stem for path in here.glob("*.imported")) == []
     ended_well(Result(ran.returncode, ran.stdout, ran.stderr))
     assert len(list(here.glob("runs/*/events.out.tfevents.*"))) == 2
-    assert len(list(here.glob("runs/*/wandb/offline-run-*/run-*.wandb"))) == 2
-    made = [path for path in set(tmp_path.rglob("*")) - there if path.is_file()]
-    written = {path: str(path).encode() + path.read_bytes() for path in made}
-    said = b"\n".join([*written.values(), ran.stdout.encode(), ran.stderr.encode()])
-    assert not [name for name, secret in SECRETS.items() if any(form in said for form in forms(secret))]
-    assert not [path for path in made if path.suffix in SOURCES or b"\ndef train(" in written[path]]
+    written = {path: content for path, content in contents_of(tmp_path).items() if path not in there}
+    assert sum(path.suffix == ".wandb" for path in written) == 2
+    assert not secrets_in([*written.values(), ran.stdout.encode(), ran.stderr.encode()])
+    assert not [path for path in written if path.suffix in SOURCES or b"\ndef train(" in written[path]]
 
 
 def test_a_message_shows_no_password(capsys):

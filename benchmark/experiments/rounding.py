@@ -4,8 +4,8 @@
     python benchmark/experiments/rounding.py report --seeds 1
 
 The size of a pass with gradients, `local_micro_batch_size`, changes nothing but the order in which numbers are added
-up. So all runs begin alike, until a digit flips a token. (In four runs, the size
-of a pass without gradients changed no digit.)
+up. So all runs begin alike, until a digit flips a token. (In four runs, the size of a pass without gradients changed
+no digit.)
 """
 
 import subprocess
@@ -21,7 +21,7 @@ FOLDER = lab.ROOT / "benchmark" / "runs" / "rounding"
 REWARD = FOLDER / "reward"  # the folder in which the reward model is trained
 LAST = 10  # updates that are averaged
 
-SIZES = (64, 56, 48, 40, 32)
+SIZES = (64, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16)
 
 
 def measure(folder: Path, meta: dict[str, Any], metrics: pd.DataFrame) -> dict[str, Any]:
@@ -32,6 +32,8 @@ def measure(folder: Path, meta: dict[str, Any], metrics: pd.DataFrame) -> dict[s
         "gold_halfway": middle["objective/gold_scores"].mean(),
         "score": end["objective/scores"].mean(),
         "kl": end["objective/kl"].mean(),
+        "entropy": end["objective/entropy"].mean(),
+        "entropy_halfway": middle["objective/entropy"].mean(),
     }
 
 
@@ -44,6 +46,8 @@ def table(runs: pd.DataFrame) -> list[dict[str, str]]:
             "halfway": f"{run['gold_halfway']:.2f}",
             "score": f"{run['score']:.2f}",
             "KL": f"{run['kl']:.2f}",
+            "entropy of a response, nats": f"{run['entropy']:.1f}",
+            "entropy halfway": f"{run['entropy_halfway']:.1f}",
         }
         for _, run in runs.iterrows()
     ]
@@ -57,7 +61,7 @@ EXPERIMENT = lab.Experiment(
         f"preset-{size}-64": f" --ppo.local_micro_batch_size {size} --ppo.local_rollout_batch_size 64"
         for size in SIZES
     },
-    curves=("objective/gold_scores", "objective/scores", "objective/kl"),
+    curves=("objective/gold_scores", "objective/scores", "objective/kl", "objective/entropy"),
     measure=measure,
     table=table,
 )

@@ -311,6 +311,7 @@ def chapter_1() -> Iterator[Case]:
         inputs = {key: x[key] for key in ("x0", "target", "curvature", "lr")}
         for style, key in (("tensorflow", "trajectory_tf"), ("torch", "trajectory_torch_adam_eps1e-5")):
             yield golden("adam_step", f"{style}, {name}", x[key][1:], {}, descended, **inputs, style=style, eps=1e-5)
+    # Another, adaptive_after_kl9_512, differs from the first in the coefficient only; kl_controller has such steps.
     for name in ("coef015", "coef0", "coef02_len1"):
         x = under("case8_compute_rewards", f"{name}/")
         yield golden("token_rewards", name, x["rewards"], x, kl_coef=round(x["kl_coef"].item(), 6))

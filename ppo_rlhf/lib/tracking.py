@@ -29,7 +29,8 @@ def tracker_of(run: Any, config: dict[str, Any]) -> GeneralTracker:
         resume="allow",
         config=config,
         dir=str(run.folder),
-        settings=wandb.Settings(disable_code=True, disable_git=True),  # a remote's address may hold a token
+        # A remote's address may hold a token. WANDB_SAVE_CODE would save code all the same.
+        settings=wandb.Settings(disable_code=True, disable_git=True, save_code=False),
     )
 
 
