@@ -1,7 +1,9 @@
-"""Our own functions under the names and signatures that `python -m ppo_rlhf.check` asks for."""
+"""Our own functions under the names that `python -m ppo_rlhf.check` asks for.
+
+**named: arguments that have the same names in ours.
+"""
 
 import torch
-from torch import Tensor
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import rewards
@@ -17,8 +19,8 @@ def response_mask(responses, stop_id):
     return algebra.response_mask(responses, {stop_id})[0]
 
 
-def has_stop(responses, stop_id, after):
-    return train_policy.has_stop(responses, stop_id, after)
+def has_stop(**named):
+    return train_policy.has_stop(**named)
 
 
 def token_logprobs(logits, tokens, temperature):
@@ -37,9 +39,8 @@ def response_logprobs(model, tokens, attention_mask, context_length, temperature
 
 
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, score_at):
-    if score_at == "next":
-        return tldr_policy.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
-    return algebra.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
+    chapter = tldr_policy if score_at == "next" else algebra
+    return chapter.compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef, "k1")[0]
 
 
 def overlong_penalty(lengths, max_length, buffer, factor):
@@ -52,16 +53,16 @@ def kl_controller(kl_coef, kl, target, episodes, horizon):
     return controller.value
 
 
-def best_of_n_loss(scores, best):
-    return train_reward.best_of_n_loss(scores, best)
+def best_of_n_loss(**named):
+    return train_reward.best_of_n_loss(**named)
 
 
-def whiten(values, mask, keep_mean):
-    return algebra.whiten(values, mask, keep_mean=keep_mean)
+def whiten(**named):
+    return algebra.whiten(**named)
 
 
-def gae(rewards, values, mask, gamma, lam):
-    return algebra.gae(rewards, mask, torch.arange(len(mask)), values=values, gamma=gamma, lam=lam)
+def gae(mask, **named):
+    return algebra.gae(mask=mask, groups=torch.arange(len(mask)), **named)
 
 
 def reward_to_go(rewards, mask, gamma):
@@ -74,36 +75,31 @@ def group_advantages(scores, groups=None, group_size=None, name="grpo"):
     return algebra.ESTIMATORS[name](scores.unsqueeze(1), mask, groups)[0].squeeze(1)
 
 
-def token_loss(
-    name, mode, new_logprobs, logprobs, advantages, mask, low, high, dual_clip=None, tokens=None
-) -> Tensor:
-    bounds = {"low": low, "high": low if high is None else high, "dual_clip": dual_clip}
-    losses = algebra.token_losses(new_logprobs, logprobs, advantages, mask, name, **bounds)[0]
+def token_loss(name, mode, mask, cliprange, cliprange_high, tokens=None, **named):
+    high = cliprange if cliprange_high is None else cliprange_high
+    losses = algebra.token_losses(mask=mask, loss=name, low=cliprange, high=high, **named)[0]
     return algebra.aggregate(losses, mask, mode, tokens=tokens)
 
 
-def policy_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high, dual_clip, tokens):
-    given = (new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high, dual_clip, tokens)
-    return token_loss("ppo", "token-mean", *given)
+def policy_loss(**named):
+    return token_loss("ppo", "token-mean", **named)
 
 
-def gspo_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high):
-    given = (new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high)
-    return token_loss("gspo", "seq-mean-token-mean", *given)
+def gspo_loss(**named):
+    return token_loss("gspo", "seq-mean-token-mean", **named)
 
 
-def cispo_loss(new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high):
-    return token_loss("cispo", "token-mean", new_logprobs, logprobs, advantages, mask, cliprange, cliprange_high)
+def cispo_loss(**named):
+    return token_loss("cispo", "token-mean", **named)
 
 
-def value_loss(new_values, values, returns, mask, cliprange, tokens):
-    losses, _ = algebra.value_losses(new_values, values, returns, mask, cliprange)
+def value_loss(mask, cliprange, tokens, **named):
+    losses, _ = algebra.value_losses(mask=mask, cliprange_value=cliprange, **named)
     return algebra.aggregate(losses, mask, "token-mean", tokens=tokens)
 
 
-def aggregate(losses, mask, mode, tokens, sequences, length):
-    counts = {"tokens": tokens, "sequences": sequences, "episodes": sequences, "length": length}
-    return algebra.aggregate(losses, mask, mode, **counts)
+def aggregate(sequences, **named):
+    return algebra.aggregate(sequences=sequences, episodes=sequences, **named)
 
 
 def accumulate(losses, masks):
@@ -112,16 +108,16 @@ def accumulate(losses, masks):
     return sum(algebra.aggregate(part, mask, "token-mean", tokens=tokens) for part, mask in parts)
 
 
-def kl_estimate(logprobs, ref_logprobs, mask, name):
-    return algebra.kl_estimate(logprobs, ref_logprobs, mask, name)
+def kl_estimate(**named):
+    return algebra.kl_estimate(**named)
 
 
-def importance_weights(logprobs, sampler_logprobs, mask, kind, cap):
-    return algebra.importance_weights(logprobs, sampler_logprobs, mask, kind, cap)
+def importance_weights(**named):
+    return algebra.importance_weights(**named)
 
 
-def rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high):
-    return algebra.rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high)
+def rejection_mask(**named):
+    return algebra.rejection_mask(**named)
 
 
 def kl_loss(logprobs, ref_logprobs, sampler_logprobs, mask):

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -94,18 +95,24 @@ def write(path: str, content: Any) -> Damage:
     return damage
 
 
+def changed(row: Any, *keys: str | int, to: Any = KeyError) -> Any:
+    """A copy of a row, or of several, with another value deep inside; without `to`, with none."""
+    whole = inner = copy.deepcopy(row)
+    for key in keys[:-1]:
+        inner = inner[key]
+    if to is KeyError:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = to
+    return whole
+
+
 def edit(path: str, *keys: str | int, to: Any = KeyError) -> Damage:
     """Set a value deep in a JSON file; without `to`, remove it."""
 
     def damage(folder: Path) -> None:
-        whole = inner = json.loads((folder / path).read_text())
-        for key in keys[:-1]:
-            inner = inner[key]
-        if to is KeyError:
-            del inner[keys[-1]]
-        else:
-            inner[keys[-1]] = to
-        (folder / path).write_text(json.dumps(whole))
+        row = json.loads((folder / path).read_text())
+        (folder / path).write_text(json.dumps(changed(row, *keys, to=to)))
 
     return damage
 

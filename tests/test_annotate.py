@@ -2,11 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
+from runs import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "static/annotate.html"
 PLEASANT = re.compile("the (cat|dog) is (kind|happy)|the (kind|happy) (cat|dog) sleeps")
 SECONDS = 120_000  # milliseconds

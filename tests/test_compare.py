@@ -53,24 +53,11 @@ def test_two_published_implementations_agree(tmp_path, run):
     assert verdict.groupby("task")["metric"].nunique().to_dict() == {"sentiment": 17, "descriptiveness": 17}
 
 
-@pytest.mark.parametrize("shift, judgement", [(-2.0, "outside"), (0.3, "inside")])
-def test_a_shifted_curve_does_not_agree(shift, judgement):
-    """shift: in the larger of the two published deviations."""
-    curves, theirs = compare.published(DETAILS), compare.published(OPENAI)
-    place = pd.MultiIndex.from_frame(curves[["task", "metric", "update"]])
-    other = theirs.set_index(["task", "metric", "update"])["std"].reindex(place).to_numpy()
-    std = np.fmax(curves["std"], other).ffill()
-    curves.loc[curves["metric"] == "objective/kl", "mean"] += shift * std
-    verdict = compare.compare(curves, theirs, compare.METRICS)
-    judged = verdict[verdict["verdict"] != "not judged"]
-    assert set(judged[judged["metric"] == "objective/kl"]["verdict"]) == {judgement}
-    assert set(judged[judged["metric"] != "objective/kl"]["verdict"]) == {"inside"}
-    assert ("are outside" in compare.summary(verdict)[-1]) == (judgement == "outside")
-
-
-@pytest.mark.parametrize("late, status", [(0, 0), (60, 1)])
+@pytest.mark.parametrize("late, status", [(0, 0), (40, 1), (-40, 1)])
 def test_runs_drawn_from_the_published_curves_agree_unless_they_are_late(tmp_path, run, late, status):
-    """Ten run folders: the published mean, an offset per seed and noise per update; late: updates."""
+    """Ten run folders: the published mean, an offset per seed and noise per update. late: updates, of which 40 make
+    a |z| of 3.6 to 3.8.
+    """
     random = np.random.default_rng(1)
     metrics = ("objective/scores", "objective/kl", "ppo/loss/value", "ppo/returns/mean")
     curves = compare.published(OPENAI)
@@ -82,7 +69,8 @@ def test_runs_drawn_from_the_published_curves_agree_unless_they_are_late(tmp_pat
             std = curve["std"].median()
             columns[metric] = mean + std * (0.6 * random.normal() + 0.8 * random.normal(size=1954))
         write_run(tmp_path / "runs", seed, pd.DataFrame(columns))
-    assert run("runs/*", theirs=OPENAI)[0] == status
+    found, lines = run("runs/*", theirs=OPENAI)
+    assert found == status == ("are outside" in lines[-1])
     curves = pd.read_csv(tmp_path / "out/curves.csv")
     assert set(curves["metric"]) == set(metrics) and set(curves["seeds"]) == {10}
     assert set(curves["window"]) == {21.04}  # updates: a hundredth of the published x axis, 152 + 1952
@@ -101,7 +89,6 @@ def test_standardised_difference_by_hand():
     assert compare.standardised(ours, theirs) == pytest.approx(1 / np.sqrt(0.25 / 4 + 1 / 9 + 0.01))
     unknown = theirs | {"std": np.nan, "mean_error": np.nan}
     assert compare.standardised(ours, unknown) == pytest.approx(1 / np.sqrt(0.25 / 4 + 0.25 / 9))
-    assert np.isnan(compare.standardised(ours | {"std": np.nan}, unknown))
     exact = ours | {"std": 0.0}
     assert compare.standardised(exact, exact) == 0.0
     assert compare.standardised(exact, exact | {"mean": 2.0}) == -np.inf
@@ -112,7 +99,6 @@ def test_a_deviation_of_rounding_is_none():
     ours = {"mean": 5.0, "std": 4e-16, "seeds": 2, "mean_error": 0.0}
     theirs = {"mean": 4.0, "std": 1.0, "seeds": 8, "mean_error": 0.0}
     assert compare.standardised(ours, theirs) == pytest.approx(1 / np.sqrt(1 / 2 + 1 / 8))
-    assert compare.standardised(theirs, ours) == pytest.approx(-1 / np.sqrt(1 / 2 + 1 / 8))
     for std in (4e-7, np.nan):
         assert np.isnan(compare.standardised(ours, theirs | {"std": std}))
     assert compare.standardised(ours, theirs | {"mean": 5.000001, "std": 0.0}) == 0.0  # as far as curves.csv goes

@@ -85,18 +85,26 @@ def write_json(file: Path, content: object) -> None:
     file.write_text(json.dumps(content) + "\n")
 
 
+def tar(files: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
 def write_data_sets(cache: Path) -> None:
     books = folder_of(cache, "rojagtap/bookcorpus")
     for number, lines in enumerate((range(200), range(200, 16 * 51)), 1):
         (books / f"books_large_p{number}.txt").write_text("".join(f"row {i} , he said .\n" for i in lines))
     for site, stories in STORIES.items():
-        with tarfile.open(folder_of(cache, "ccdv/cnn_dailymail") / f"{site}_stories.tgz", "w:gz") as members:
-            for name, split, lines in stories:
-                story, member = "\n\n".join(lines).encode(), tarfile.TarInfo(f"{site}/stories/{name}.story")
-                member.size = len(story)
-                members.addfile(member, io.BytesIO(story))
-                table = folder_of(cache, "abisee/cnn_dailymail") / f"3.0.0/{split}-{name}.parquet"
-                write_parquet(table, {"article": " ".join(lines), "highlights": "x", "id": name})
+        files = {f"{site}/stories/{name}.story": "\n\n".join(lines).encode() for name, _, lines in stories}
+        (folder_of(cache, "ccdv/cnn_dailymail") / f"{site}_stories.tgz").write_bytes(tar(files))
+        for name, split, lines in stories:
+            table = folder_of(cache, "abisee/cnn_dailymail") / f"3.0.0/{split}-{name}.parquet"
+            write_parquet(table, {"article": " ".join(lines), "highlights": "x", "id": name})
     openai = folder_of(cache, "vwxyzjn/lm-human-preferences")
     for part, texts in {"train": ["One.\n\n\n\nTwo ", "caf\u00e9", "half \ud83d!"], "valid": ["Held out."]}.items():
         write_json(openai / f"tldr/{part}-subset.json", [{"content": text, "summary": ""} for text in texts])

@@ -22,7 +22,7 @@ OTHER_NAMES = {"yaml": "pyyaml"}  # of modules whose package has another name
 ELSEWHERE = {"vllm", "trl", "verl", "openrlhf"}
 # Functions that need them say so in one line where they are missing; Python 3.14 has no openrlbenchmark.
 EXTRAS = {"ppo_rlhf": ["math", "async", "real", "judge", "gym", "trackio"], "benchmark": ["benchmark", "dev"]}
-EXTRAS["tests"] = ["math", "async", "real", "judge", "gym", "trackio", "dev", "benchmark"]
+EXTRAS["tests"] = [*EXTRAS["ppo_rlhf"], *EXTRAS["benchmark"]]
 
 
 @functools.cache

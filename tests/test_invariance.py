@@ -4,17 +4,16 @@ Sums of floating-point numbers in another order differ in their last digits. So 
 and those in float64 to 1e-9, and every sampled token is the same. One flipped token would part two runs for good.
 """
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
-import torch
-from runs import metrics_of, policy_arguments, reward_arguments, world_arguments
-from safetensors.torch import load_file
+from runs import meta_of, metrics_of, policy_arguments, reward_arguments, samples_of, world_arguments
+from test_train_reward import rows_of
 from whole_runs import Whole
 
 BATCH, HORIZON = 32, 1000  # the second is that of the KL controller in the tales preset
-RECORDED = Path(__file__).parent / "recorded_run.py"
 
 
 def same(run: list[dict[str, float]], expected: list[dict[str, float]], dtype: str) -> None:
@@ -27,30 +26,27 @@ def same(run: list[dict[str, float]], expected: list[dict[str, float]], dtype: s
 # ---- The policy ------------------------------------------------------------------------------------------------
 
 
-def recorded(run: Whole) -> tuple[list[list[float]], torch.Tensor]:
-    """The KL coefficients before and after each update, the same in all processes, and all tokens (episodes, ...)."""
-    assert json.loads((run.run() / "meta.json").read_text())["num_processes"] == run.processes
-    of_processes = [run.folder / f"recorded/{rank}" for rank in range(run.processes)]
-    coefficients = [json.loads(one.with_suffix(".json").read_text()) for one in of_processes]
-    assert all(one == coefficients[0] for one in coefficients)  # bit for bit
-    tokens = [load_file(one.with_suffix(".safetensors")) for one in of_processes]
-    return coefficients[0], torch.cat([one[update] for update in sorted(tokens[0]) for one in tokens])
-
-
 @pytest.fixture(scope="module")
 def policy_run(tmp_path_factory, tiny_world, tiny_reward):
-    """A function (processes, parts, dtype, minibatches) -> a run. parts: of each batch and minibatch."""
+    """A function (processes, parts, dtype, minibatches) -> a run's folder. parts: of each batch and minibatch."""
 
-    def make(processes: int, parts: int, dtype: str, nminibatches: int, kl_target: float = 6.0) -> Whole:
+    def make(processes: int, parts: int, dtype: str, nminibatches: int, kl_target: float = 6.0) -> Path:
         words = f"--ppo.batch_size {BATCH} --ppo.total_episodes {3 * BATCH} --save_interval 0 --dtype {dtype}"
         words += f" --ppo.nminibatches {nminibatches} --rewards.adaptive_kl.target {kl_target}"
         # The last part of a minibatch is smaller.
         words += f" --ppo.local_micro_batch_size {BATCH // nminibatches // processes // parts + 1}"
         words += f" --ppo.local_rollout_batch_size {BATCH // processes // parts}"
         arguments = [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), *words.split()]
-        return Whole(tmp_path_factory.mktemp("run"), str(RECORDED), arguments, processes).made()
+        run = Whole(tmp_path_factory.mktemp("run"), "train_policy.py", arguments, processes).made().run()
+        assert meta_of(run)["num_processes"] == processes
+        return run
 
     return make
+
+
+def texts_of(run: Path) -> list[tuple[str, str]]:
+    """Queries and responses that the run shows, the first three of each update."""
+    return [(sample["query"], sample["response"]) for sample in samples_of(run)]
 
 
 @pytest.mark.parametrize(
@@ -58,42 +54,38 @@ def policy_run(tmp_path_factory, tiny_world, tiny_reward):
 )
 def test_policy(dtype, nminibatches, ways, policy_run):
     # A KL that the second update is near to, so that the controller follows it and is not clipped throughout.
-    kl_target = 0.9 * metrics_of(policy_run(1, 1, dtype, nminibatches).run())[1]["objective/kl"]
+    kl_target = 0.9 * metrics_of(policy_run(1, 1, dtype, nminibatches))[1]["objective/kl"]
     reference = policy_run(1, 1, dtype, nminibatches, kl_target)
-    expected, (coefficients, tokens) = metrics_of(reference.run()), recorded(reference)
-    changes = [after / before - 1 for before, after in coefficients]
+    expected = metrics_of(reference)
+    coefficients = [row["objective/kl_coef"] for row in expected]
+    changes = [after / before - 1 for before, after in itertools.pairwise(coefficients)]
     assert any(0 < abs(change) < 0.19 * BATCH / HORIZON for change in changes)
     assert all(row["objective/stopped"] > 0 for row in expected)  # some scores count
     for processes, parts in ways:
         run = policy_run(processes, parts, dtype, nminibatches, kl_target)
-        assert recorded(run)[1].equal(tokens)
-        same(metrics_of(run.run()), expected, dtype)
+        assert texts_of(run) == texts_of(reference)
+        same(metrics_of(run), expected, dtype)
 
 
 # ---- The reward model ------------------------------------------------------------------------------------------
 
 
-def reward_run(folder: Path, world: Path, processes: int, parts: int, labels: Path | None = None) -> list[dict]:
+def reward_run(folder: Path, world: Path, processes: int, parts: int, labels: Path) -> list[dict]:
     """Five steps of 8 labels in float64, normalised before and after; the last row is about the held-out labels."""
-    words = [*world_arguments(world), *reward_arguments(world), "--dtype", "float64"]
+    words = [*world_arguments(world), *reward_arguments(world), "--dtype", "float64", "--label_dataset", str(labels)]
     words += ["--local_micro_batch_size", str(8 // processes // parts)]
     words += ["--local_rollout_batch_size", str(32 // processes // parts)]
-    words += ["--label_dataset", str(labels)] if labels else []
-    run = Whole(folder, "train_reward.py", words, processes).made()
-    results = json.loads((run.run() / "meta.json").read_text())["results"]
-    return [*metrics_of(run.run()), {name: x for name, x in results.items() if name.startswith("test_")}]
+    run = Whole(folder, "train_reward.py", words, processes).made().run()
+    results = meta_of(run)["results"]
+    return [*metrics_of(run), {name: x for name, x in results.items() if name.startswith("test_")}]
 
 
-@pytest.mark.parametrize("of_texts", [False, True], ids=["comparisons", "ratings"])
-def test_reward_model(tiny_world, tmp_path, of_texts):
-    labels = None
-    if of_texts:
-        rows = json.loads((tiny_world / "labels/sentiment/offline_5k.json").read_text())
-        rows = [{"query": row["query"], "sample": row["sample0"], "score": row["best"] - 1.5} for row in rows]
-        labels = tmp_path / "ratings.json"
-        labels.write_text(json.dumps(rows))
+@pytest.mark.parametrize("kind", ["best", "score"])
+def test_reward_model(tiny_world, tmp_path, kind):
+    rows, labels = rows_of(tiny_world, kind), tmp_path / "labels.json"
+    labels.write_text(json.dumps(rows))
     expected = reward_run(tmp_path / "whole", tiny_world, 1, 1, labels)
     same(reward_run(tmp_path / "two", tiny_world, 2, 2, labels), expected, "float64")
-    if of_texts:
+    if kind == "score":
         means = [row["train/label_mean"] for row in expected[:-1]]
         assert sum(means) / 5 == pytest.approx(sum(row["score"] for row in rows[:40]) / 40, rel=1e-6)

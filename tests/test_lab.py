@@ -4,12 +4,12 @@ import dataclasses
 import json
 import math
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+from runs import write_rows
 
 from benchmark import lab
 from benchmark.experiments import arithmetic, posts
@@ -49,51 +49,25 @@ def test_arithmetic_is_learned_by_three_methods(tmp_path):
 # ---- What is measured ------------------------------------------------------------------------------------------
 
 
-def made_up(
-    folder: Path, name: str, seed: int, results: dict, columns: dict, responses: list[str] = (), **arguments: dict
-) -> Path:
-    """A finished run; its folder."""
-    run = folder / name / f"seed{seed}" / "runs/made_up"
-    run.mkdir(parents=True)
-    args = {"base_model": "smollm2-135m"} | arguments
-    meta = {"finished": True, "commit": "0123456789", "args": args, "results": results, "wall_time": 120.0}
-    (run / "meta.json").write_text(json.dumps(meta))
-    pd.DataFrame({"step": range(8), "episode": range(128, 1152, 128)} | columns).to_csv(
-        run / "metrics.csv", index=False
-    )
-    (run / "evaluation.jsonl").write_text("".join(json.dumps({"response": text}) + "\n" for text in responses))
-    return run
-
-
-def reported(experiment: lab.Experiment, folder: Path, capsys) -> list[list[str]]:
-    """The rows of the table; the same when it is made once more."""
-    args = lab.Args(folder=folder / "runs", output=folder / "out", seeds=3)
-    assert lab.report(experiment, args) == 0
-    text = capsys.readouterr().out
-    assert lab.draw(experiment, args) == 0 and capsys.readouterr().out == text
-    assert "commit: 0123456\n" in (folder / f"out/{experiment.name}.md").read_text()
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
-    assert len({len(line) for line in lines}) == 1
-    return lines[2:]
-
-
-def test_report_of_arithmetic(tmp_path, capsys):
-    """Before and after; a mean over two seeds that differ by 0.2 has an interval of 12.7062 times 0.1."""
-    for seed, right in {1: 0.5, 2: 0.7}.items():
-        after = {"eval/gsm8k_flexible": right, "eval/mean@4": right, "eval/pass@4": 0.9, "eval/stopped": 1.0}
-        columns = dict.fromkeys(after, [0.25] * 8) | {
-            "policy/entropy_avg": [1.0, 0, 0, 0, 0, 0.5, 0.25, 0.0],
-            "val/groups_zero_std": [0.0, 0, 0, 0, 0, 0.5, 0.5, 0.5],
-            "objective/kl": [0.0, 0, 0, 0, 0, 1.0, 2.0, 3.0],
-        }
-        said = ["12", "I don't know", "The answer is -3.", "4 or 5"]
-        made_up(tmp_path / "runs", "dr_grpo", seed, after, columns, said)
-    none = " ± 0.0"
-    after = f"75.0{none}", "0.25 ± 0.00", "2.00 ± 0.00", f"2.0{none}"
-    assert reported(arithmetic.EXPERIMENT, tmp_path, capsys) == [
-        ["before", "2", *[f"25.0{none}"] * 4, f"0.0{none}", "", "1.00 ± 0.00", "0.00 ± 0.00", ""],
-        ["`dr_grpo`", "2", *["60.0 ± 127.1"] * 2, f"90.0{none}", f"100.0{none}", f"50.0{none}", *after],
-    ]
+def test_what_is_measured_of_arithmetic(tmp_path):
+    """Before the first update, and after the last; of what changes all the time, the mean of the last three."""
+    said = ["12", "I don't know", "The answer is -3.", "4 or 5"]
+    write_rows(tmp_path / "evaluation.jsonl", *({"response": text} for text in said))
+    after = {"eval/gsm8k_flexible": 0.5, "eval/mean@4": 0.625, "eval/pass@4": 0.9, "eval/stopped": 1.0}
+    columns = dict.fromkeys(after, [0.25] * 4) | {
+        "policy/entropy_avg": [1.0, 0.5, 0.25, 0.0],
+        "val/groups_zero_std": [0.0, 0.5, 0.5, 0.5],
+        "objective/kl": [0.0, 1.0, 2.0, 3.0],
+    }
+    shares = {"greedy": 0.5, "samples": 0.625, "pass@4": 0.9, "ends": 1.0}
+    changes = {"entropy": (1.0, 0.25), "equal groups": (0.0, 0.5), "KL": (0.0, 2.0)}
+    changes |= {name: (0.25, share) for name, share in shares.items()}
+    expected = {
+        f"{name} {when}": x for name, xs in changes.items() for when, x in zip(("before", "after"), xs, strict=True)
+    }
+    expected |= {"a number after": 0.75, "minutes": 2.0}
+    meta = {"results": after, "wall_time": 120.0}
+    assert arithmetic.measure(tmp_path, meta, pd.DataFrame(columns)) == expected
 
 
 def test_rows_of_runs_that_are_not_in_the_folder_are_kept(tmp_path):
@@ -140,16 +114,18 @@ def test_holm_by_hand():
 def test_finished_runs_are_not_run_again(tmp_path):
     """What is chosen is run, with the arguments of its name; a job that says it is finished is left alone."""
     args = lab.Args(folder=tmp_path / "runs", output=tmp_path / "out", seeds=2)
-    for name in TOY.variants:
-        for job in lab.jobs_of(TOY, args, name):
-            made_up(tmp_path / "runs", name, job.seed, {}, {"x": [0.5] * 8, "y": [0.0] * 8})
-            record = {"command": job.command, "commit": "0123456789", "finished": True, "status": 0, "starts": 1}
-            (job.folder / "job.json").write_text(json.dumps(record))
+    for job in [job for name in TOY.variants for job in lab.jobs_of(TOY, args, name)]:
+        run = job.folder / "runs/made_up"
+        run.mkdir(parents=True)
+        (run / "meta.json").write_text(json.dumps({"finished": True, "commit": "0123456789", "args": {}}))
+        pd.DataFrame({"step": range(8), "x": 0.5, "y": 0.0}).to_csv(run / "metrics.csv", index=False)
+        record = {"command": job.command, "commit": "0123456789", "finished": True, "status": 0, "starts": 1}
+        (job.folder / "job.json").write_text(json.dumps(record))
     assert lab.run(TOY, args) == 0
     runs = [[name, seed, 0.5, "0123456"] for name in TOY.variants for seed in (1, 2)]
     assert lab.kept_table(tmp_path / "out/runs.csv").to_numpy().tolist() == runs
     updates = lab.kept_table(tmp_path / "out/updates.csv")
-    assert list(updates) == ["step", "episode", "x", "variant", "seed"] and len(updates) == 4 * 8
+    assert list(updates) == ["step", "x", "variant", "seed"] and len(updates) == 4 * 8
     assert not list((tmp_path / "runs").glob("*/*/log.txt"))
 
 

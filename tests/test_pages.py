@@ -17,11 +17,6 @@ STALENESS = (
 FRESH = "staleness == 0 and way == 'any'"
 
 
-def by_scipy(values: pd.Series, form: str = "+.1f") -> str:
-    found = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    return f"{values.mean():{form}} ± {(found.high - found.low) / 2:{form.strip('+')}}"
-
-
 def test_pages_are_as_they_are_rendered():
     """Run python benchmark/pages.py after a change of a template, of a class of arguments or of results."""
     for name, text in pages.pages().items():
@@ -29,14 +24,15 @@ def test_pages_are_as_they_are_rendered():
 
 
 def test_differences_are_by_seed_and_corrected():
-    """The direct difference of none and decoupled, and Holm by hand: only the smallest of four p-values is below."""
+    """The direct difference of none and decoupled, as scipy says; Holm by hand: only the smallest of four p-values is
+    below.
+    """
     gaps = [100 * (STALENESS["none", k] - STALENESS["decoupled", k]) for k in (1, 2, 4, 8)]
     p_values = [scipy.stats.ttest_1samp(gap, 0).pvalue for gap in gaps]
     assert 4 * p_values[3] < 0.05 < 3 * sorted(p_values)[1]
     pairs = [[f"staleness == {k} and way == '{way}'" for way in ("none", "decoupled")] for k in (1, 2, 4, 8)]
     shown = pages.differences("staleness/runs", "samples", pairs, 1, 100)
-    assert shown == [f"{by_scipy(gap)}{' *' if k == 3 else ''}" for k, gap in enumerate(gaps)]
-    assert shown[0] == "-2.4 ± 3.3" and shown[3] == "-25.0 ± 14.4 *"
+    assert shown == ["-2.4 ± 3.3", "-11.7 ± 23.0", "-16.9 ± 18.7", "-25.0 ± 14.4 *"]
     assert pages.stale_against("none", "decoupled") == pairs
 
 

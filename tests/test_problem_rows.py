@@ -12,7 +12,7 @@ import pytest
 import test_problems
 import torch
 from pyarrow import parquet
-from runs import error_line
+from runs import error_line, write_rows
 from test_problems import byte_tokenizer
 
 from ppo_rlhf.lib import rewards
@@ -34,7 +34,7 @@ def written(path: Path, rows: list[dict]) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, *rows)
     return path
 
 
@@ -55,11 +55,10 @@ def test_the_forms_of_a_row(tmp_path, row, suffix):
     assert (found.texts, found.answers, found.unscorable) == (["2+2?"], ["4"], 0)
 
 
-def test_csv_holds_texts_and_a_file_holds_rows_out(tmp_path):
-    lines = ["question,answer", *(f'"{i}, ""x""\n+0?",{i}' for i in range(100))]
-    (tmp_path / "rows.csv").write_text("\n".join(lines))
-    train, test = (read(tmp_path / "rows.csv", split) for split in ("train", "test"))
-    assert len(train) == 98 and test.answers == ["49", "99"] and test.texts[0] == '49, "x"\n+0?'
+def test_csv_holds_texts(tmp_path):
+    (tmp_path / "rows.csv").write_text('question,answer\n"49, ""x""\n+0?",49\n')
+    found = read(tmp_path / "rows.csv", test_problems="other.jsonl")
+    assert (found.texts, found.answers) == (['49, "x"\n+0?'], ["49"])
 
 
 def test_other_columns_are_named_with_dots(tmp_path):

@@ -2,18 +2,17 @@
 
 import dataclasses
 import hashlib
-import io
 import json
 import re
 import shutil
 import statistics
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from runs import error_line, metrics_of, rows_of, trained
+from test_hub import tar
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf import sample, worlds
@@ -37,16 +36,6 @@ def text_of(number: int) -> str:
 def rating_of(number: int) -> int:
     """What everybody says of a sentence."""
     return number % 9 - 4
-
-
-def tar(files: dict[str, bytes]) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:gz") as archive:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return content.getvalue()
 
 
 def ratings_archive() -> bytes:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
+from refusals import changed
 from runs import error_line
 from test_problems import TOKENIZER
-from test_tldr_data import COMPARISON, POST, changed, task
+from test_tldr_data import COMPARISON, POST, task
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.lib import label_files, text_sources
@@ -147,11 +148,10 @@ BAD = {  # format: places in a row, and what they cannot hold
 }
 
 
-def bad_rows() -> Iterator[tuple[str, str, Any]]:
-    return ((kind, path, value) for kind, rows in BAD.items() for path, values in rows.items() for value in values)
-
-
-@pytest.mark.parametrize(("kind", "path", "value"), list(bad_rows()))
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [(kind, path, value) for kind, rows in BAD.items() for path, values in rows.items() for value in values],
+)
 def test_a_bad_row_is_named(tmp_path, kind, path, value):
     form, keys = FORMATS[kind], [int(key) if key.isdigit() else key for key in filter(None, path.split("/"))]
     row = changed(form.rows[1], *keys, to=value) if keys else value
@@ -214,19 +214,6 @@ def damaged(draw: st.DrawFn, kind: str) -> tuple[bytes, bytes | None]:
     return draw(st.tuples(st.just(broken), st.none()) | st.tuples(st.just(content), any_bytes | facts.map(to_json)))
 
 
-def check_any(kind: str, content: bytes, facts: bytes | None, folder: Path) -> None:
-    """It can be read, or an InputError of one line names the file."""
-    form = FORMATS[kind]
-    (folder / form.file).write_bytes(content)
-    if form.sidecar:
-        (folder / form.sidecar).write_bytes(facts or b"{}")
-    try:
-        form.read(folder / form.file)
-    except InputError as error:
-        # Where no row is left, it names the folder.
-        assert str(folder) in str(error) and len(str(error).splitlines()) == 1
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rows")
@@ -234,10 +221,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["choices", "posts", "comparisons", "problems", "texts in lines"])
 def test_files_with_any_damage(kind: str, folder: Path):
+    """They can be read, or an InputError of one line names the file."""
+    form = FORMATS[kind]
+
     @FUZZ
     @given(damaged(kind))
     def search(file: tuple[bytes, bytes | None]) -> None:
-        check_any(kind, *file, folder)
+        content, facts = file
+        (folder / form.file).write_bytes(content)
+        if form.sidecar:
+            (folder / form.sidecar).write_bytes(facts or b"{}")
+        try:
+            form.read(folder / form.file)
+        except InputError as error:
+            # Where no row is left, it names the folder.
+            assert str(folder) in str(error) and len(str(error).splitlines()) == 1
 
     search()
 
@@ -251,39 +249,23 @@ def labels_of(folder: Path, rows: list[dict[str, Any]], meta: Any, vocab_size: i
     return read_labels(folder / "labels.json", vocab_size)
 
 
-@st.composite
-def valid_labels(draw: st.DrawFn) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Rows of ids, with the size of their vocabulary and its padding id."""
-    vocab_size = draw(st.sampled_from([2, 10, 50_257, 60_000]))
-    padding_id = draw(st.sampled_from([vocab_size, vocab_size + 7, -1]))
-    kind, n = draw(st.sampled_from([("best", 2), ("best", 11), ("score", 1), ("difference", 2)]))
-    target = st.integers(0, n - 1) if kind == "best" else st.floats(-1e6, 1e6, width=32) | st.integers(-99, 99)
-
-    def ids(length: int) -> st.SearchStrategy[list[int]]:
-        tokens = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=length)
-        return tokens.map(lambda row: row + [padding_id] * (length - len(row)))
-
-    samples = {f"sample{i if n > 1 else ''}": ids(2) for i in range(n)}
-    rows = st.lists(st.fixed_dictionaries({"query": ids(3), kind: target, **samples}), min_size=1, max_size=3)
-    return draw(rows), {"vocab_size": vocab_size, "padding_id": padding_id}
-
-
-@FUZZ
-@given(valid_labels())
-def test_valid_labels_are_read_as_they_were_written(folder: Path, written: tuple):
-    rows, meta = written
-    labels = labels_of(folder, rows, meta, meta["vocab_size"])
+@pytest.mark.parametrize(("kind", "target", "samples"), [("best", 10, 11), ("score", -1.5, 1), ("difference", 7, 2)])
+@pytest.mark.parametrize(("vocab_size", "padding_id"), [(2, 2), (2, -1), (60_000, 60_007)])
+def test_valid_labels_are_read_as_they_were_written(tmp_path, kind, target, samples, vocab_size, padding_id):
+    """A row without padding and one with it; eleven samples are in the order of their numbers."""
+    names = [f"sample{i}" for i in range(samples)] if samples > 1 else ["sample"]
+    rows = [
+        {"query": query, kind: target - i} | {name: [(i + j) % 2, last] for j, name in enumerate(names)}
+        for i, (query, last) in enumerate([([0, 1, vocab_size - 1], 1), ([1, padding_id, padding_id], padding_id)])
+    ]
+    labels = labels_of(tmp_path, rows, {"vocab_size": vocab_size, "padding_id": padding_id}, vocab_size)
 
     def ids(tokens: torch.Tensor) -> list[int]:
-        return [meta["padding_id"] if token == meta["vocab_size"] else token for token in tokens.tolist()]
+        return [padding_id if token == vocab_size else token for token in tokens.tolist()]
 
-    for row, query, samples, target in zip(rows, labels.queries, labels.samples, labels.targets, strict=True):
-        names = [f"sample{i if len(samples) > 1 else ''}" for i in range(len(samples))]
-        assert row == {
-            "query": ids(query),
-            labels.kind: target.item(),
-            **dict(zip(names, map(ids, samples), strict=True)),
-        }
+    for row, query, of_row, read_target in zip(rows, labels.queries, labels.samples, labels.targets, strict=True):
+        found = {"query": ids(query), labels.kind: read_target.item()}
+        assert row == found | dict(zip(names, map(ids, of_row), strict=True))
 
 
 def test_a_file_of_texts_is_that_of_their_ids(tmp_path, monkeypatch):

@@ -25,10 +25,9 @@ from ppo_rlhf.train_policy import (
     compute_rewards,
     draw_permutations,
     episode_noise,
-    few_rows_at_a_time,
-    generate,
     ppo_update,
     score_responses,
+    write_responses,
 )
 
 SPEED = ROOT / "benchmark/cost/speed.py"
@@ -43,10 +42,8 @@ def update(model, batch: int, query: int) -> None:
     """Responses that are generated and scored, and the epochs of PPO on them."""
     policy, reward_model = PolicyWithValueHead(model, VOCAB), train_policy.RewardModel(model)
     queries, rows = torch.ones(batch, query, dtype=torch.long), batch // 2
-    responses, logprobs, _ = few_rows_at_a_time(
-        lambda *parts: generate(model, *parts, PAD, VOCAB, TEMPERATURE),
-        *(rows, queries, episode_noise(1, 0, batch, RESPONSE)),
-    )
+    noise = episode_noise(1, 0, batch, RESPONSE)
+    responses, logprobs, _ = write_responses(policy, queries, noise, PAD, TEMPERATURE, rows=rows)
     with torch.no_grad():
         scores = score_responses(reward_model, queries, responses, pad_id=PAD, rows=rows)
     rollout = Rollout(

@@ -1,6 +1,5 @@
 """posts.py: queries, posts and comparisons as token ids, texts and ROUGE, and what bad input gets."""
 
-import copy
 import json
 import random
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import error_line
+from refusals import changed
+from runs import error_line, write_rows
 from transformers import AutoTokenizer
 
 from ppo_rlhf.tldr import posts
@@ -37,11 +37,6 @@ def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def write_rows(folder: Path, kind: str, split: str, rows: list[dict[str, Any]]) -> Path:
-    (folder / f"{kind}_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
 POST = {"id": "1", "subreddit": "mill", "title": "Grain", "post": "It is wet.", "summary": "Wet grain."}
 COMPARISON = {
     "info": {key: POST[key] for key in ("id", "subreddit", "title", "post")},
@@ -56,18 +51,6 @@ COMPARISON = {
 def task(folder: Path, **changes: Any) -> TaskArgs:
     sizes = {"query_length": 80, "response_length": 14, "comparison_length": 12, "article_query_length": 60}
     return TaskArgs(posts=str(folder), comparisons=str(folder), **(sizes | changes))
-
-
-def changed(row: Any, *keys: str | int, to: Any = KeyError) -> Any:
-    """A copy of a row, or of several, with another value deep inside; without `to`, with none."""
-    whole = inner = copy.deepcopy(row)
-    for key in keys[:-1]:
-        inner = inner[key]
-    if to is KeyError:
-        del inner[keys[-1]]
-    else:
-        inner[keys[-1]] = to
-    return whole
 
 
 def texts_of(rows: torch.Tensor) -> list[str]:
@@ -117,7 +100,7 @@ def test_a_post_of_a_megabyte_is_cut_in_few_steps():
 
 def test_references_that_are_too_long_are_left_out_and_counted(tmp_path):
     summaries = ["a" * 12, "b" * 13, "c", "d" * 99]  # 12 letters, a space and the end: 14 tokens
-    write_rows(tmp_path, "posts", "train", [changed(POST, "summary", to=text) for text in summaries])
+    write_rows(tmp_path / "posts_train.jsonl", *(changed(POST, "summary", to=text) for text in summaries))
     found = posts.read_posts(task(tmp_path), Letters(), "train")
     assert found.too_long == 2 and len(found.queries) == 2
     assert texts_of(found.references) == [" " + "a" * 12 + "\0", " c\0"]
@@ -139,7 +122,7 @@ def test_summaries_are_cut_without_their_end_and_pairs_of_one_summary_are_left_o
     different = [COMPARISON, pair("a" * 11, "b" * 50), pair("a" * 10, "a" * 11)]
     same = [pair(" Wet.", "Wet."), pair("a" * 11 + "bcd", "a" * 11 + "x")]
     article = changed(COMPARISON, "info", to={"article": "Rain."})
-    write_rows(tmp_path, "comparisons", "validation", [*same, *different, article])
+    write_rows(tmp_path / "comparisons_validation.jsonl", *same, *different, article)
     (tmp_path / "world.json").write_text(json.dumps({"ceiling": 0.8125}))
     found = posts.read_comparisons(task(tmp_path), Letters(), "validation")
     assert (found.cut, found.identical, len(found)) == (5, 2, 3) and len(found.groups) == 3

@@ -262,8 +262,6 @@ COLUMNS = [
     ("function", "expected"),
     [
         (lambda completions, **kwargs: list(map(str.endswith, completions, kwargs["ground_truth"])), [1, 0]),
-        (lambda completions, ground_truth, **kwargs: list(map(str.endswith, completions, ground_truth)), [1, 0]),
-        (lambda completions, answer: list(map(str.endswith, completions, answer)), [1, 0]),
         (lambda prompts, completions, answers, **kwargs: map(len, prompts), [5, 6]),
         (lambda **kwargs: map(len, kwargs["completions"]), [6, 7]),
         (lambda completions, level: level, [3, None]),
