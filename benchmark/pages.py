@@ -28,6 +28,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmark import lab
 from ppo_rlhf.lib import learning_curves
+from ppo_rlhf.lib.processes import FIRST_RATIO_TOLERANCE
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr/sft", "tldr/reward", "tldr/policy", "tldr/all")
@@ -214,6 +215,7 @@ def rendered(template: Path) -> str:
         loader=FileSystemLoader(template.parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals |= {function.__name__: function for function in FUNCTIONS}
+    environment.globals["FIRST_RATIO_TOLERANCE"] = FIRST_RATIO_TOLERANCE
     return filled(environment.get_template(template.name).render()).strip() + "\n"
 
 

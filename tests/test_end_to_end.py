@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def test_the_policy_opens_as_an_ordinary_language_model(both):
     assert json.loads((folder / "ppo_rlhf.json").read_text())["reward_model"].startswith("models/train_reward__")
 
 
-def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world: Path):
+def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world):
     """Each once, although it asks for more than there are. Of a single one the scores have no deviation."""
     stories = (tiny_world / "stories.txt").read_text().splitlines()
     rows = rows_of(both.run("train_policy") / "comparison.jsonl")
@@ -61,7 +60,7 @@ def test_the_summary_is_about_queries_that_were_held_out(both, tiny_world: Path)
     assert "The function words, which PPO never saw, went from +1.00 to +2.00." in said
 
 
-def test_torchrun_with_two_processes_gives_the_run_of_one(both, tmp_path: Path):
+def test_torchrun_with_two_processes_gives_the_run_of_one(both, tmp_path):
     """test_invariance.py has the ways to divide a batch."""
     command = ["--standalone", "--nproc_per_node", "2", str(SCRIPTS / both.script), *both.arguments]
     on_two = Whole(tmp_path / "two", torchrun.__file__, command).made()
@@ -84,7 +83,7 @@ def length(queries, responses):
 """
 
 
-def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tiny_models, tmp_path: Path):
+def test_a_function_takes_the_place_of_the_reward_model(tiny_world, tiny_models, tmp_path):
     """Although it changes the current folder once the run has begun, the run is in one place.
 
     The base model is one with rotary positions, in bfloat16.
@@ -109,7 +108,7 @@ def test_a_function_takes_the_place_of_the_reward_model(tiny_world: Path, tiny_m
     assert only(tmp_path, "models/*/policy/model.safetensors")
 
 
-def test_sample_prints_and_writes_a_comparison(both, tmp_path: Path, monkeypatch, capsys):
+def test_sample_prints_and_writes_a_comparison(both, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(both.folder)
     policy, file = str(both.model("policy")), tmp_path / "rows.jsonl"
     rows = sample.sample(sample.Args(policy=policy, n=3, out=str(file)))
@@ -121,7 +120,7 @@ def test_sample_prints_and_writes_a_comparison(both, tmp_path: Path, monkeypatch
     assert "Mara found" in capsys.readouterr().out
 
 
-def test_sample_without_the_reward_model_and_of_any_model(both, tiny_world: Path, tmp_path: Path, monkeypatch):
+def test_sample_without_the_reward_model_and_of_any_model(both, tiny_world, tmp_path, monkeypatch):
     """The base model as the policy differs from itself in nothing."""
     copy = both.copy(tmp_path / "copy")
     shutil.rmtree(only(copy.folder, "models/train_reward__*"))

@@ -43,7 +43,7 @@ REWARD_GRADIENT, REWARD_WEIGHT, PPO_WEIGHT = 2e-6, 2e-6, 2e-7
 
 
 @pytest.mark.parametrize("name", sorted({key.split("/")[0] for key in load_arrays("case1_whiten")}))
-def test_whiten(name: str):
+def test_whiten(name):
     arrays = under(load_arrays("case1_whiten"), f"{name}/")
     values = arrays["input"]
     scale = 1 / math.sqrt(values.var(unbiased=False).item() + 1e-8)  # how much rounding of the input is magnified
@@ -79,7 +79,7 @@ def stream_of(stories: list[str], tmp_path, **task) -> train_policy.QueryStream:
 
 
 @pytest.mark.parametrize("name", QUERIES["runs"])
-def test_trim_query(name: str):
+def test_trim_query(name):
     run, encode = QUERIES["runs"][name], CharacterTokenizer().encode
     start_id, end_id = (encode(text)[0] if text else None for text in (run["start_text"], run["end_text"]))
     for text, expected in run["tokens"].items():
@@ -118,7 +118,7 @@ def contexts_of(arrays: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", cases("case3_forward_"))
-def test_forward(name: str):
+def test_forward(name):
     arrays = load_arrays(f"case3_forward_{name}")
     policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
     contexts = contexts_of(arrays)
@@ -132,7 +132,7 @@ def test_forward(name: str):
 
 
 @pytest.mark.parametrize("name", cases("case3_forward_"))
-def test_sampler(name: str):
+def test_sampler(name):
     """The responses that the original sampled."""
     arrays = load_arrays(f"case3_forward_{name}")
     policy, temperature = golden_policy(name.split("_")[0]), arrays["temperature"].item()
@@ -157,7 +157,7 @@ def test_sampler(name: str):
 
 
 @pytest.mark.parametrize("name", cases("case2_loss_"))
-def test_ppo_loss(name: str):
+def test_ppo_loss(name):
     case, arrays = load_json("case2_loss_meta")[name], load_arrays(f"case2_loss_{name}")
     policy = golden_policy(case["model"])
     hyperparameters = ("vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")
@@ -187,7 +187,7 @@ def rollout_of(query_responses: torch.Tensor, arrays: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("name", cases("case11_ppo_step_"))
-def test_ppo_steps(name: str):
+def test_ppo_steps(name):
     """Two whole updates: reference, scores, rewards, epochs, metrics and weights, from the stored responses."""
     meta, arrays = load_json("case11_ppo_step_meta")[name], load_arrays(f"case11_ppo_step_{name}")
     task, hparams = meta["hparams"]["task"], meta["hparams"]["ppo"]
@@ -267,7 +267,7 @@ def labels_of(arrays: dict[str, torch.Tensor]) -> label_files.Labels:
 
 
 @pytest.mark.parametrize("name", cases("case4_reward_loss_"))
-def test_reward_loss(name: str):
+def test_reward_loss(name):
     case, arrays = load_json("case4_reward_loss_meta")[name], load_arrays(f"case4_reward_loss_{name}")
     weights = load_arrays(f"weights_{case['model']}_reward")
     weights |= {"reward_norm/gain": arrays["gain"], "reward_norm/bias": arrays["bias"]}
@@ -299,7 +299,7 @@ def check_normalization(reward_model, samples: dict[str, torch.Tensor], event: d
 
 
 @pytest.mark.parametrize("name", cases("case4_reward_train_"))
-def test_reward_training(name: str):
+def test_reward_training(name):
     """Normalise, six steps, normalise: gain, bias, losses, weights, and the scores of the final model."""
     meta, arrays = load_json("case4_reward_train_meta")[name], load_arrays(f"case4_reward_train_{name}")
     args = train_reward.Args(lr=meta["lr"], batch_size=meta["batch_size"], num_train=meta["num_train"])

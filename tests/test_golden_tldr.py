@@ -67,7 +67,7 @@ def close_weights(actual: Arrays, expected: Arrays, *, atol: float, without: tup
 
 
 @pytest.mark.parametrize("name", names_of("advantages"))
-def test_advantages(name: str):
+def test_advantages(name):
     """Penalty, masks, rewards, GAE and whitening of made-up rollouts."""
     case, arrays = case_and_arrays(name)
     given, expected = under(arrays, "in/"), under(arrays, "out/")
@@ -166,7 +166,7 @@ def test_comparisons():
 
 
 @pytest.mark.parametrize("name", names_of("forward"))
-def test_forward(name: str):
+def test_forward(name):
     """Log-probs, entropies, values and scores in both layouts; of rows with padding as of each row alone."""
     case, arrays = case_and_arrays(name)
     expected, responses = under(arrays, "out/"), arrays["in/responses"]
@@ -208,7 +208,7 @@ def test_forward(name: str):
 
 
 @pytest.mark.parametrize("name", names_of("sft"))
-def test_sft_run(name: str):
+def test_sft_run(name):
     """Losses, first gradient, weights, held-out loss, summaries and ROUGE."""
     case, arrays = case_and_arrays(name)
     run = sft_run(case, arrays)
@@ -228,7 +228,7 @@ def test_sft_run(name: str):
 
 
 @pytest.mark.parametrize("name", names_of("reward"))
-def test_reward_run(name: str):
+def test_reward_run(name):
     """Losses, learning rates, first gradient, weights, agreement by group, and the shift."""
     case, arrays = case_and_arrays(name)
     run = reward_run(case, arrays)
@@ -264,7 +264,7 @@ def of_micro_batches(run: SimpleNamespace, function: str, part: int | str, accum
 # In every pass of ppo_gpt2_leftpad the original lacks positions. test_forward shows that alone, and TRL's run has the
 # right ones.
 @pytest.mark.parametrize("name", [name for name in names_of("ppo") if "T16" not in CASES[name]["differs"]])
-def test_policy_run(name: str):
+def test_policy_run(name):
     """Losses and statistics of every micro-batch, first gradient, weights, metrics, held-out summaries."""
     case, arrays = case_and_arrays(name)
     updates = [under(arrays, f"update{i}/") for i in range(case["updates"])]
@@ -319,7 +319,7 @@ DIRECT = (
 
 
 @pytest.mark.parametrize("name", names_of("trl"))
-def test_trl_run(name: str):
+def test_trl_run(name):
     """Two updates of TRL: metrics, and what the trained policy and critic say."""
     case, arrays = case_and_arrays(name)
     updates = [under(arrays, f"update{i}/") for i in range(case["updates"])]

@@ -228,7 +228,7 @@ OF_NEMO_RL = {"gae_lambda_value": "critic_lam", "gae_gamma": "gamma", "length_ad
         *("vapo", "vapo_discounted"),
     ],
 )
-def test_numbers_of_nemo_rl(name: str):
+def test_numbers_of_nemo_rl(name):
     stored = load_json("nemo_rl/gae")
     (found,) = [found for found in stored["cases"] if found["name"] == name]
     mask, values, scores = (real(stored[key]) for key in ("mask", "values", "scores"))
@@ -288,7 +288,7 @@ def test_numbers_of_trl_and_verl_for_a_teacher():
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_numbers_of_trl_for_the_entropy_target(number: int):
+def test_numbers_of_trl_for_the_entropy_target(number):
     x = load_json("distillation/numbers")["entropy_control"][number]
     bounds = {name: x[name] for name in ("delta", "low", "high")}
     controller = algebra.EntropyController(x["coef"], x["target"], **bounds)
@@ -301,7 +301,7 @@ def test_numbers_of_trl_for_the_entropy_target(number: int):
 
 
 @pytest.mark.parametrize("loss", ["ipo", "dppo"])
-def test_numbers_of_prime_rl(loss: str):
+def test_numbers_of_prime_rl(loss):
     stored = load_json("prime_rl/losses")
     names = ("new_logprobs", "logprobs", "advantages", "mask")
     new, *rest, mask = (real(stored[name]) for name in names)

@@ -51,25 +51,11 @@ def circle(sources: Sources) -> list[str]:
     return []
 
 
-def trespasses(sources: Sources) -> set[tuple[str, str]]:
-    """Imports that go up: from lib or worlds, which are below all scripts, to a script."""
-    below = {name for name in sources if name.split(".")[0] in ("lib", "worlds")}
-    return {
-        (name, other)
-        for name, others in graph(sources).items()
-        for other in others
-        if name in below and other not in below
-    }
-
-
 def test_nothing_goes_in_a_circle():
     assert circle(SOURCES) == []
 
 
-def test_imports_go_downwards():
-    """And nothing imports a small file."""
-    assert trespasses(SOURCES) == set()
-    assert {"lib.errors", "lib.pretrained", "worlds.tales", "train_policy"} <= set(SOURCES)
+def test_nothing_imports_a_small_file():
     assert not {other for others in graph(SOURCES).values() for other in others if other.startswith("small")}
 
 
@@ -97,23 +83,21 @@ def test_a_small_file_is_short_and_imports_nothing_of_ours(name):
 
 # ---- Negative controls -----------------------------------------------------------------------------------------
 
-HOUSE = {"": "", "lib": "", "lib.a": "import torch", "lib.b": "from ppo_rlhf.lib import a", "script": ""}
+HOUSE = {"": "", "lib": "", "lib.a": "import torch", "lib.b": "from ppo_rlhf.lib import a"}
 
 
 def test_what_must_not_be_imported_is_found():
-    """A circle, a script by what is below it, and packages beyond Python's own."""
-    assert circle(HOUSE) == [] and trespasses(HOUSE) == set()
+    """A circle, and packages beyond Python's own."""
+    assert circle(HOUSE) == []
     for source in ("def f():\n    from ppo_rlhf.lib.b import name", "import ppo_rlhf.lib.b"):
         assert set(circle(HOUSE | {"lib.a": source})) == {"lib.a", "lib.b"}
-    upwards = {"lib.a": "if TYPE_CHECKING:\n    from ppo_rlhf.script import name"}
-    assert trespasses(HOUSE | upwards) == {("lib.a", "script")}
     source = "import json, numpy.linalg\ndef f():\n    from ppo_rlhf.lib import lm\n    from .. import lib"
     assert needs(source) == {"numpy", "ppo_rlhf", "."}
 
 
 # ---- Mass ------------------------------------------------------------------------------------------------------
 
-AT_MOST = {"ppo_rlhf": 145_000, "benchmark": 35_600, "tests": 170_200}  # tokens; more only for what users get
+AT_MOST = {"ppo_rlhf": 145_000, "benchmark": 35_600, "tests": 165_000}  # tokens; more only for what users get
 
 
 @pytest.mark.parametrize("folder", AT_MOST)

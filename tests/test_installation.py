@@ -42,21 +42,13 @@ def declared(extras: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", EXTRAS)
-def test_every_library_that_is_imported_is_declared(folder: str):
+def test_every_library_that_is_imported_is_declared(folder):
     own = {"ppo_rlhf", "benchmark", "tests"}
     used = {canonicalize_name(OTHER_NAMES.get(name, name)) for name in imported(ROOT / folder) - own - ELSEWHERE}
     assert "torch" in used and used - declared(EXTRAS[folder]) == set()
 
 
-def test_what_is_declared_is_imported():
-    """Apart from the tools that are commands, tensorboard, which torch imports, and trackio, a name of a tracker."""
-    used = {name for folder in EXTRAS for name in imported(ROOT / folder)}
-    everything = declared(list(PROJECT["optional-dependencies"]))
-    tools = {"ruff", "pytest-xdist", "tensorboard", "trackio"}
-    assert everything - {canonicalize_name(OTHER_NAMES.get(name, name)) for name in used} - tools == set()
-
-
-def test_constraints_leave_to_torch_what_torch_pins(capsys: pytest.CaptureFixture):
+def test_constraints_leave_to_torch_what_torch_pins(capsys):
     """Two versions of a CUDA package, with overlapping markers, once made the project impossible to install."""
     runpy.run_path(str(CONSTRAINTS))
     lines = [Requirement(line) for line in capsys.readouterr().out.splitlines()]
@@ -73,19 +65,15 @@ Version = namedtuple("Version", "major minor micro")
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 15)])
-def test_another_python_is_refused_in_one_line(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+def test_another_python_is_refused_in_one_line(version, monkeypatch):
     monkeypatch.setattr(sys, "version_info", Version(*version, 0))
     with pytest.raises(SystemExit, match=r"this is Python 3\.\d+; ppo_rlhf needs 3.11 to 3.14: .*PYTHON=python3.13"):
         runpy.run_path(str(CONSTRAINTS))
 
 
 def test_no_page_or_message_installs_the_package_by_its_name():
-    """The name is not on the index, so another package could answer to it. An extra that is named exists."""
+    """The name is not on the index, so another package could answer to it."""
     patterns = ("ppo_rlhf/**/*.py", "docs/**/*.md", "benchmark/**/*.md", "README.md")
     files = [path for pattern in patterns for path in ROOT.glob(pattern)]
     commands = [line for path in files for line in re.findall(r"pip install (.*)", path.read_text())]
     assert not [line for line in commands if "ppo-rlhf" in line or "ppo_rlhf" in line]
-    extras = {
-        name for line in commands for found in re.findall(r"\.\[([a-z,]+)\]", line) for name in found.split(",")
-    }
-    assert {"async", "math"} <= extras <= PROJECT["optional-dependencies"].keys()

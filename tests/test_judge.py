@@ -59,7 +59,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[http.server.ThreadingHTTPServer]:
+def server(monkeypatch) -> Iterator[http.server.ThreadingHTTPServer]:
     pytest.importorskip("openai", reason="it is the extra `judge`")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", KEY + "\n")

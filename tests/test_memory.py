@@ -82,7 +82,7 @@ POSTS = (
 
 
 @pytest.mark.parametrize("chapter", [1, 2])
-def test_every_stage_computes_layers_twice_if_it_is_to(chapter, both, tiny_posts, tmp_path: Path):
+def test_every_stage_computes_layers_twice_if_it_is_to(chapter, both, tiny_posts, tmp_path):
     """In chapter 1, the numbers are those of a run that keeps everything. The models have one layer."""
     if chapter == 1:
         script, words, stages = "train_both.py", both.arguments, ("reward", "policy")
@@ -99,7 +99,7 @@ def test_every_stage_computes_layers_twice_if_it_is_to(chapter, both, tiny_posts
         assert metrics_of(run.run(f"train_{stage}")) == metrics_of(both.run(f"train_{stage}"))
 
 
-def test_a_frozen_reward_model_has_a_head_in_full_precision(tiny_models, tiny_tokenizer, tmp_path: Path):
+def test_a_frozen_reward_model_has_a_head_in_full_precision(tiny_models, tiny_tokenizer, tmp_path):
     saved = RewardModel(tiny_models("llama").base_model.eval())
     torch.nn.init.constant_(saved.bias, 1.5)
     reward_model_files.save_reward_model(tmp_path, saved, tiny_tokenizer, {})
@@ -112,7 +112,7 @@ def test_a_frozen_reward_model_has_a_head_in_full_precision(tiny_models, tiny_to
     torch.testing.assert_close(scores, expected, rtol=0, atol=0.1)
 
 
-def test_a_run_of_chapter_1_with_frozen_models_in_bfloat16(both, tiny_world, tiny_reward, tmp_path: Path):
+def test_a_run_of_chapter_1_with_frozen_models_in_bfloat16(both, tiny_world, tiny_reward, tmp_path):
     words = [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), "--ppo.total_episodes", "16"]
     run = Whole(tmp_path / "run", "train_policy.py", [*words, "--frozen_bfloat16"]).made()
     exact, rounded = (metrics_of(each.run("train_policy"))[0] for each in (both, run))

@@ -6,7 +6,6 @@ import scipy.stats
 from jinja2 import UndefinedError
 
 from benchmark import pages, unsourced
-from ppo_rlhf.lib import processes
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
 ROOT = pages.ROOT
@@ -61,13 +60,6 @@ def test_arguments_have_their_defaults():
     page = (ROOT / "docs/reference/arguments.md").read_text()
     assert f"| `--correction_cap` | `{rlvr_async.Args().correction_cap}` | " in page
     assert "| `--rewards.adaptive_kl.target` | `6.0` | " in page
-
-
-def test_limits_that_the_questions_name():
-    page = " ".join((ROOT / "docs/questions.md").read_text().split())
-    limits = processes.FIRST_RATIO_TOLERANCE
-    assert f"above {limits['float32']}, or {limits['bfloat16']} in bfloat16" in page
-    assert "at most 0.001 nats, or 0.05 in bfloat16" in page
 
 
 def test_numbers_that_no_linked_file_has_are_found(tmp_path):

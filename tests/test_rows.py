@@ -215,12 +215,12 @@ def damaged(draw: st.DrawFn, kind: str) -> tuple[bytes, bytes | None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("rows")
 
 
 @pytest.mark.parametrize("kind", ["choices", "posts", "comparisons", "problems", "texts in lines"])
-def test_files_with_any_damage(kind: str, folder: Path):
+def test_files_with_any_damage(kind, folder):
     """They can be read, or an InputError of one line names the file."""
     form = FORMATS[kind]
 

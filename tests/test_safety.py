@@ -55,7 +55,7 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(tmp_path: Path, marker: Path, monkeypatch) -> Run:
+def run(tmp_path, marker, monkeypatch) -> Run:
     """A function (script, arguments, folder) that runs a script to its end, in this process.
 
     Whatever asks is answered yes. Nothing may ask or unpickle, or open a pickle by its name, unless it may_open.
@@ -94,13 +94,13 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 @pytest.fixture
-def model(tiny_world: Path, tmp_path: Path) -> Path:
+def model(tiny_world, tmp_path) -> Path:
     """A copy of the tiny world's model, to be spoilt."""
     return Path(shutil.copytree(tiny_world / "model", tmp_path / "model"))
 
 
 @pytest.fixture
-def work(both, model: Path, tmp_path: Path) -> Path:
+def work(both, model, tmp_path) -> Path:
     """A copy of the folder in which train_both ran; the policy's run was cut off after its second update.
 
     The policy names the copy of the base model.
@@ -112,13 +112,13 @@ def work(both, model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def marker(tmp_path: Path) -> Path:
+def marker(tmp_path) -> Path:
     """A file that hostile files leave when they are loaded."""
     return tmp_path / "marker"
 
 
 @pytest.fixture
-def places(model: Path, work: Path) -> dict[str, Path]:
+def places(model, work) -> dict[str, Path]:
     """The folders that the scripts read."""
     return {
         "base model": model,
@@ -129,7 +129,7 @@ def places(model: Path, work: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def commands(tiny_world: Path, places: dict[str, Path]) -> dict[str, list[str]]:
+def commands(tiny_world, places) -> dict[str, list[str]]:
     """Scripts, with the arguments with which they read every model that they can read."""
     base = [*world_arguments(tiny_world), "--base_model", str(places["base model"])]
     return {

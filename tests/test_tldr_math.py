@@ -73,7 +73,7 @@ def test_cosine_lr():
 
 
 @pytest.mark.parametrize(("posts", "batch"), [(10, 4), (5, 5), (3, 8)])
-def test_posts_come_in_passes_without_a_gap(posts: int, batch: int):
+def test_posts_come_in_passes_without_a_gap(posts, batch):
     """Batches may lie across passes; each pass has every post once, in an order of its own."""
     drawn = [posts_of_update(3, posts, update, batch) for update in range(6 * posts)]
     assert all(len(inds) == batch for inds in drawn)
@@ -85,7 +85,7 @@ def test_posts_come_in_passes_without_a_gap(posts: int, batch: int):
 
 
 @pytest.mark.parametrize(("batch", "nminibatches"), [(16, 1), (24, 3), (8, 8)])
-def test_minibatches_share_the_batch_out(batch: int, nminibatches: int):
+def test_minibatches_share_the_batch_out(batch, nminibatches):
     """T48: every episode once per epoch; of nminibatches episodes in a row each minibatch gets one."""
     (inds,) = draw_minibatches(1, 0, 1, slice(0, batch), nminibatches)
     assert sorted(inds.flatten().tolist()) == list(range(batch))
@@ -102,7 +102,7 @@ def test_minibatches_and_noise_belong_to_seed_update_and_epoch():
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(2, 8), (3, 1), (3, 11)])
-def test_map_rows_gives_every_row_once_and_in_order(processes: int, rows: int):
+def test_map_rows_gives_every_row_once_and_in_order(processes, rows):
     """Defect 1: rows that fill up the last batch are dropped again."""
     for tens, inds in on_processes(processes, partial(map_rows, lambda inds: (10 * inds, inds), rows, 4)):
         assert inds.tolist() == list(range(rows)) and tens.equal(10 * inds)

@@ -232,7 +232,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_reference_stays_what_the_policy_began_as(saved_models: Path, tiny_tokenizer, rank: int):
+def test_the_reference_stays_what_the_policy_began_as(saved_models, tiny_tokenizer, rank):
     """[T35] [X35] Adapters are on again afterwards; they and the critic learn, but neither its gain nor its bias."""
     process = SimpleNamespace(device="cpu")
     (actor_critic, reference), other = (
@@ -267,7 +267,7 @@ def test_the_reference_stays_what_the_policy_began_as(saved_models: Path, tiny_t
     assert moved == learns - {"critic.gain", "critic.bias"}
 
 
-def test_the_critic_starts_as_the_reward_model(saved_models: Path, tiny_models):
+def test_the_critic_starts_as_the_reward_model(saved_models, tiny_models):
     """[T32] With its constant; without a reward model, as the base model with a new head."""
     tokens, args = ragged_rows(), arguments(saved_models)
     expected = scalar_model(tiny_models("gpt2", seed=1).base_model)(tokens, PAD)

@@ -257,7 +257,7 @@ def check_same(left: Left, expected: Left) -> None:
 
 
 @pytest.fixture(scope="module")
-def args(tiny_world: Path, tiny_reward: Path) -> Args:
+def args(tiny_world, tiny_reward) -> Args:
     """Three updates, the last of which is only half asked for.
 
     With a target near the KL of update 1, so that the next coefficient depends on that KL. That KL does not depend on
@@ -277,12 +277,12 @@ def args(tiny_world: Path, tiny_reward: Path) -> Args:
 
 
 @pytest.fixture(scope="module")
-def expected(args: Args, tiny_world: Path) -> Left:
+def expected(args, tiny_world) -> Left:
     return replay(args, tiny_world)
 
 
 @pytest.fixture(scope="module")
-def finished(args: Args, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(args, tmp_path_factory) -> Path:
     """The folder of a run."""
     folder = tmp_path_factory.mktemp("policy")
     with pytest.MonkeyPatch.context() as patch:

@@ -206,7 +206,7 @@ def check_same(left: Left, expected: Left) -> None:
 
 
 @pytest.fixture(scope="module")
-def all_args(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[LabelKind, Args]:
+def all_args(tiny_world, tmp_path_factory) -> dict[LabelKind, Args]:
     folder, made = tmp_path_factory.mktemp("labels"), {}
     for kind in KINDS:
         (folder / f"{kind}.json").write_text(json.dumps(rows_of(tiny_world, kind)))
@@ -217,12 +217,12 @@ def all_args(tiny_world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="module")
-def expected(all_args: dict[LabelKind, Args], tiny_world: Path) -> dict[LabelKind, Left]:
+def expected(all_args, tiny_world) -> dict[LabelKind, Left]:
     return {kind: replay(args, tiny_world, kind) for kind, args in all_args.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reward_run_is_its_replay(kind: LabelKind, all_args, expected, tiny_world, tmp_path: Path, monkeypatch):
+def test_a_reward_run_is_its_replay(kind, all_args, expected, tiny_world, tmp_path, monkeypatch):
     check_same(run_in(tmp_path, all_args[kind], monkeypatch), expected[kind])
     # [D80] As a policy's run, it shows samples: of the first label that is held out, with what the saved model says.
     label = rows_of(tiny_world, kind)[-HELD_OUT[kind]]
@@ -257,7 +257,7 @@ KIND_OF: dict[str, LabelKind] = {  # of label, where it isn't a choice
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_is_detected(mistake: str, all_args, expected, tmp_path: Path, monkeypatch):
+def test_mistake_is_detected(mistake, all_args, expected, tmp_path, monkeypatch):
     kind = KIND_OF.get(mistake, "best")
     put(mistake, FILES, monkeypatch)
     left = run_in(tmp_path, all_args[kind], monkeypatch)
@@ -265,7 +265,7 @@ def test_mistake_is_detected(mistake: str, all_args, expected, tmp_path: Path, m
         check_same(left, expected[kind])
 
 
-def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path: Path, monkeypatch):
+def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path, monkeypatch):
     put_unchanged(MISTAKES, FILES, monkeypatch)
     check_same(run_in(tmp_path, all_args["best"], monkeypatch), expected["best"])
 
@@ -274,7 +274,7 @@ def test_a_function_without_a_mistake_passes(all_args, expected, tmp_path: Path,
 
 
 def test_without_learning_and_normalising_the_model_is_the_pretrained_one(
-    all_args, tiny_world: Path, tmp_path: Path, monkeypatch
+    all_args, tiny_world, tmp_path, monkeypatch
 ):
     args = replace(all_args["best"], lr=1e-300, normalize_before=False, normalize_after=False)
     weights = run_in(tmp_path, args, monkeypatch).weights
