@@ -200,9 +200,10 @@ def run_here(jobs: list[Job], workers: int) -> None:
                     job = waiting.pop(0)
                     running[slot] = (job, start(job, slot, workers), time.monotonic())
                     print(f"{job.name}: started", flush=True)
-            if passed_on < len(received):
-                send(signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
-                passed_on = len(received)
+            count = len(received)  # another signal may come while this one is passed on
+            if passed_on < count:
+                send(signal.SIGKILL if count > 1 else signal.SIGTERM)
+                passed_on = count
             time.sleep(0.2)
             for slot, (job, process, began) in list(running.items()):
                 if process.poll() is not None:
