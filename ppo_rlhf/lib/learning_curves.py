@@ -68,23 +68,23 @@ def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[
         return
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    width, height = 3.3 * columns, 2.0 * lines  # inches
+    width, height = 3.3 * columns, 2.6 * lines  # inches
     figure = Figure(figsize=(width, height))
     # Fixed margins in inches have room for titles and tick labels. The library could measure what these need, but it
     # would draw everything twice to do so.
-    grid = figure.add_gridspec(lines, columns, wspace=0.32, hspace=0.66)
+    grid = figure.add_gridspec(lines, columns, wspace=0.32, hspace=0.42)
     grid.update(left=0.75 / width, right=1 - 0.08 / width, bottom=0.5 / height, top=1 - 0.45 / height)
     for axes, (panel, curves) in zip(grid.subplots(squeeze=False).flat, panels, strict=False):
         for name, label, color in reversed(curves):  # the first is in front
             axes.plot(
                 [row["step"] for row in rows], [row[name] for row in rows], label=label, color=color, linewidth=1.4
             )
-        axes.set_title(textwrap.fill(panel["title"], 37), fontsize=10)
+        axes.set_title(textwrap.fill(panel["title"], 34), fontsize=11)
         axes.tick_params(labelsize=11)
         axes.ticklabel_format(axis="y", scilimits=(-3, 5))  # 0.0001 as 1 and 1e-4
         axes.grid(alpha=0.3)
         if len(curves) > 1:
-            axes.legend(fontsize=9, framealpha=0.6, borderpad=0.2, labelspacing=0.2, reverse=True)
+            axes.legend(fontsize=11, framealpha=0.6, borderpad=0.2, labelspacing=0.2, reverse=True)
     for axes in figure.axes[len(panels) :]:
         axes.set_axis_off()
     figure.supxlabel("update", fontsize=11, y=0.08 / height)
