@@ -178,7 +178,7 @@ def outcomes(one_run: OneRun) -> list[tuple[str, str, str, str]]:
     own = learning_curves.own_metrics([one_run.meta["args"]])
     panels = learning_curves.panels_of(one_run.metrics, own)
     legend = {name: label for _, lines in panels for name, label, _ in lines}
-    of_each = [
+    of_each = [  # one without a title is called what the legend calls its metric
         ("Score", "what training raises", ["objective/scores"]),
         ("Held-out accuracy", "share of problems that no update saw", own["Held-out queries"]),
         ("", "nothing is trained on it", ["eval/gold_scores", *own["Score"]]),

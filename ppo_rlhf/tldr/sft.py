@@ -68,7 +68,7 @@ class Args(command_line.MemoryArgs, command_line.RunArgs):
 
 PRESETS = {
     "tldr": Args(task=posts.TASKS["tldr"]),
-    # SFT sees few posts, so its summaries still repeat and invent statements, which PPO can mend.
+    # SFT sees few posts. Its summaries still repeat and invent statements, so PPO has something to improve.
     "posts": Args(
         preset="posts",
         seed=1,
