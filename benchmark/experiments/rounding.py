@@ -3,6 +3,8 @@
     python benchmark/experiments/rounding.py run --seeds 1 --workers 2
     python benchmark/experiments/rounding.py report --seeds 1
 
+The same for other presets, of as many episodes and optimiser steps: does one of them move less?
+
 The size of a pass with gradients, `local_micro_batch_size`, changes nothing but the order in which numbers are added
 up. So all runs begin alike, until a digit flips a token. (In four runs, the size of a pass without gradients changed
 no digit.)
@@ -19,14 +21,20 @@ from benchmark import lab
 
 FOLDER = lab.ROOT / "benchmark" / "runs" / "rounding"
 REWARD = FOLDER / "reward"  # the folder in which the reward model is trained
-LAST = 10  # updates that are averaged
+LAST = 640  # episodes that are averaged
 
 SIZES = (64, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16)
+PRESETS = {
+    "preset": "",
+    "episodes128": " --ppo.batch_size 128 --ppo.nminibatches 2",
+    "rate1e-4": " --ppo.lr 1e-4",
+}
 
 
 def measure(folder: Path, meta: dict[str, Any], metrics: pd.DataFrame) -> dict[str, Any]:
-    """Means over the last updates, and halfway."""
-    end, middle = metrics.tail(LAST), metrics.iloc[len(metrics) // 2 - LAST : len(metrics) // 2]
+    """Means over the last episodes, and halfway."""
+    updates = LAST // meta["args"]["ppo"]["batch_size"]
+    end, middle = metrics.tail(updates), metrics.iloc[len(metrics) // 2 - updates : len(metrics) // 2]
     return {
         "gold": end["objective/gold_scores"].mean(),
         "gold_halfway": middle["objective/gold_scores"].mean(),
@@ -41,8 +49,9 @@ def table(runs: pd.DataFrame) -> list[dict[str, str]]:
     """A row for each run."""
     return [
         {
-            "rows in a pass": run["variant"].split("-")[1],
-            "gold score, last ten updates": f"{run['gold']:.2f}",
+            "preset": run["variant"].rsplit("-", 2)[0],
+            "rows in a pass": run["variant"].rsplit("-", 2)[1],
+            "gold score, last 640 episodes": f"{run['gold']:.2f}",
             "halfway": f"{run['gold_halfway']:.2f}",
             "score": f"{run['score']:.2f}",
             "KL": f"{run['kl']:.2f}",
@@ -58,7 +67,8 @@ EXPERIMENT = lab.Experiment(
     script="ppo_rlhf/train_policy.py",
     common=f"--preset tales --trace_interval 0 --rewards.trained_model {REWARD}/model",
     variants={
-        f"preset-{size}-64": f" --ppo.local_micro_batch_size {size} --ppo.local_rollout_batch_size 64"
+        f"{preset}-{size}-64": f"{flags} --ppo.local_micro_batch_size {size} --ppo.local_rollout_batch_size 64"
+        for preset, flags in PRESETS.items()
         for size in SIZES
     },
     curves=("objective/gold_scores", "objective/scores", "objective/kl", "objective/entropy"),
