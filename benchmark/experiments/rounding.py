@@ -23,7 +23,7 @@ FOLDER = lab.ROOT / "benchmark" / "runs" / "rounding"
 REWARD = FOLDER / "reward"  # the folder in which the reward model is trained
 LAST = 640  # episodes that are averaged
 
-SIZES = (64, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16)
+SIZES = (64, 62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 32, 28, 24, 20, 16)
 PRESETS = {
     "preset": "",
     "episodes128": " --ppo.batch_size 128 --ppo.nminibatches 2",
