@@ -28,6 +28,7 @@ PRESETS = {
     "preset": "",
     "episodes128": " --ppo.batch_size 128 --ppo.nminibatches 2",
     "rate1e-4": " --ppo.lr 1e-4",
+    "rate1.5e-4": " --ppo.lr 1.5e-4",
     "head2e-3": " --ppo.value_head_lr 2e-3",
     "horizon3000": " --rewards.adaptive_kl.horizon 3000",
 }
