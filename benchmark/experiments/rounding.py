@@ -52,8 +52,8 @@ def measure(folder: Path, meta: dict[str, Any], metrics: pd.DataFrame) -> dict[s
 def table(runs: pd.DataFrame) -> list[dict[str, str]]:
     """Two rows for each set of flags: of the runs of seed 1, and of other seeds."""
 
-    def spread(values: pd.Series, form: str = ".2f") -> str:
-        return f"{values.min():{form}}, {values.mean():{form}}, {values.max():{form}}"
+    def spread(values: pd.Series) -> str:
+        return f"{values.min():.2f}, {values.mean():.2f}, {values.max():.2f}"
 
     presets = runs["variant"].str.split(r"-\d+-64$", regex=True).str[0]
     return [
@@ -63,7 +63,7 @@ def table(runs: pd.DataFrame) -> list[dict[str, str]]:
             "gold score at the end: lowest, mean, highest": spread(group["gold"]),
             "halfway": spread(group["gold_halfway"]),
             "KL": spread(group["kl"]),
-            "entropy of a response, nats": spread(group["entropy"], ".1f"),
+            "entropy of a response, nats": spread(group["entropy"]),
             "share of the variance that the critic explains, first 2,560 episodes": spread(group["explained_early"]),
         }
         for (preset, first), group in runs.groupby([presets, runs["seed"] == 1], sort=False)
