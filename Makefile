@@ -21,7 +21,7 @@ LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 	--num_cpu_threads_per_process $(THREADS)
 
 demo: $(VENV)/installed
-	$(LAUNCH) ppo_rlhf/train_both.py --preset tales
+	$(LAUNCH) ppo_rlhf/train_both.py --preset tales --policy.ppo.value_head_lr 2e-3
 	$(BIN)/python ppo_rlhf/report
 
 demo-tldr: $(VENV)/installed

@@ -1,7 +1,10 @@
-"""What rounding alone does to the demo of chapter 1: one seed, one reward model, passes of other sizes.
+"""What rounding alone does to chapter 1's preset tales: one seed, one reward model, passes of other sizes.
 
     python benchmark/experiments/rounding.py run --seeds 1 --workers 2
-    python benchmark/experiments/rounding.py report --seeds 1
+    python benchmark/experiments/rounding.py run --seeds 3 --first_seed 2 --only preset-64-64 head2e-3-64-64
+    python benchmark/experiments/rounding.py report --seeds 4
+
+The same with other flags, for as many episodes and optimiser steps: does the policy fall behind less often?
 
 The size of a pass with gradients, `local_micro_batch_size`, changes nothing but the order in which numbers are added
 up. So all runs begin alike, until a digit flips a token. (In four runs, the size of a pass without gradients changed
@@ -19,37 +22,51 @@ from benchmark import lab
 
 FOLDER = lab.ROOT / "benchmark" / "runs" / "rounding"
 REWARD = FOLDER / "reward"  # the folder in which the reward model is trained
-LAST = 10  # updates that are averaged
+LAST = 640  # episodes that are averaged at the end
+EARLY = 2_560  # episodes at the beginning
 
-SIZES = (64, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16)
+SIZES = (*range(64, 35, -2), 32, 28, 24, 20, 16)
+FLAGS = {  # beside --preset tales
+    "preset": "",
+    "head2e-3": " --ppo.value_head_lr 2e-3",
+    "episodes128": " --ppo.batch_size 128 --ppo.nminibatches 2",
+    "rate1e-4": " --ppo.lr 1e-4",
+    "horizon3000": " --rewards.adaptive_kl.horizon 3000",
+}
 
 
 def measure(folder: Path, meta: dict[str, Any], metrics: pd.DataFrame) -> dict[str, Any]:
-    """Means over the last updates, and halfway."""
-    end, middle = metrics.tail(LAST), metrics.iloc[len(metrics) // 2 - LAST : len(metrics) // 2]
+    """Means over the last episodes, those before the middle, and the early ones."""
+    episodes = meta["args"]["ppo"]["batch_size"]
+    updates, half = LAST // episodes, len(metrics) // 2
+    end, middle, early = metrics.tail(updates), metrics.iloc[half - updates : half], metrics.head(EARLY // episodes)
     return {
         "gold": end["objective/gold_scores"].mean(),
         "gold_halfway": middle["objective/gold_scores"].mean(),
-        "score": end["objective/scores"].mean(),
         "kl": end["objective/kl"].mean(),
         "entropy": end["objective/entropy"].mean(),
-        "entropy_halfway": middle["objective/entropy"].mean(),
+        "explained_early": early["ppo/val/var_explained"].mean(),
     }
 
 
 def table(runs: pd.DataFrame) -> list[dict[str, str]]:
-    """A row for each run."""
+    """Two rows for each set of flags: of the runs of seed 1, and of other seeds."""
+
+    def spread(values: pd.Series) -> str:
+        return f"{values.min():.2f}, {values.mean():.2f}, {values.max():.2f}"
+
+    presets = runs["variant"].str.split(r"-\d+-64$", regex=True).str[0]
     return [
         {
-            "rows in a pass": run["variant"].split("-")[1],
-            "gold score, last ten updates": f"{run['gold']:.2f}",
-            "halfway": f"{run['gold_halfway']:.2f}",
-            "score": f"{run['score']:.2f}",
-            "KL": f"{run['kl']:.2f}",
-            "entropy of a response, nats": f"{run['entropy']:.1f}",
-            "entropy halfway": f"{run['entropy_halfway']:.1f}",
+            "beside `--preset tales`": FLAGS[preset].strip(),
+            "runs": f"seed 1, sizes: {len(group)}" if first else f"other seeds: {len(group)}",
+            "gold score at the end: lowest, mean, highest": spread(group["gold"]),
+            "halfway": spread(group["gold_halfway"]),
+            "KL": spread(group["kl"]),
+            "entropy of a response, nats": spread(group["entropy"]),
+            "share of the variance that the critic explains, first 2,560 episodes": spread(group["explained_early"]),
         }
-        for _, run in runs.iterrows()
+        for (preset, first), group in runs.groupby([presets, runs["seed"] == 1], sort=False)
     ]
 
 
@@ -58,10 +75,11 @@ EXPERIMENT = lab.Experiment(
     script="ppo_rlhf/train_policy.py",
     common=f"--preset tales --trace_interval 0 --rewards.trained_model {REWARD}/model",
     variants={
-        f"preset-{size}-64": f" --ppo.local_micro_batch_size {size} --ppo.local_rollout_batch_size 64"
+        f"{preset}-{size}-64": f"{flags} --ppo.local_micro_batch_size {size} --ppo.local_rollout_batch_size 64"
+        for preset, flags in FLAGS.items()
         for size in SIZES
     },
-    curves=("objective/gold_scores", "objective/scores", "objective/kl", "objective/entropy"),
+    curves=("objective/gold_scores", "objective/kl", "objective/entropy", "ppo/val/var_explained"),
     measure=measure,
     table=table,
 )
