@@ -245,7 +245,7 @@ PICTURES: dict[str, tuple[str, float, Callable[[Figure], None]]] = {  # its data
     "methods": ("benchmark/results/methods/points.csv", 4.3, draw_methods),
     "atlas": ("docs/reference/atlas.md", 5, draw_atlas),
 }
-SHOWN = {"episode": 2, "token": 18}  # " splendid", counted from 0: later tokens and a good score are still to come
+SHOWN = {"episode": 2, "token": 18}  # counted from 0: " splendid", in the middle of a response with a good score
 DERIVATION = ("KL", "reward", "whitened reward", "temporal difference", "advantage", "whitened advantage")
 
 

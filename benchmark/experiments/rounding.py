@@ -4,7 +4,7 @@
     python benchmark/experiments/rounding.py run --seeds 3 --first_seed 2 --only preset-64-64 head2e-3-64-64
     python benchmark/experiments/rounding.py report --seeds 4
 
-The same with other flags, for as many episodes and optimiser steps: does the policy fall behind less often?
+With other flags, for as many episodes and optimiser steps, does the policy fall behind less often?
 
 The size of a pass with gradients, `local_micro_batch_size`, changes nothing but the order in which numbers are added
 up. So all runs begin alike, until a digit flips a token. (In four runs, the size of a pass without gradients changed
