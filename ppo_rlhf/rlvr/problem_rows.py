@@ -94,12 +94,6 @@ def is_elsewhere(source: str) -> bool:
     return source.startswith(GENERATOR) or data_files.is_on_hub(source)
 
 
-def check_name(source: str, field: str) -> None:
-    """Raise if a generator is not there. It makes one problem, and nothing is downloaded."""
-    if source.startswith(GENERATOR):
-        ask_maker(f"{flag(f'task.{field}')} {source}", "describe", source)
-
-
 def load(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of a generator or a data set on the hub. split: train or test."""
     if source.startswith(GENERATOR):
