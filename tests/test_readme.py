@@ -130,6 +130,13 @@ def test_chapter_1_shows_what_the_demo_printed():
     assert policy["commit"] == reward["commit"] and f"commit {policy['commit'][:7]}" in " ".join(CHAPTER1.split())
 
 
+def test_the_first_commands_are_the_demo_and_the_tests():
+    """Each installs what it needs, so they work after a clone."""
+    first = next(iter(blocks(README)))
+    assert re.findall(r"^(.+?) +# .*\d+ minutes", first, re.MULTILINE) == ["make demo", "make test"]
+    assert first.count("\n") == 2
+
+
 def test_the_first_page_repeats_the_numbers_of_the_real_model():
     gains = pd.read_csv(ROOT / "benchmark/results/people/runs.csv").query("variant == 'preset'")["judge difference"]
     half = 4.303 * gains.sem()  # Student's t of two degrees of freedom
