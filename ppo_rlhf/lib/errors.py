@@ -13,9 +13,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError
 
-
-class InputError(ValueError):
-    """Something that the user gave does not fit. The message is one line: what, what is wrong, what would do."""
+from ppo_rlhf.train_policy import InputError
 
 
 class NumericalError(ValueError):

@@ -42,6 +42,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -64,7 +65,6 @@ from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
-    Scale,
     episode_noise,
     has_stop,
     keyed_generator,
@@ -346,6 +346,36 @@ def train(args: Args, joint: dict | None = None) -> Path:
     results |= this_run.last_means("scores", "kl", "eos_rate")
     this_run.finish("policy", "value", **results, too_long=setup.train_posts.too_long)
     return this_run.model_folder / "policy"
+
+
+class Scale:
+    """Puts scores of a function on the scale of a normalised reward model: (score - mean) / std.
+
+    KL coefficient and critic are meant for that scale. Until `fit` is called, scores stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.std = 1.0
+
+    def fit(self, scores: Tensor) -> None:
+        """Take mean and biased deviation of scores (n,), on all processes together.
+
+        A function that gives all of them the same score, but for rounding, keeps its deviation.
+        """
+        # A process may have fewer scores than another.
+        all_scores = torch.tensor(gather_object(scores.tolist()), dtype=torch.float64)
+        if len(all_scores):
+            self.mean = all_scores.mean().item()
+            std = all_scores.std(unbiased=False).item()
+            self.std = std if std > 1e-10 * abs(self.mean) else 1.0
+
+    def apply(self, scores: Tensor) -> Tensor:
+        return (scores - self.mean) / self.std
+
+    def undo(self, scores: Tensor) -> Tensor:
+        """What the function said."""
+        return scores * self.std + self.mean
 
 
 @dataclass(frozen=True, kw_only=True)
