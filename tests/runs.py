@@ -127,7 +127,8 @@ def trained(script: ModuleType, folder: Path, words: Iterable[str]) -> Path:
     """Train in a folder, in this process; returns the folder of the run."""
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
-        script.train(command_line.parse_args(script.PRESETS, list(words)))
+        parse_args = getattr(script, "parse_args", command_line.parse_args)
+        script.train(parse_args(script.PRESETS, list(words)))
     return only(folder, "runs/*")
 
 
