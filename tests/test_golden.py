@@ -30,7 +30,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import label_files
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.train_policy import InputError
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32, so one unit in the last place of the stored number comes on top.
@@ -57,9 +57,6 @@ def test_whiten(name):
 
 class CharacterTokenizer:
     """One token per character: a..z are 0..25, everything else is a full stop, 26."""
-
-    def __len__(self):
-        return 27
 
     def encode(self, text: str, **options) -> list[int]:
         return [ord(character) - ord("a") if "a" <= character <= "z" else 26 for character in text]
@@ -147,13 +144,14 @@ def test_sampler(name):
             vocab_size=policy.vocab_size,
             temperature=temperature,
         )
-        responses, sampled_logprobs, hidden = train_policy.generate(
+        responses, sampled_logprobs = train_policy.generate(
             policy.lm_backbone, contexts, uniforms, PAD, policy.vocab_size, temperature
         )
-        sampled_values = policy.value_head(hidden).squeeze(2)
+        logprobs, _, values = policy(query_responses, PAD, contexts.shape[1], temperature)
     close(responses, arrays["sampled_responses"], atol=0)
-    close(sampled_logprobs, arrays["sampled_logprobs"], atol=LOGPROB)
-    close(sampled_values, arrays["sampled_values"], atol=VALUE)
+    for each in (sampled_logprobs, logprobs):
+        close(each, arrays["sampled_logprobs"], atol=LOGPROB)
+    close(values, arrays["sampled_values"], atol=VALUE)
 
 
 @pytest.mark.parametrize("name", cases("case2_loss_"))
@@ -167,10 +165,12 @@ def test_ppo_loss(name):
     rollout = rollout_of(query_responses, arrays)
     permutations = torch.arange(case["batch"]).view(1, 1, -1)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)  # the gradients stay where they are
-    metrics = train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, case["temperature"])
-    for _, seen in rollout.seen:  # advantages, returns, and what is read anew
-        for key, numbers in seen.items():
-            close(numbers.view_as(arrays[key]), arrays[key], atol=LOGPROB, name=key)
+    passes: dict[str, torch.Tensor] = {}  # advantages, returns, and what is read anew
+    metrics = train_policy.ppo_update(
+        policy, optimizer, rollout, permutations, ppo, PAD, case["temperature"], passes=passes
+    )
+    for key, (numbers,) in passes.items():
+        close(numbers, arrays[key], atol=LOGPROB, name=key)
     close(metrics["ppo/loss/total"], arrays["loss"], atol=PPO_LOSS)
     statistics = under(arrays, "stats/")
     assert len(statistics) == 13
@@ -196,7 +196,6 @@ def test_ppo_steps(name):
     reference = golden_policy(meta["model"], under(arrays, "ref_policy/")).lm_backbone
     reward_model = golden_reward_model(meta["model"], under(arrays, "reward_model/"))
     ppo = train_policy.PpoArgs(**hparams, whiten_groups=1)
-    args = train_policy.Args(ppo=ppo, task=train_policy.TaskArgs(response_length=task["response_length"]))
     optimizer = train_policy.AdamTensorFlowStyle(policy.parameters(), lr=ppo.lr)
     prefix, suffix = encode(task["query_prefix"]), encode(task["query_suffix"])
     ids = train_policy.TaskIds(
@@ -230,7 +229,8 @@ def test_ppo_steps(name):
         close(non_score_rewards, step["non_score_reward"], atol=ADVANTAGE)
 
         rollout = rollout_of(query_responses, step)
-        optimizer.param_groups[0]["lr"] = train_policy.learning_rate(ppo, update)
+        # The replay of test_train_policy.py has this formula, and that of the explained variance.
+        optimizer.param_groups[0]["lr"] = ppo.lr * (1 - update / meta["nupdates"])
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected["lr"], rel=1e-6)
         permutations = step["permutations"].long().unsqueeze(1)  # (epochs, 1, batch)
         stats = train_policy.ppo_update(policy, optimizer, rollout, permutations, ppo, PAD, temperature)
@@ -239,16 +239,17 @@ def test_ppo_steps(name):
         for key, weights in by_parameter(policy, under(step, "policy_after/")).items():
             close(policy.get_parameter(key).detach(), weights, atol=PPO_WEIGHT, name=key)
 
-        means = {key: number.item() for key, number in stats.items()} | {
+        metrics = {key: number.item() for key, number in stats.items()} | {
             "objective/kl": kl.sum(1).mean().item(),
             "objective/entropy": -step["logprobs"].sum(1).mean().item(),
             "objective/score": step["scores"].mean().item(),
-            "objective/non_score_reward": non_score_rewards.sum(1).mean().item(),
+            "objective/score_total": (step["scores"] + non_score_rewards.sum(1)).mean().item(),
         }
-        metrics = train_policy.finish_metrics(means, update, args, expected["kl_coef_used"], 1.0, 1.0)
+        metrics["ppo/val/var_explained"] = 1 - metrics["ppo/val/error"] / metrics["ppo/returns/var"]
         for key, number in expected["recorded_stats"].items():
-            tolerance = STATISTIC + FLOAT32_EPS * abs(number)
-            assert metrics[key] == pytest.approx(number, rel=0, abs=tolerance), key
+            if not key.startswith(("elapsed/", "objective/kl_coef")):
+                tolerance = STATISTIC + FLOAT32_EPS * abs(number)
+                assert metrics[key] == pytest.approx(number, rel=0, abs=tolerance), key
 
 
 # ---- The reward model: case 4 ----------------------------------------------------------------------------------

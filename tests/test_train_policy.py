@@ -63,7 +63,7 @@ def task_of(world: Path) -> TaskArgs:
 
 @dataclass(frozen=True)
 class Left:
-    """What a run leaves, or should. Golden numbers (test_ppo_steps) prove the metrics that a replay leaves out."""
+    """What a run leaves, or should."""
 
     metrics: list[dict[str, float]]
     samples: list[dict]
@@ -188,7 +188,12 @@ def replay(args: Args, world: Path) -> Left:
                             "policy/clipfrac": pg_clipfrac,
                             "policy/entropy": entropies.mean(),
                             "val/clipfrac": vf_clipfrac,
+                            "returns/mean": returns.mean(),
                             "returns/var": ((returns - returns.mean()) ** 2).mean(),
+                            "val/mean": values[inds].mean(),
+                            "val/var": ((values[inds] - values[inds].mean()) ** 2).mean(),
+                            "val/vpred": new_values.detach().mean(),
+                            "val/error": ((new_values.detach() - returns) ** 2).mean(),
                             "val/advantage": advantages.mean(),
                             "val/advantage_var": ((advantages - advantages.mean()) ** 2).mean(),
                         }
@@ -208,6 +213,8 @@ def replay(args: Args, world: Path) -> Left:
             "objective/scores": mean(scores),
             "objective/raw_score": mean(raw_scores),
             "objective/non_score_reward": -kl_coef * mean(kl.sum(1)),
+            "objective/score_total": mean(scores) - kl_coef * mean(kl.sum(1)),
+            "objective/entropy": -mean(logprobs.sum(1)),
             "objective/stopped": mean(stopped),
             "objective/response_length": mean((truncated != pad).sum(1)),
             "objective/sampler_gap": 0.0,
@@ -228,9 +235,15 @@ def replay(args: Args, world: Path) -> Left:
             "ppo/val/ratio_var": float(torch.stack(ratios).var(unbiased=False)),
             "ppo/val/num_eos_tokens": responses.flatten().tolist().count(tokenizer.eos_token_id),
             "ppo/val/first_ratio_gap": float(((torch.stack(ratios[:GROUPS]) - 1) ** 2).mean().sqrt()),
+            "ppo/val/var_explained": 1 - of_epochs["val/error"] / of_epochs["returns/var"],
             "ppo/gradient_norm": mean(norms),
             "ppo/lr": ppo.lr * (1 - update / UPDATES),
+            "ppo/global_step": update,
             "ppo/episode": (update + 1) * BATCH,
+            "elapsed/updates": update + 1,
+            "elapsed/episodes": (update + 1) * BATCH,
+            "elapsed/steps/serial": (update + 1) * task.response_length,
+            "elapsed/steps/total": (update + 1) * BATCH * task.response_length,
         }
         metrics.append(row)
         if update % args.log_interval == 0:
@@ -269,7 +282,7 @@ def check_same(left: Left, expected: Left) -> None:
     for rows, expected_rows in ((left.metrics, expected.metrics), (left.samples, expected.samples)):
         assert len(rows) == len(expected_rows)
         for row, expected_row in zip(rows, expected_rows, strict=True):
-            assert set(row) >= set(expected_row)
+            assert set(row) == set(expected_row)
             for name, value in expected_row.items():
                 near = value if isinstance(value, str) else pytest.approx(value, rel=1e-9, abs=1e-12)
                 assert row[name] == near, f"{name} in step {row['step']}"
