@@ -1,7 +1,5 @@
 """ppo_rlhf/loop.py: it is chapter 2's update, takes batches from anywhere, and refuses what doesn't fit."""
 
-import dataclasses
-import inspect
 import io
 import json
 import math
@@ -9,7 +7,6 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,22 +19,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    TrainingArguments,
 )
 from whole_runs import Whole
 
 from ppo_rlhf.lib import processes
 from ppo_rlhf.lib.command_line import parse_args
-from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.loop import PPO
-from ppo_rlhf.rlvr import asynchronous
 from ppo_rlhf.tldr import models, policy, posts
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.train_policy import episode_noise
 
 SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
 QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
-NAMES = Path(__file__).with_name("names_elsewhere.json")  # what those releases call their arguments, verl's in short
 SCORES = [1.0, -2.0, 0.5, 3.0]
 
 
@@ -203,6 +196,26 @@ def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path):
         assert_close(getattr(first, name), getattr(of_second, name), rtol=1e-12, atol=1e-12)
 
 
+def test_adapters_save_nothing_of_the_critic(model, tiny_models, tiny_tokenizer, tmp_path):
+    """Bytes of weights, gradients and Adam's moments: 16 for each that learns, 4 for each that doesn't.
+
+    The critic is a smaller model with the same tokenizer.
+    """
+    tiny_models("llama").save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    ppo = PPO(model, critic=tmp_path, lora=models.LoraArgs(rank=2), **SIZES | {"dtype": "float32"})
+    ppo.step(ppo.generate(QUERIES), SCORES)
+
+    def bytes_of(weight: torch.nn.Parameter) -> int:
+        moments = [entry for entry in ppo.optimizer.state[weight].values() if entry.shape == weight.shape]
+        return sum(tensor.nbytes for tensor in [weight, *moments, weight.grad] if tensor is not None)
+
+    critic = [*ppo.actor_critic.critic.lm_backbone.parameters()]
+    frozen = [weight for weight in ppo.actor_critic.lm_backbone.parameters() if not weight.requires_grad]
+    for weights, each, whole in ((critic, 16, tiny_models("llama").model), (frozen, 4, tiny_models("gpt2"))):
+        assert sum(map(bytes_of, weights)) == each * sum(weight.numel() for weight in whole.parameters())
+
+
 def test_a_state_goes_on_with_the_same_numbers(model):
     """Of a PPO with adapters, an optimiser of one's own, its warm-up and its clipping."""
 
@@ -302,38 +315,3 @@ def test_the_programs_of_the_page_run_as_they_stand(tiny_world, tmp_path, monkey
     assert code.count("\n") <= 40 and len(said) == 2 and set(said) == set(without_numbers(printed))
     if place == 0:
         AutoModelForCausalLM.from_pretrained("models/mine")
-
-
-def names_in(cell: str) -> list[str]:
-    return [name for name in re.findall(r"`([\w.]+)`", cell) if not name.endswith(".jsonl")]
-
-
-def fields_of(args: Any) -> set[str]:
-    return {*flatten(dataclasses.asdict(args))}
-
-
-def rows_of(heading: str) -> list[list[str]]:
-    """Cells of the tables below a heading, without their heads."""
-    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [row for row in rows if names_in(row[0]) and not row[0].startswith(("-", " `PPOTrainer(", " `PPOConfig`"))]
-
-
-def test_every_name_of_the_page_is_one_of_ours_or_of_that_release():
-    known = {where: set(names) for where, names in json.loads(NAMES.read_text()).items()}
-    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
-    ours = fields_of(asynchronous.Args())  # those of rlvr/policy.py, and others
-    tables = {
-        "PPOConfig of TRL 0.11": [
-            known["TRL 0.11.4 PPOConfig"],
-            {*inspect.signature(PPO).parameters} | fields_of(policy.PpoArgs()),
-        ],
-        "PPOTrainer": [known["TRL 1.12 PPO"] | inherited, fields_of(policy.Args())],
-        "GRPO in TRL and verl": [ours, known["TRL 1.16 GRPO"] | inherited, known["verl 0.9.1"]],
-        "open-instruct": [ours, known["open-instruct e6c3044 GRPO"]],
-    }
-    for heading, columns in tables.items():
-        assert rows_of(heading), heading
-        for row in rows_of(heading):
-            for cell, names in zip(row, columns, strict=False):
-                assert set(names_in(cell)) <= names, row
