@@ -1313,6 +1313,7 @@ class InputError(ValueError):
 def input_errors(what: str) -> Iterator[None]:
     """Turn what libraries raise of something that the user named into an InputError that names it."""
     kinds = (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, EOFError)
+    kinds += (AssertionError, AttributeError)  # such as of PyTorch, for what a configuration says
     try:
         yield
     except InputError:
