@@ -238,6 +238,19 @@ def test_models_that_honour_mask_and_positions_are_taken(architecture):
         check_model(model, architecture, length, VOCAB)
 
 
+def test_log_probs_are_the_librarys(tiny_models):
+    """Sampled and read again."""
+    model, contexts = tiny_models("llama"), UNPADDED[:1, :QUERY].repeat(3, 1)
+    with torch.no_grad():
+        responses, sampled = generate(model, contexts, uniform(3, 12), PAD, VOCAB, TEMPERATURE)
+        tokens = torch.cat([contexts, responses], 1)
+        read, _ = tldr_responses.response_statistics(model, tokens, responses, PAD, TEMPERATURE, VOCAB)
+        logits = model(input_ids=tokens).logits[:, QUERY - 1 : -1]
+    expected = (logits / TEMPERATURE).log_softmax(2).gather(2, responses.unsqueeze(2)).squeeze(2)
+    for found in (sampled, read):
+        assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 # ---- Sampling --------------------------------------------------------------------------------------------------
 
 
