@@ -7,9 +7,7 @@ from functools import reduce
 import pytest
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.command_line import parse_args
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.train_policy import PpoArgs, ppo_sizes
+from ppo_rlhf.train_policy import ppo_sizes
 from ppo_rlhf.train_reward import learning_rate_at, reward_sizes
 
 PUBLISHED = ["sentiment", "descriptiveness", "cnndm", "tldr"]
@@ -101,7 +99,7 @@ def test_both_scripts_have_the_same_task_and_model(name):
 def test_sizes_on_eight_processes(name, updates, per_process, steps, labels, last_lr):
     """The last update is a whole batch, and so are the samples for normalisation."""
     policy, reward = train_policy.PRESETS[name], train_reward.PRESETS[name]
-    sizes = ppo_sizes(policy.ppo, 8)
+    sizes = ppo_sizes(policy, 8)
     assert (sizes.updates, sizes.local_batch, sizes.local_groups, sizes.group_batch) == (
         *(updates, per_process, 1, per_process),
     )
@@ -116,27 +114,34 @@ def test_sizes_on_eight_processes(name, updates, per_process, steps, labels, las
 # ---- Sizes that do not divide: the message offers a value, and the value works ---------------------------------
 
 
+OFFER = re.compile(r"(\w+) \d+ does not divide by .*; (\d+) does|--(?:ppo\.)?(\w+) (\d+) is")
+
+
 @pytest.mark.parametrize(
-    ("sizes", "changes", "processes", "offered"),
+    ("script", "changes", "processes", "offered"),
     [
-        (ppo_sizes, {}, 3, {"whiten_groups": 9, "batch_size": 513}),
-        (ppo_sizes, {"batch_size": 500, "nminibatches": 3}, 2, {"batch_size": 504}),
-        (ppo_sizes, {"batch_size": 32}, 1, {"batch_size": 64}),
-        (ppo_sizes, {"batch_size": 30, "whiten_rewards": False}, 8, {"batch_size": 32}),
-        (reward_sizes, {"batch_size": 36}, 8, {"batch_size": 40, "num_train": 4960}),
-        (reward_sizes, {"rollout_batch_size": 500}, 8, {"rollout_batch_size": 504}),
+        (train_policy, {}, 3, {"whiten_groups": 9, "batch_size": 513}),
+        (train_policy, {"batch_size": 500, "nminibatches": 3}, 2, {"batch_size": 504}),
+        (train_policy, {"batch_size": 32}, 1, {"batch_size": 64}),
+        (train_policy, {"batch_size": 30, "whiten_rewards": False}, 8, {"batch_size": 32}),
+        (train_reward, {"batch_size": 36}, 8, {"batch_size": 40, "num_train": 4960}),
+        (train_reward, {"rollout_batch_size": 500}, 8, {"rollout_batch_size": 504}),
     ],
 )
-def test_sizes_that_do_not_divide_offer_what_does(sizes, changes, processes, offered):
-    args, found = replace({ppo_sizes: PpoArgs(), reward_sizes: train_reward.Args()}[sizes], **changes), {}
+def test_sizes_that_do_not_divide_offer_what_does(script, changes, processes, offered):
+    def sizes(changes: dict[str, int]):
+        if script is train_reward:
+            return reward_sizes(replace(train_reward.Args(), **changes), processes)
+        return ppo_sizes(replace(train_policy.Args(), ppo=train_policy.PpoArgs(**changes)), processes)
+
+    found = {}
     for _ in offered:
-        with pytest.raises(InputError) as caught:
-            sizes(args, processes)
-        name, value = re.search(r"--(?:ppo\.)?(\w+) (\d+)", str(caught.value)).groups()
+        with pytest.raises(script.InputError) as caught:
+            sizes(changes | found)
+        name, value = filter(None, OFFER.search(str(caught.value)).groups())
         found[name] = int(value)
-        args = replace(args, **{name: int(value)})
     assert found == offered
-    sizes(args, processes)
+    sizes(changes | found)
 
 
 # ---- Command lines ---------------------------------------------------------------------------------------------
@@ -146,9 +151,9 @@ def test_sizes_that_do_not_divide_offer_what_does(sizes, changes, processes, off
 def test_presets_and_flags_on_the_command_line(script):
     """Wherever the flags are; sentiment is the default."""
     expected = script.PRESETS["tldr"]
-    assert parse_args(script.PRESETS, []) == script.PRESETS["sentiment"]
-    assert parse_args(script.PRESETS, ["--preset=tldr"]) == expected
+    assert script.parse_args(script.PRESETS, []) == script.PRESETS["sentiment"]
+    assert script.parse_args(script.PRESETS, ["--preset=tldr"]) == expected
     flags, preset = ["--seed", "7", "--task.temperature", "0.9"], ["--preset", "tldr"]
     for words in (flags + preset, preset + flags):
-        args = parse_args(script.PRESETS, words)
+        args = script.parse_args(script.PRESETS, words)
         assert args == replace(expected, seed=7, task=replace(expected.task, temperature=0.9))
