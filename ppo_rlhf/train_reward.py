@@ -5,63 +5,107 @@ pretrained language model with a scalar head; softmax cross-entropy over the fou
 
     1. normalise: shift and scale the scores to mean 0 and variance 1 on samples of the pretrained language model
     2. one pass over the comparisons in random order, with a learning rate that falls linearly
-    3. normalise again, on new samples, and discard the gain and bias that were learned in between
+    3. measure the held-out comparisons; normalise again, on new samples, and discard the gain and bias that were
+       learned in between
 
-What is imported of ours is machinery, which you can skip: the command line, a run's folder with its logs and
-checkpoints, several processes, and files of models, texts and labels.
+This file is the whole program: copy it alone into a folder, and it runs. `train()` has the three steps, and
+`reward_update()` below it makes one optimiser step. Then come the formulas, how a model writes and reads tokens,
+queries, labels, and at the end the plumbing: loading, logs, checkpoints. What `train_policy.py` needs too has the
+same text there. Left out: models that are split over several GPUs (each holds whole copies), and several passes over
+the labels.
 
-Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; its
-file and line are next to the mark. [X01] and the like are places where we differ on purpose; see docs/reference.
+Marks like [D34] name an implementation detail. The original is openai/lm-human-preferences at commit cbfd210; a file
+with a line, such as rewards.py#L73, is always one of the original. Marks like [X01] are places where we differ on
+purpose: docs/reference.
 
-    python ppo_rlhf/train_reward.py --preset tales                                   # no network, a minute or two
-    python ppo_rlhf/train_reward.py                                                  # sentiment, GPT-2, one GPU
-    accelerate launch --num_processes 8 ppo_rlhf/train_reward.py --preset descriptiveness --track
-    python ppo_rlhf/train_reward.py --resume runs/<run>                              # resume after an interruption
+    pip install torch transformers accelerate tyro pydantic datasets tensorboard wandb ftfy
+    python train_reward.py                                          # sentiment, GPT-2, one GPU
+    python train_reward.py --label_dataset my_labels.jsonl          # rows with chosen and rejected, or other labels
+    accelerate launch --num_processes 8 train_reward.py --preset descriptiveness --track
+    python train_reward.py --resume runs/<run>                      # resume after an interruption
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import copy
+import csv
 import dataclasses
 import hashlib
+import importlib.util
+import json
+import lzma
 import math
+import os
+import platform
 import random
-from collections.abc import Callable
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Annotated
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 
+import accelerate
+import ftfy
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import reduce
-from annotated_types import Ge
-from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
-
-from ppo_rlhf.lib import (
-    checkpoints,
-    command_line,
-    errors,
-    label_files,
-    layers,
-    pretrained,
-    processes,
-    reward_model_files,
-    run,
-    text_sources,
+import transformers
+import tyro
+from accelerate import Accelerator, DistributedType
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.utils import broadcast_object_list, gather_object, reduce, tqdm
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub import HfApi, snapshot_download
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
 )
-from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed
-from ppo_rlhf.lib.pretrained import vocabulary_size
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Subset
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StaticCache,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
+class Arguments:
+    """Arguments have the types and bounds at their fields; `checked` refuses anything else."""
+
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid", strict=True)
+
+
 @dataclass(frozen=True, kw_only=True)
-class TaskArgs:
+class TaskArgs(Arguments):
     query_dataset: str = "books"
-    """texts: books, cnndm, tldr, tales, reviews, dummy, a file (.txt, .jsonl, .json, .parquet, .csv), a folder with
+    """texts: books, cnndm, tldr, tales, reviews, a file (.txt, .jsonl, .json, .parquet, .csv), a folder with
     stories.txt, or a data set on the hub, <owner>/<name>"""
     query_column: str = "text"
     """key of a row's text in such a file or data set, with dots for nested ones"""
@@ -83,8 +127,68 @@ class TaskArgs:
     """only such a token at or after this index counts, in tokens"""
     penalty_reward_value: float = -1.0
     """score of a response without such a token"""
-    temperature: Annotated[float, Ge(0.01)] = 0.7
+    temperature: Annotated[float, Field(ge=0.01)] = 0.7
     """sampling temperature of the policy and of the reference"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Arguments):
+    preset: str = "sentiment"
+    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
+    exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "train_reward"
+    """name of this experiment"""
+    seed: NonNegativeInt = 1
+    """seed of the head, the sampling noise and the order of the labels"""
+    base_model: str = "gpt2"
+    """causal language model to start from, such as GPT-2 or Pythia: a folder, a name on the hub, or `tales`"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of each layer and compute the rest again in the backward pass; saves memory, costs a
+    forward pass"""
+    task: TaskArgs = field(default_factory=TaskArgs)
+    """queries and responses"""
+    label_dataset: str = "sentiment/offline_5k.json"
+    """comparisons or ratings: a file of OpenAI's on the hub, a world's, or a local one, which may hold texts or rows
+    with chosen and rejected; or a data set of such rows on the hub, <owner>/<name>"""
+    num_train: PositiveInt = 4_992
+    """labels to train on, the first of the file; the others are held out"""
+    normalize_samples: NonNegativeInt = 256
+    """samples of the language model to normalise on, rounded up to whole rollout batches; 0: never normalise"""
+    normalize_before: bool = True
+    """normalise before training"""
+    normalize_after: bool = True
+    """normalise after training"""
+    rollout_batch_size: PositiveInt = 512
+    """samples per batch of normalisation, over all processes"""
+    batch_size: PositiveInt = 32
+    """labels per optimiser step, over all processes"""
+    lr: PositiveFloat = 5e-5
+    """learning rate of the first step; it falls linearly"""
+    local_micro_batch_size: PositiveInt = 8
+    """labels per forward and backward pass on one process, at most; changes memory and speed, not numbers"""
+    local_rollout_batch_size: PositiveInt = 64
+    """samples or labels per pass without gradients on one process, at most; changes memory and speed, not numbers"""
+    resume: str = ""
+    """folder of a run to resume: runs/<run>; its arguments are taken from there"""
+    save_interval: NonNegativeInt = 50
+    """steps between checkpoints; 0: one at the end"""
+    track: bool = False
+    """log to a tracker as well, in addition to metrics.csv and TensorBoard"""
+    tracker: Literal["wandb", "trackio"] = "wandb"
+    """Weights & Biases; or Trackio, which needs no account and keeps everything on this machine"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on the tracker"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+    hf_private: bool = False
+    """make the repository on the hub private"""
 
 
 TLDR_TASK = TaskArgs(
@@ -122,37 +226,6 @@ TASKS = {
     "tales-descriptiveness": TALES_TASK,
     "reviews": REVIEWS_TASK,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Args(command_line.MemoryArgs, command_line.RunArgs):
-    preset: str = "sentiment"
-    """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
-    exp_name: str = "train_reward"
-    seed: NonNegativeInt = 1
-    """seed of the head, the sampling noise and the order of the labels"""
-    base_model: str = "gpt2"
-    """causal language model to start from: a folder, a name on the hub, or `tales`"""
-    label_dataset: str = "sentiment/offline_5k.json"
-    """comparisons or ratings: a file of OpenAI's on the hub, a world's, or a local one, which may hold texts or rows
-    with chosen and rejected; or a data set of such rows on the hub, <owner>/<name>"""
-    num_train: PositiveInt = 4_992
-    """labels to train on, the first of the file; the others are held out"""
-    batch_size: PositiveInt = 32
-    """labels per optimiser step, over all processes"""
-    lr: PositiveFloat = 5e-5
-    """learning rate of the first step; it falls linearly"""
-    normalize_samples: NonNegativeInt = 256
-    """samples of the language model to normalise on, rounded up to whole rollout batches; 0: never normalise"""
-    normalize_before: bool = True
-    """normalise before training"""
-    normalize_after: bool = True
-    """normalise after training"""
-    rollout_batch_size: PositiveInt = 512
-    """samples per batch of normalisation, over all processes"""
-    task: TaskArgs = field(default_factory=TaskArgs)
-
-
 TLDR_REWARD = Args(
     label_dataset="tldr/online_45k.json",
     num_train=46_000,
@@ -185,65 +258,83 @@ PRESETS = {name: dataclasses.replace(args, preset=name, task=TASKS[name]) for na
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
-def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a reward model and return the folder models/<run>/reward, on every process. joint: of train_both.py.
+def train(args: Args, timestamp: int | None = None) -> Path:
+    """Train a reward model and return the folder models/<run>/reward, on every process.
 
-    Raises InputError, a ValueError: bad arguments before anything is written, a disk when it fails.
+    timestamp: ends the run's name, if another run shares it. Raises InputError, a ValueError: on bad arguments before
+    anything is written; later if a number is impossible, or if a disk fails.
     """
-    accelerator = processes.make_accelerator()
+    args = checked(args)
+    accelerator = make_accelerator(args.dtype)
     device = accelerator.device
     rank = accelerator.process_index
     sizes = reward_sizes(args, accelerator.num_processes)
-    # A slip is found before anything is loaded.
-    label_files.find_label_file(args.label_dataset, args.task.query_dataset)
-    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
+    pass_rows = args.local_rollout_batch_size  # rows of a pass without gradients
+
+    tokenizer = load_tokenizer(args.base_model, args.trust_remote_code)
     ids = task_ids(args.task, tokenizer)
+    # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
+    stream = QueryStream(args.task, tokenizer)
+    reward_model, language_model = load_models(args, device)
     # [D21] Queries (labels, query_length), samples of each (labels, n, response_length) and targets (labels,):
     #       A target is the index of the best sample, the rating of the only one, or by how much the second is
     #       better than the first.
-    longest = pretrained.longest_text(args.base_model, args.trust_remote_code)
-    labels = label_files.read_labels(
-        args.label_dataset, args.task, tokenizer, num_train=args.num_train, longest=longest
-    )
+    longest = getattr(language_model.config, "max_position_embeddings", None)
+    labels = read_labels(args.label_dataset, args.task, tokenizer, args.num_train, longest)
     scale_before = target_scale(labels.kind, labels.targets[: args.num_train])
-    # [D11] Every stage begins with the first text.   train_reward.py#L191-L200
-    stream = QueryStream(args.task, tokenizer)
-    reward_model, language_model = load_models(args, ids, labels, device)
+    length = max(ids.context_length + args.task.response_length, labels.longest(ids.pad))
+    check_model(language_model, args.base_model, length, ids.pad)
+    prepare(language_model, args)
+    prepare(reward_model.lm_backbone, args)
     optimizer = AdamTensorFlowStyle(reward_model.parameters(), lr=args.lr)
-    pass_rows = args.local_rollout_batch_size  # rows of a pass without gradients
-    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
-    save = partial(save_reward_model, reward_model=reward_model, tokenizer=tokenizer, args=args)
-    this_run.rehearse(save)
-    # Of the newest checkpoint; {"step": 0} if there is none.
-    state = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))
-    stream.position = state.get("query_position", stream.position)
-    this_run.start_logging(state["step"])
 
-    def normalize_now(stage: str, target_mean: float, target_std: float) -> None:
-        sample_and_normalize(
+    run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
+    info = {
+        "kind": "reward model",
+        "base_model": args.base_model,
+        "label_dataset": args.label_dataset,
+        "vocab_size": vocabulary_size(tokenizer),
+        "task": dataclasses.asdict(args.task),
+    }
+    trust = args.trust_remote_code
+    run.try_to_save(lambda folder: save_reward_model(folder, reward_model, tokenizer, info, trust, weights=False))
+    state = {"step": 0, "query_position": 0}
+    state = run.resume(reward_model, optimizer, state, total=sizes.steps)
+    stream.position = state["query_position"]
+    run.open_logs(state["step"], config={})
+
+    # 1. Normalise. Training starts on a known scale.
+    # [D39] Without samples, never.   train_reward.py#L208-L209
+    if args.normalize_before and sizes.normalize_samples and state["step"] == 0:
+        target_mean, target_std = scale_before
+        query_responses = sample_query_responses(
             stream,
             ids,
             args,
             accelerator,
-            stage=stage,
-            target_mean=target_mean,
-            target_std=target_std,
-            reward_model=reward_model,
+            stage="before",
             language_model=language_model,
             samples=sizes.normalize_samples,
-            rows=pass_rows,
         )
-
-    # 1. Normalise.
-    if args.normalize_before and state["step"] == 0:
-        normalize_now("before", *scale_before)
+        normalize(
+            reward_model,
+            query_responses,
+            ids.pad,
+            rows=pass_rows,
+            accelerator=accelerator,
+            target_mean=target_mean,
+            target_std=target_std,
+        )
 
     # 2. One pass over the labels.
     # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
     #       train_reward.py#L236-L250
     # [X02] Their order depends on the seed alone.
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
-    for step in this_run.updates("reward model", "labels", first=state["step"], total=sizes.steps):
+    steps = range(state["step"], sizes.steps)
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    bar = tqdm(steps, desc="reward model", initial=state["step"], total=sizes.steps, mininterval=seconds)
+    for step in bar:
         optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
         batch_inds = permutation[step * sizes.batch : (step + 1) * sizes.batch]
         mb_inds = batch_inds[rank :: accelerator.num_processes]  # (local_batch,)
@@ -251,59 +342,167 @@ def train(args: Args, joint: dict | None = None) -> Path:
             reward_model,
             optimizer,
             labels,
-            mb_inds=mb_inds,
-            pad_id=ids.pad,
-            accelerator=accelerator,
+            mb_inds,
+            ids.pad,
+            accelerator,
             micro_batch=args.local_micro_batch_size,
         )
-        # [D75] The mean of each metric over all processes, in float64.   utils/core.py#L491-L524
-        flat = accelerator.reduce(torch.stack([processes.widened(x.detach()) for x in stats.values()]), "mean")
-        means = dict(zip(stats, flat.tolist(), strict=True))
-        processes.check_finite(means, step, "lr")
         metrics = {
-            "train_reward/minibatch/loss": means["train/loss"],
-            "train_reward/minibatch/error": means["train/loss"],
-            **means,
-            "train/lr": learning_rate_at(args, step),
+            "train_reward/minibatch/loss": stats["train/loss"].item(),
+            "train_reward/minibatch/error": stats["train/loss"].item(),
+            **{name: number.item() for name, number in stats.items()},
+            "train/lr": optimizer.param_groups[0]["lr"],
         }
-        agreement = "corr" if labels.kind == "score" else "accuracy"
-        status = f"loss {means['train/loss']:.3f}, {agreement} {means[f'train/{agreement}']:.2f}"
-        this_run.end_of_update(
-            step,
-            metrics,
-            status,
-            checkpoint=lambda: (
-                checkpoints.training_state(reward_model, optimizer),
-                {"query_position": stream.position},
-            ),
-        )
+        check_finite(metrics, step)
+        run.log(step, metrics)
+        agreement = "train/corr" if labels.kind == "score" else "train/accuracy"
+        bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}, {agreement[6:]} {metrics[agreement]:.2f}")
+        state = {"step": step + 1, "query_position": stream.position}
+        stopping = run.told_to_stop()
+        if stopping or step + 1 == sizes.steps or (step + 1) % (args.save_interval or sizes.steps) == 0:
+            run.save_checkpoint(reward_model, optimizer, state)
+        if stopping:
+            accelerator.print(f"stopped after step {step + 1}; resume with --resume {run.folder}")
+            sys.exit(0)
 
+    # 3. Measure and normalise again.
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
-    measured = evaluate(reward_model, labels, held_out, pad_id=ids.pad, rows=pass_rows, accelerator=accelerator)
-    processes.check_finite(measured, sizes.steps, "lr")
-
-    # 3. Normalise again.
+    measured = evaluate(reward_model, labels, held_out, ids.pad, rows=pass_rows, accelerator=accelerator)
+    check_finite(measured, sizes.steps)
     # [D38] On the next queries of the stream.   train_reward.py#L252-L254
-    if args.normalize_after:
-        normalize_now("after", 0.0, 1.0)
+    if args.normalize_after and sizes.normalize_samples:
+        query_responses = sample_query_responses(
+            stream,
+            ids,
+            args,
+            accelerator,
+            stage="after",
+            language_model=language_model,
+            samples=sizes.normalize_samples,
+        )
+        normalize(
+            reward_model,
+            query_responses,
+            ids.pad,
+            rows=pass_rows,
+            accelerator=accelerator,
+            target_mean=0.0,
+            target_std=1.0,
+        )
 
-    folder = this_run.model_folder / "reward"
+    folder = run.models / "reward"
     if accelerator.is_main_process:
-        save(folder)
+        save_reward_model(folder, reward_model, tokenizer, info, trust)
+        run.log_samples(sizes.steps, sample_labels(reward_model, labels, tokenizer, ids.pad))
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
-    if accelerator.is_main_process:
-        shown = label_files.shown_labels(labels)
-        with torch.no_grad():
-            scores = score_samples(reward_model, labels, shown, ids.pad)
-        this_run.log_samples(sizes.steps, label_files.sample_rows(labels, shown, scores, tokenizer, ids.pad))
-    this_run.finish(
-        "reward", **labels.known, skipped_queries=stream.position - queries, **labels.left_out, **measured
-    )
+    run.finish("reward", **labels.known, skipped_queries=stream.position - queries, **labels.left_out, **measured)
     return folder
 
 
-# ---- 1. and 3. Normalisation -----------------------------------------------------------------------------------
+def reward_update(
+    reward_model: RewardModel,
+    optimizer: torch.optim.Optimizer,
+    labels: Labels,
+    mb_inds: Tensor,
+    pad_id: int,
+    accelerator: Accelerator,
+    *,
+    micro_batch: int,
+) -> dict[str, Tensor]:
+    """One optimiser step on the labels with these indices (local_batch,). micro_batch: labels per pass.
+
+    Returns the gradient norm, gain and bias, and the label_statistics of the whole batch on all processes, all 0-d.
+    """
+    # [D67] [D88] Micro-batches, of labels of similar length, add up to the gradient of the whole batch.
+    mb_inds = mb_inds[(labels.samples[mb_inds] != pad_id).sum((1, 2)).argsort(stable=True)]
+    scores = []
+    optimizer.zero_grad()
+    for inds in mb_inds.split(micro_batch):
+        scores.append(score_samples(reward_model, labels, inds, pad_id))  # (micro_batch, n)
+        targets = labels.targets[inds].to(scores[-1].device)
+        loss = label_loss(labels.kind, scores[-1], targets)
+        (loss * len(inds) / len(mb_inds)).backward()
+    average_gradients(reward_model)
+    # The norm is only looked at: nothing is clipped.
+    gradient_norm = nn.utils.get_total_norm([p.grad for p in reward_model.parameters() if p.grad is not None])
+    optimizer.step()
+    # [D75] Metrics are those of the whole batch, over all processes.   utils/core.py#L491-L524
+    all_scores = accelerator.gather(torch.cat(scores).detach())  # (batch, n)
+    all_targets = accelerator.gather(labels.targets[mb_inds].to(all_scores.device))  # (batch,)
+    statistics = label_statistics(labels.kind, all_scores, all_targets)
+    statistics["gradient_norm"] = gradient_norm
+    statistics["gain"] = reward_model.gain.detach()
+    statistics["bias"] = reward_model.bias.detach()
+    return {f"train/{name}": number for name, number in statistics.items()}
+
+
+def score_samples(reward_model: RewardModel, labels: Labels, inds: Tensor, pad_id: int) -> Tensor:
+    """Scores (batch, n) of the samples of the labels with these indices (batch,)."""
+    samples = labels.samples[inds]  # (batch, n, response_length)
+    n = samples.shape[1]
+    queries = labels.queries[inds].unsqueeze(1).expand(-1, n, -1)  # (batch, n, query_length)
+    query_responses = torch.cat([queries, samples], dim=2).flatten(0, 1)  # (batch * n, sequence_length)
+    # Padding changes nothing, so there is only what the longest row leaves.
+    longest = (query_responses != pad_id).sum(1).max()
+    query_responses = left_pad(query_responses, pad_id)[:, -longest:].to(reward_model.gain.device)
+    return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
+    wrapper, and every process takes the same optimiser step.
+    """
+    # Before each step of the optimiser.   utils/core.py#L468-L488
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
+        nn.utils.vector_to_parameters(mean, gradients)
+
+
+# ---- The formulas of steps 1 to 3 ------------------------------------------------------------------------------
+
+
+def best_of_n_loss(scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax cross-entropy of the choice, mean over the batch, and how often the best has the highest score.
+
+    scores: (batch, n); best: (batch,), in [0, n). The accuracy is a 0-d tensor without gradient.
+    """
+    # [D40] The scores are the logits of the choice.   label_types.py#L44-L49
+    accuracy = (scores.argmax(1) == best).to(scores.dtype).mean()
+    return F.cross_entropy(scores, best.long()), accuracy
+
+
+def label_loss(kind: str, scores: Tensor, targets: Tensor) -> Tensor:
+    """The loss of scores (batch, n) for labels (batch,) of one kind; 0-d, mean over the batch.
+
+    Ratings and differences are regressed: mean((score - r)^2), mean((difference - (r1 - r0))^2).
+    """
+    if kind == "best":
+        return best_of_n_loss(scores, targets)[0]
+    # [D21] Labels may also be ratings or differences.   label_types.py#L58-L120
+    predictions = scores[:, 0] if kind == "score" else scores[:, 1] - scores[:, 0]  # (batch,)
+    return ((targets.to(scores.dtype) - predictions) ** 2).mean()
+
+
+@torch.no_grad()
+def label_statistics(kind: str, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """The loss and other metrics of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
+    loss = label_loss(kind, scores, targets)
+    if kind == "best":
+        return {"loss": loss, "accuracy": best_of_n_loss(scores, targets)[1]}
+    targets = targets.to(scores.dtype)
+    if kind == "difference":
+        same_sign = (scores[:, 1] - scores[:, 0]).sign() == targets.sign()  # (batch,)
+        return {"loss": loss, "accuracy": same_sign.to(scores.dtype).mean()}
+    corr = correlation(targets, scores[:, 0])
+    return {"loss": loss, "label_mean": targets.mean(), "label_var": targets.var(unbiased=False), "corr": corr}
+
+
+def learning_rate_at(args: Args, step: int) -> float:
+    """The learning rate of a step (0-based): linear from args.lr, and never 0."""
+    # [D42] The first step has all of lr.   train_reward.py#L249
+    return args.lr * (1 - step * args.batch_size / args.num_train)
 
 
 def target_scale(kind: str, targets: Tensor) -> tuple[float, float]:
@@ -316,58 +515,6 @@ def target_scale(kind: str, targets: Tensor) -> tuple[float, float]:
     if not scales.std(unbiased=False) > 0:
         raise InputError(f"all labels have the {kind} {targets[0].item()}; there is nothing to learn")
     return scales.mean().item(), scales.std(unbiased=False).item()
-
-
-def sample_and_normalize(
-    stream: QueryStream,
-    ids: TaskIds,
-    args: Args,
-    accelerator: Accelerator,
-    *,
-    stage: str,
-    target_mean: float,
-    target_std: float,
-    reward_model: RewardModel,
-    language_model: PreTrainedModel,
-    samples: int,
-    rows: int,
-) -> None:
-    """Normalise on the language model's own responses to the next queries.
-
-    stage: before or after the training. samples: over all processes. rows: how many are written or read at a time.
-    """
-    # [D39] Without samples, never.   train_reward.py#L208-L209
-    if not samples:
-        return
-    # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
-    #       train_reward.py#L191-L199
-    n = samples // accelerator.num_processes
-    rank = accelerator.process_index
-    mine = slice(rank * n, (rank + 1) * n)
-    queries = stream.next_batch(samples, ids.pad)[mine].to(accelerator.device)  # (n, query_length)
-    # [X01] The noise belongs to the sample.
-    generator = keyed_generator(args.seed, "normalize", stage)
-    uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
-    noise = uniforms[mine].to(processes.device_of_noise(queries.device))  # (n, response_length)
-    contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
-    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=reward_model.low_precision):
-        responses, _, _ = few_rows_at_a_time(
-            lambda *parts: generate(language_model, *parts, ids.pad, ids.pad, args.task.temperature),
-            rows,
-            contexts,
-            noise,
-        )
-    # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
-    query_responses = torch.cat([queries, responses], dim=1)  # (n, query_length + response_length)
-    normalize(
-        reward_model,
-        query_responses,
-        ids.pad,
-        rows=rows,
-        accelerator=accelerator,
-        target_mean=target_mean,
-        target_std=target_std,
-    )
 
 
 @torch.no_grad()
@@ -396,7 +543,7 @@ def normalize(
 def gain_and_bias(scores: Tensor, target_mean: float, target_std: float) -> tuple[float, float]:
     """Gain and bias that give scores (n,) of gain 1 and bias 0 the wanted mean and biased standard deviation.
 
-    Raises NumericalError, a ValueError, if the deviation is 0 or a score is not finite.
+    Raises InputError, a ValueError, if the deviation is 0 or a score is not finite.
     """
     # [D34] gain = S / s and bias = M - gain * m.   rewards.py#L73-L89
     # [D35] The deviation is biased, and numbers that are not finite stop the run.   train_reward.py#L162-L169
@@ -404,111 +551,14 @@ def gain_and_bias(scores: Tensor, target_mean: float, target_std: float) -> tupl
     mean = scores.mean().item()
     std = scores.std(unbiased=False).item()
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise NumericalError(f"scores with mean {mean} and deviation {std} cannot be normalised")
+        raise InputError(f"scores with mean {mean} and deviation {std} cannot be normalised")
     gain = target_std / std
     return gain, target_mean - gain * mean
 
 
-# ---- 2. The update ---------------------------------------------------------------------------------------------
-
-
-def learning_rate_at(args: Args, step: int) -> float:
-    """The learning rate of a step (0-based): linear from args.lr, and never 0."""
-    # [D42] The first step has all of lr.   train_reward.py#L249
-    return args.lr * (1 - step * args.batch_size / args.num_train)
-
-
-def reward_update(
-    reward_model: RewardModel,
-    optimizer: torch.optim.Optimizer,
-    labels: label_files.Labels,
-    mb_inds: Tensor,
-    pad_id: int,
-    accelerator: Accelerator,
-    *,
-    micro_batch: int,
-) -> dict[str, Tensor]:
-    """One optimiser step on the labels with these indices (local_batch,). micro_batch: labels per pass.
-
-    Returns the gradient norm, gain and bias, and the label_statistics of the whole batch on all processes, all 0-d.
-    """
-    scores = []
-    # [D67] [D88] Micro-batches, of labels of similar length, add up to the gradient of the whole batch.
-    mb_inds = mb_inds[(labels.samples[mb_inds] != pad_id).sum((1, 2)).argsort(stable=True)]
-    optimizer.zero_grad()
-    for inds in mb_inds.split(micro_batch):
-        scores.append(score_samples(reward_model, labels, inds, pad_id))  # (micro_batch, n)
-        targets = labels.targets[inds].to(scores[-1].device)
-        (label_loss(labels.kind, scores[-1], targets) * len(inds) / len(mb_inds)).backward()
-    average_gradients(reward_model)
-    gradient_norm = nn.utils.get_total_norm([p.grad for p in reward_model.parameters() if p.grad is not None])
-    optimizer.step()
-    # Statistics of the whole batch, over all processes.
-    all_scores = accelerator.gather(torch.cat(scores).detach())  # (batch, n)
-    all_targets = accelerator.gather(labels.targets[mb_inds].to(all_scores.device))  # (batch,)
-    statistics = label_statistics(labels.kind, all_scores, all_targets)
-    statistics["gradient_norm"] = gradient_norm
-    statistics["gain"] = reward_model.gain
-    statistics["bias"] = reward_model.bias
-    return {f"train/{name}": value for name, value in statistics.items()}
-
-
-def score_samples(reward_model: RewardModel, labels: label_files.Labels, inds: Tensor, pad_id: int) -> Tensor:
-    """Scores (batch, n) of the samples of the labels with these indices (batch,)."""
-    samples = labels.samples[inds]  # (batch, n, response_length)
-    n = samples.shape[1]
-    queries = labels.queries[inds].unsqueeze(1).expand(-1, n, -1)  # (batch, n, query_length)
-    query_responses = torch.cat([queries, samples], dim=2).flatten(0, 1)  # (batch * n, sequence_length)
-    # Padding changes nothing, so there is only what the longest row leaves.
-    longest = (query_responses != pad_id).sum(1).max()
-    query_responses = left_pad(query_responses, pad_id)[:, -longest:].to(reward_model.gain.device)
-    return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
-
-
-def label_loss(kind: str, scores: Tensor, targets: Tensor) -> Tensor:
-    """The loss of scores (batch, n) for labels (batch,) of one kind; 0-d, mean over the batch.
-
-    Ratings and differences are regressed: mean((score - r)^2), mean((difference - (r1 - r0))^2).
-    """
-    if kind == "best":
-        return best_of_n_loss(scores, targets)[0]
-    # [D21] Labels may also be ratings or differences.   label_types.py#L58-L120
-    predictions = scores[:, 0] if kind == "score" else scores[:, 1] - scores[:, 0]  # (batch,)
-    return ((targets.to(scores.dtype) - predictions) ** 2).mean()
-
-
-def best_of_n_loss(scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax cross-entropy of the choice, mean over the batch, and how often the best has the highest score.
-
-    scores: (batch, n); best: (batch,), in [0, n). The accuracy is a 0-d tensor without gradient.
-    """
-    # [D40] The scores are the logits of the choice.   label_types.py#L44-L49
-    accuracy = (scores.argmax(1) == best).to(scores.dtype).mean()
-    return F.cross_entropy(scores, best.long()), accuracy
-
-
-@torch.no_grad()
-def label_statistics(kind: str, scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """The loss and other metrics of scores (batch, n) for labels (batch,) of one kind; all 0-d."""
-    loss = label_loss(kind, scores, targets)
-    if kind == "best":
-        return {"loss": loss, "accuracy": best_of_n_loss(scores, targets)[1]}
-    targets = targets.to(scores.dtype)
-    if kind == "difference":
-        same_sign = (scores[:, 1] - scores[:, 0]).sign() == targets.sign()  # (batch,)
-        return {"loss": loss, "accuracy": same_sign.to(scores.dtype).mean()}
-    corr = correlation(targets, scores[:, 0])
-    return {"loss": loss, "label_mean": targets.mean(), "label_var": targets.var(unbiased=False), "corr": corr}
-
-
 @torch.no_grad()
 def evaluate(
-    reward_model: RewardModel,
-    labels: label_files.Labels,
-    inds: Tensor,
-    pad_id: int,
-    rows: int,
-    accelerator: Accelerator,
+    reward_model: RewardModel, labels: Labels, inds: Tensor, pad_id: int, rows: int, accelerator: Accelerator
 ) -> dict[str, float]:
     """How good the scores of the labels with these indices are: loss and accuracy or, for ratings, correlations.
 
@@ -516,12 +566,12 @@ def evaluate(
     """
     if not len(inds):
         return {}
-    device = reward_model.gain.device
     n = labels.samples.shape[1]
-    scores = processes.widened(torch.zeros(len(inds), n, device=device))
+    device = float64_device(accelerator.device)
+    scores = torch.zeros(len(inds), n, dtype=torch.float64, device=device)
     local = torch.arange(accelerator.process_index, len(inds), accelerator.num_processes)
     for places in local.split(rows) if len(local) else ():  # a process may have none
-        scores[places] = score_samples(reward_model, labels, inds[places], pad_id).to(scores.dtype)
+        scores[places] = score_samples(reward_model, labels, inds[places], pad_id).to(scores)
     scores = accelerator.reduce(scores, "sum")  # (len(inds), n)
     targets = labels.targets[inds].to(device)
     statistics = label_statistics(labels.kind, scores, targets)
@@ -540,19 +590,8 @@ def correlation(x: Tensor, y: Tensor) -> Tensor:
 def ranks(values: Tensor) -> Tensor:
     """The rank of each value (n,), from 1, in float64. Equal values share the mean of their ranks."""
     _, groups, counts = values.unique(return_inverse=True, return_counts=True)
-    last = processes.widened(counts.cumsum(0))  # (distinct values,), the last rank of each
+    last = counts.cumsum(0).double()  # (distinct values,), the last rank of each
     return (last - (counts - 1) / 2)[groups]
-
-
-def average_gradients(model: nn.Module) -> None:
-    """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
-    wrapper, and every process takes the same optimiser step.
-    """
-    # Before each step of the optimiser.   utils/core.py#L468-L488
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
-        nn.utils.vector_to_parameters(mean, gradients)
 
 
 class AdamTensorFlowStyle(torch.optim.Adam):
@@ -578,137 +617,40 @@ class AdamTensorFlowStyle(torch.optim.Adam):
         return super().step(closure)
 
 
-# ---- How queries are made, and how a model writes and reads tokens ---------------------------------------------
+# ---- Steps 1 and 3: how a model writes and reads tokens --------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskIds:
-    """The task's texts as token ids of one tokenizer."""
+def sample_query_responses(
+    stream: QueryStream,
+    ids: TaskIds,
+    args: Args,
+    accelerator: Accelerator,
+    *,
+    stage: str,
+    language_model: PreTrainedModel,
+    samples: int,
+) -> Tensor:
+    """The next queries with the language model's own responses: (samples of this process, query and response).
 
-    pad: int  # one above the largest id of the tokenizer: all below it can be sampled
-    eos: int  # -1 if the tokenizer has none
-    stop: int | None
-    prefix: list[int]
-    suffix: list[int]
-    context_length: int  # prefix, padded query and suffix
-
-
-def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
-    """Encode the task's texts."""
-    command_line.check_task(task)
-    prefix = tokenizer.encode(task.query_prefix, add_special_tokens=False)
-    prefix = [*pretrained.start_of_plain(tokenizer), *prefix]
-    suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
-    return TaskIds(
-        # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
-        # text has and no model samples, one above the largest.
-        pad=vocabulary_size(tokenizer),
-        eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        stop=pretrained.one_token(tokenizer, task.truncate_text, "truncate_text"),
-        prefix=prefix,
-        suffix=suffix,
-        context_length=len(prefix) + task.query_length + len(suffix),
+    stage: before or after the training. samples: over all processes.
+    """
+    # [D33] [D37] The samples come from the frozen pretrained model, and are neither truncated nor filtered.
+    #       train_reward.py#L191-L199
+    n = samples // accelerator.num_processes
+    mine = slice(accelerator.process_index * n, (accelerator.process_index + 1) * n)
+    queries = stream.next_batch(samples, ids.pad)[mine].to(accelerator.device)  # (n, query_length)
+    # [X01] The noise belongs to the sample.
+    generator = keyed_generator(args.seed, "normalize", stage)
+    uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)
+    contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (n, context_length)
+    responses, _ = few_rows_at_a_time(
+        lambda *parts: generate(language_model, *parts, ids.pad, ids.pad, args.task.temperature),
+        args.local_rollout_batch_size,
+        contexts,
+        uniforms[mine].to(float64_device(accelerator.device)),
     )
-
-
-class QueryStream:
-    """An endless stream of queries: the texts in one shuffled order, again and again.
-
-    The order depends neither on the run's seed nor on the number of processes. `position` counts the texts read; a
-    stream that starts at the position of another one continues where that one stopped.
-    """
-
-    def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, position: int = 0, split: str = "train"):
-        self.texts = text_sources.load_texts(task.query_dataset, split, task.query_column)
-        self.task = task
-        self.tokenizer = tokenizer
-        self.position = position
-        # [D02] All runs, processes and passes use the same order.   language/datasets.py#L27-L46
-        self.order = list(range(len(self.texts)))
-        random.Random(0).shuffle(self.order)
-        self.start_id = pretrained.one_token(tokenizer, task.start_text, "start_text")
-        self.end_id = pretrained.one_token(tokenizer, task.end_text, "end_text")
-        if not self.first(1, pad_id=0).numel():
-            raise InputError(
-                f"{flag('task.query_dataset')} {task.query_dataset}: none of its {len(self.texts)} texts gives a "
-                f"query; give more texts, or see {flag('task.start_text')} and {flag('task.end_text')}"
-            )
-
-    def tokens(self, place: int) -> list[int]:
-        """Token ids of a text, by its place among all that are read, pass after pass."""
-        # The texts are data: no special tokens are added, and the name of one is ordinary text.
-        text = self.texts[self.order[place % len(self.order)]]
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-
-    def trim(self, tokens: list[int]) -> list[int] | None:
-        return trim_query(tokens, self.task.query_length, self.start_id, self.end_id)
-
-    def next_query(self) -> list[int] | None:
-        """The next query; None if a whole pass over the texts gives none."""
-        for _ in range(len(self.texts)):
-            self.position += 1
-            if query := self.trim(self.tokens(self.position - 1)):
-                return query
-        return None
-
-    def next_batch(self, batch_size: int, pad_id: int) -> Tensor:
-        """The next queries, padded on the right: (batch_size, query_length)."""
-        # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
-        #       language/datasets.py#L66-L85
-        return padded([self.next_query() for _ in range(batch_size)], pad_id, self.task.query_length)
-
-    def first(self, n: int, pad_id: int) -> Tensor:
-        """The first n queries of all, or as many as there are: (n, query_length). The position stays the same."""
-        position = self.position
-        self.position = 0
-        queries = []
-        while len(queries) < n and (query := self.next_query()) and self.position <= len(self.texts):
-            queries.append(query)
-        self.position = position
-        return padded(queries, pad_id, self.task.query_length)
-
-
-def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Tensor:
-    """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
-    longest = max(map(len, rows), default=0) if length is None else length
-    return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
-
-
-def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:
-    """Cut a text's tokens to a query: after the first start token, at most query_length, up to the last end token.
-
-    Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
-    `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
-    """
-    # [D05] After the first start token; if that is the last one, from the beginning.   language/datasets.py#L49-L55
-    if start_id is not None:
-        if start_id not in tokens:
-            return None
-        first = tokens.index(start_id)
-        if first < len(tokens) - 1:
-            tokens = tokens[first + 1 :]
-    # [D06] At most so many of them.   language/datasets.py#L57
-    tokens = tokens[:query_length]
-    # [D07] Up to the last end token within the cut.   language/datasets.py#L59-L64
-    if end_id is not None:
-        if end_id not in tokens:
-            return None
-        tokens = tokens[: len(tokens) - tokens[::-1].index(end_id)]
-    return tokens
-
-
-def add_affixes(queries: Tensor, prefix: list[int], suffix: list[int]) -> Tensor:
-    """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
-    # [D09] There may be padding between query and suffix.   lm_tasks.py#L68-L80
-    parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
-    before, after = (part.expand(len(queries), -1) for part in parts)
-    return torch.cat([before, queries, after], dim=1)
-
-
-def keyed_generator(*key: int | str) -> torch.Generator:
-    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    # [D28] The reward model sees the query without prefix and suffix.   rewards.py#L105-L107
+    return torch.cat([queries, responses], dim=1)
 
 
 def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -722,12 +664,12 @@ def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tenso
 @torch.no_grad()
 def generate(
     lm_backbone: PreTrainedModel, contexts: Tensor, uniforms: Tensor, pad_id: int, vocab_size: int, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sample responses with a key-value cache.
 
     contexts: (batch, context_length) token ids, padding anywhere; uniforms: (batch, response_length) random numbers
-    in [0, 1), one for each token, on a device that has float64. Returns responses and their log-probs (batch,
-    response_length), and the hidden state before each token (batch, response_length, width).
+    in [0, 1), one for each token, on a device that has float64. Returns responses and the log-probs that the sampler
+    saw, (batch, response_length).
     """
     # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
     tokens = left_pad(contexts, pad_id)
@@ -735,16 +677,17 @@ def generate(
     position_ids = mask.cumsum(1) - mask.long()
     tokens = tokens.masked_fill(~mask, 0)
     # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
-    length = contexts.shape[1] + uniforms.shape[1]
-    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=length)
-    attention_mask = causal_mask(F.pad(mask, (0, uniforms.shape[1]), value=True), lm_backbone.dtype)
-    masks = attention_mask.split([contexts.shape[1]] + [1] * uniforms.shape[1], dim=2)  # context, then each token
-    responses, logprobs, hidden_states = [], [], []
+    context_length, response_length = contexts.shape[1], uniforms.shape[1]
+    cache = KeyValueCache(config=lm_backbone.config, max_cache_len=context_length + response_length)
+    # (batch, 1, length, length): the first step reads the rows of the context, and each later one a row.
+    attention_mask = causal_mask(F.pad(mask, (0, response_length), value=True), lm_backbone.dtype)
+    rows = slice(0, context_length)
+    responses, logprobs = [], []
     # [D22] [D24] Always response_length tokens; no top-k, no top-p.   language/sample.py#L24-L84
-    for column in range(uniforms.shape[1]):
+    for column in range(response_length):
         hidden = lm_backbone.base_model(
             input_ids=tokens,
-            attention_mask=masks[column],
+            attention_mask=attention_mask[:, :, rows],
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,
@@ -755,12 +698,11 @@ def generate(
         cdf = all_logprobs.to(uniforms.device).double().exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1).to(hidden.device)
-        # [D25] Log-probs are recorded as the tokens are sampled.   policy.py#L108-L112
         responses.append(tokens)
         logprobs.append(all_logprobs.gather(1, tokens))
-        hidden_states.append(hidden)
         position_ids = position_ids[:, -1:] + 1
-    return torch.cat(responses, 1).to(contexts.dtype), torch.cat(logprobs, 1), torch.stack(hidden_states, 1)
+        rows = slice(context_length + column, context_length + column + 1)
+    return torch.cat(responses, dim=1).to(contexts.dtype), torch.cat(logprobs, dim=1)
 
 
 class KeyValueCache(StaticCache):
@@ -813,18 +755,14 @@ def causal_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_size: int, temperature: float) -> Tensor:
-    """Logits over the tokenizer's ids, divided by the temperature: (..., vocab_size). In full precision even in
-    bfloat16 runs, where rounded logits would move the log-prob of every token.
+    """Logits over the tokenizer's ids, divided by the temperature: (..., vocab_size).
+
+    In full precision even in bfloat16 runs, where rounded logits would move the log-prob of every token.
     """
     output_layer = lm_backbone.get_output_embeddings()
     hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     with torch.autocast(hidden_states.device.type, enabled=False):
-        if getattr(output_layer, "weight", hidden_states).dtype == torch.bfloat16:  # a frozen model
-            logits = F.linear(hidden_states, *(parameter.float() for parameter in output_layer.parameters()))
-        else:
-            logits = output_layer(hidden_states)
-    if cap := getattr(getattr(lm_backbone, "config", None), "final_logit_softcapping", None):  # Gemma 2
-        logits = cap * torch.tanh(logits / cap)
+        logits = F.linear(hidden_states, output_layer.weight.to(hidden_states.dtype), output_layer.bias)
     # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
     # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
     return logits[..., :vocab_size] / temperature
@@ -839,11 +777,9 @@ def read_scalar(head: nn.Linear, hidden_states: Tensor) -> Tensor:
 class RewardModel(nn.Module):
     """A language model with a scalar head, read at the last real token: score = gain * head + bias."""
 
-    def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
-        """low_precision: whether matrix products are in bfloat16."""
+    def __init__(self, lm_backbone: PreTrainedModel):
         super().__init__()
         self.lm_backbone = lm_backbone
-        self.low_precision = low_precision
         width = lm_backbone.config.hidden_size
         # [D29] A small random head: about 1 / sqrt(width) in every weight.   language/model.py#L248-L258
         self.reward_head = nn.Linear(width, 1)
@@ -856,12 +792,572 @@ class RewardModel(nn.Module):
     def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
         """Scores (batch,) of query_responses (batch, sequence_length); trailing padding does not count."""
         # [D30] The score is read at the last column, which shows the last real token.   rewards.py#L47
-        with torch.autocast(query_responses.device.type, torch.bfloat16, enabled=self.low_precision):
-            last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
-            return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
+        last = read_tokens(self.lm_backbone, query_responses, pad_id, slice(-1, None))  # (batch, 1, width)
+        return self.gain * read_scalar(self.reward_head, last[:, 0]) + self.bias
 
 
-# ---- Plumbing: sizes, loading, saving --------------------------------------------------------------------------
+# ---- Queries ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskIds:
+    """The task's texts as token ids of one tokenizer."""
+
+    pad: int  # one above the largest id of the tokenizer: all below it can be sampled
+    eos: int  # -1 if the tokenizer has none
+    stop: int | None
+    prefix: list[int]
+    suffix: list[int]
+    context_length: int  # prefix, padded query and suffix
+
+
+def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
+    """Encode the task's texts."""
+    # [X19] Llama, Mistral and Gemma have never read a text without what their tokenizer puts before it, such as BOS.
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    with_start = tokenizer.encode("a")
+    places = (i for i in range(len(with_start)) if with_start[i : i + len(plain)] == plain)
+    start = with_start[: next(places, 0)]
+    prefix = start + tokenizer.encode(task.query_prefix, add_special_tokens=False)
+    suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
+    return TaskIds(
+        # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
+        # text has and no model samples, one above the largest.
+        pad=vocabulary_size(tokenizer),
+        eos=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+        stop=one_token(tokenizer, task.truncate_text, "task.truncate_text"),
+        prefix=prefix,
+        suffix=suffix,
+        context_length=len(prefix) + task.query_length + len(suffix),
+    )
+
+
+class QueryStream:
+    """An endless stream of queries: the texts in one shuffled order, again and again.
+
+    The order depends neither on the run's seed nor on the number of processes. `position` counts the texts read.
+    """
+
+    def __init__(self, task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str = "train"):
+        self.texts = load_texts(task.query_dataset, split, task.query_column)
+        self.task = task
+        self.tokenizer = tokenizer
+        self.start_id = one_token(tokenizer, task.start_text, "task.start_text")
+        self.end_id = one_token(tokenizer, task.end_text, "task.end_text")
+        # [D02] All runs, processes and passes use the same order.   language/datasets.py#L27-L46
+        self.order = list(range(len(self.texts)))
+        random.Random(0).shuffle(self.order)
+        self.position = 0
+        self.next_query()  # there is one
+        self.position = 0
+
+    def next_query(self) -> list[int]:
+        """The token ids of the next query; texts that give none are passed over."""
+        for _ in self.order:
+            text = self.texts[self.order[self.position % len(self.order)]]
+            self.position += 1
+            # The texts are data: no special tokens are added, and the name of one is ordinary text.
+            tokens = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+            if query := trim_query(tokens, self.task.query_length, self.start_id, self.end_id):
+                return query
+        raise InputError(
+            f"--task.query_dataset {self.task.query_dataset}: none of its {len(self.order)} texts gives a query; "
+            f"give more texts, or other --task.start_text and --task.end_text"
+        )
+
+    def next_batch(self, batch_size: int, pad_id: int) -> Tensor:
+        """The next queries, padded on the right: (batch_size, query_length)."""
+        # [D08] [D10] [X04] Process r of W takes its slice of a batch that is the same for every W.
+        #       language/datasets.py#L66-L85
+        return padded([self.next_query() for _ in range(batch_size)], pad_id, self.task.query_length)
+
+
+def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Tensor:
+    """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
+    longest = max(map(len, rows), default=0) if length is None else length
+    return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
+
+
+def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:
+    """Cut a text's tokens to a query: after the first start token, at most query_length, up to the last end token.
+
+    Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
+    `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
+    """
+    # [D05] After the first start token; if that is the last one, from the beginning.   language/datasets.py#L49-L55
+    if start_id is not None:
+        if start_id not in tokens:
+            return None
+        first = tokens.index(start_id)
+        if first < len(tokens) - 1:
+            tokens = tokens[first + 1 :]
+    # [D06] At most so many of them.   language/datasets.py#L57
+    tokens = tokens[:query_length]
+    # [D07] Up to the last end token within the cut.   language/datasets.py#L59-L64
+    if end_id is not None:
+        if end_id not in tokens:
+            return None
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end_id)]
+    return tokens
+
+
+def add_affixes(queries: Tensor, prefix: list[int], suffix: list[int]) -> Tensor:
+    """Contexts for the policy: [prefix, query with its padding, suffix]. (batch, context_length)"""
+    # [D09] There may be padding between query and suffix.   lm_tasks.py#L68-L80
+    parts = [torch.tensor(ids, dtype=queries.dtype, device=queries.device) for ids in (prefix, suffix)]
+    before, after = (part.expand(len(queries), -1) for part in parts)
+    return torch.cat([before, queries, after], dim=1)
+
+
+def keyed_generator(*key: int | str) -> torch.Generator:
+    """A CPU random generator that depends on the key alone, so that noise belongs to an episode, not a process."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: Tensor, pad_id: int) -> list[str]:
+    """The texts of token ids (batch, length), without padding."""
+    return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
+
+
+# ---- Labels ----------------------------------------------------------------------------------------------------
+
+OPENAI_PAD_ID = 50259  # of OpenAI's label files, whose ids are GPT-2's
+OPENAI_VOCAB_SIZE = 50257
+LARGEST_RATING = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Judgements of n continuations of each query. The kind of label says what a target means:
+
+    best         which of the n is the best, in [0, n)
+    score        how good the only one is
+    difference   how much better the second of two is than the first
+    """
+
+    queries: Tensor  # (labels, query_length), padded with our padding id
+    samples: Tensor  # (labels, n, response_length), padded likewise
+    targets: Tensor  # (labels,), integers for best, else floats
+    kind: Literal["best", "score", "difference"] = "best"
+    held_out: int = 0  # so many labels, the last ones, are never trained on
+    ceiling: float | None = None  # accuracy of a perfect judge on the held-out labels, if it is known
+    left_out: dict[str, int] = field(default_factory=dict)  # how many were too_long to read, or had identical answers
+
+    @property
+    def known(self) -> dict[str, float | None]:
+        """What a model's accuracy is compared with."""
+        return {"ceiling": self.ceiling} | ({} if self.kind == "score" else {"chance": 1 / self.samples.shape[1]})
+
+    def longest(self, pad_id: int) -> int:
+        """Tokens of a query and a sample, at most."""
+        lengths = (self.queries != pad_id).sum(1) + (self.samples != pad_id).sum(2).amax(1)  # (labels,)
+        return int(lengths.max())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelFacts:
+    """What <name>.meta.json, next to a label file, may say about it."""
+
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False, strict=True)
+
+    vocab_size: int | None = None
+    """one above the largest id of the tokenizer that wrote the ids; without it, ids are GPT-2's if our tokenizer is
+    larger than GPT-2's"""
+    padding_id: int = OPENAI_PAD_ID
+    """the id that is padding"""
+    ceiling: float | None = None
+    """accuracy of a perfect judge"""
+    held_out: NonNegativeInt | None = None
+    """labels at the end of the file that are held out; without it, all after the first num_train"""
+
+
+def read_labels(
+    label_dataset: str,
+    task: TaskArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    num_train: int = 0,
+    longest: int | None = None,
+) -> Labels:
+    """Read labels in OpenAI's form, or preferences as they are published, and check every row.
+
+    num_train: how many there must be, besides those that are held out. longest: the most tokens of a query and a
+    sample; labels of texts that have more are left out and counted. All rows have one of these forms:
+
+        {"query": ids, "sample0": ids, "sample1": ids, ..., "best": 1}             the best of n
+        {"query": ids, "sample": ids, "score": 0.7}                                a rating
+        {"query": ids, "sample0": ids, "sample1": ids, "difference": -1.5}         how much better sample1 is
+        {"prompt": text, "chosen": text, "rejected": text}                         see read_preference
+
+    Queries of ids hold task.query_length of them and samples task.response_length, padded on the right. In place of
+    ids there may be texts of any length. They are encoded one by one, so a sample begins with its space.
+    """
+    # A choice among samples.   label_types.py#L33-L55
+    # [D21] A rating, or a difference.   label_types.py#L58-L120
+    pad_id = vocabulary_size(tokenizer)
+    file = find_label_file(label_dataset, task.query_dataset)
+    what = f"--label_dataset {file or label_dataset}"
+    facts = read_facts(file) if file else LabelFacts()
+    train_rows, test_rows = read_label_rows(file, facts.held_out or 0) if file else hub_label_rows(label_dataset)
+    first = next((row for _, row in train_rows + test_rows), None)
+    if not isinstance(first, dict):
+        raise InputError(f"{what} must hold objects, one per label")
+    as_preferences = "chosen" in first and "rejected" in first
+    as_texts = as_preferences or isinstance(first.get("query"), str)
+    kind = "best" if as_preferences else next((kind for kind in ("best", "score", "difference") if kind in first), "")
+    if not kind:
+        raise InputError(
+            f"{what} needs one of the keys best, score, difference, chosen; its first row has {', '.join(first)}; "
+            f"docs/running.md lists the forms"
+        )
+    n = {"best": sum(key.startswith("sample") for key in first), "score": 1, "difference": 2}[kind]
+    sample_keys = ["sample"] if kind == "score" else [f"sample{i}" for i in range(n)]
+    if not as_texts:
+        vocab_size = facts.vocab_size or min(pad_id, OPENAI_VOCAB_SIZE)
+        if vocab_size != pad_id:
+            raise InputError(
+                f"{what} holds ids of a vocabulary of {vocab_size}, but the base model's tokenizer has {pad_id}; use "
+                f"the model whose tokenizer wrote the file"
+            )
+        if 0 <= facts.padding_id < pad_id:
+            raise InputError(
+                f"{what}: its padding id {facts.padding_id} is one of the tokenizer's {pad_id} ids; pad with "
+                f'another, such as {pad_id}, and add "padding_id": {pad_id} to <name>.meta.json'
+            )
+
+    def token_ids(content: str | list[int], length: int) -> list[int]:
+        """A text, or so many ids, of a row."""
+        if isinstance(content, str) != as_texts:
+            raise TypeError("all rows hold texts, or all hold token ids")
+        if as_texts:
+            content.encode()  # half a character, which no tokenizer accepts, is a ValueError
+            return tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        tokens = [pad_id if token == facts.padding_id else token for token in content]
+        if len(tokens) != length or not all(type(token) is int and 0 <= token <= pad_id for token in tokens):
+            raise ValueError(f"there must be {length} ids below {pad_id}, the size of the vocabulary, or padding")
+        return tokens
+
+    queries, samples, targets, too_long = [], [], [], []
+    held_out = identical = 0
+    rest_is_held_out = file and facts.held_out is None
+    for rows in (train_rows, test_rows):
+        for place, row in rows:
+            if rows is train_rows and len(queries) == num_train > 0 and not rest_is_held_out:
+                break
+            with input_errors(f"{what}, {place}, is no label"):
+                if as_preferences:
+                    query, *own_samples = read_preference(row)
+                    target = 0
+                else:
+                    query, own_samples, target = row["query"], [row[key] for key in sample_keys], row[kind]
+                query = token_ids(query, task.query_length)
+                own_samples = [token_ids(sample, task.response_length) for sample in own_samples]
+                if not (target in range(n) if kind == "best" else abs(target) <= LARGEST_RATING):
+                    raise ValueError(f"{kind} is {target!r}")
+            length = len(query) + max(map(len, own_samples))
+            if as_texts and longest and length > longest:
+                too_long.append(f"{place} has {length}")
+            elif as_preferences and own_samples[0] == own_samples[1]:
+                identical += 1
+            else:
+                queries.append(query)
+                samples += own_samples
+                targets.append(target)
+                held_out += rows is test_rows
+    # [D20] A file with fewer labels than num_train is refused.   train_reward.py#L94-L96
+    if not queries or len(queries) - held_out < num_train:
+        message = f"--num_train {num_train}: {what} has {len(queries)} labels, of which {held_out} are held out"
+        if too_long:
+            message += f"; {len(too_long)} others have more than the model's {longest} tokens, such as {too_long[0]}"
+        raise InputError(message)
+    left_out = {"too_long": len(too_long), "identical": identical}
+    return Labels(
+        queries=padded(queries, pad_id),
+        samples=padded(samples, pad_id).unflatten(0, (-1, len(sample_keys))),
+        targets=torch.tensor(targets, dtype=torch.long if kind == "best" else torch.float32),
+        kind=kind,
+        held_out=len(queries) - num_train if rest_is_held_out else held_out,
+        ceiling=facts.ceiling,
+        left_out={name: count for name, count in left_out.items() if count},
+    )
+
+
+def find_label_file(label_dataset: str, query_dataset: str) -> Path | None:
+    """The file that this names: a local one, one next to the texts of a world, or one of OpenAI's on the hub.
+
+    None if it is a data set on the hub.
+    """
+    labels = (find(query_dataset) or Path()) / "labels"
+    for file in (Path(label_dataset), labels / label_dataset):
+        if file.is_file() or file.with_name(f"{file.name}.xz").is_file():
+            return file
+    what = f"--label_dataset {label_dataset}"
+    if not re.search(r"[.](jsonl?|parquet|csv)([.]xz)?$", label_dataset):
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", label_dataset):
+            raise InputError(f"{what}: there is no such file; give one, or a data set on the hub, <owner>/<name>")
+        return None
+    if labels.is_dir() or not re.fullmatch(r"\w+/\w+[.]json", label_dataset):  # files on the hub have such names
+        raise InputError(f"{what}: there is no such file, here or in {labels}; give one, or use --preset tales")
+    with input_errors(f"{what} is no local file and cannot be had from the hub; give a file, or use --preset tales"):
+        return Path(hub_files(OPENAI_DATA, label_dataset)[0])
+
+
+def read_facts(file: Path) -> LabelFacts:
+    """What is known about a label file."""
+    facts = Path(str(file).removesuffix(".xz")).with_suffix(".meta.json")
+    with input_errors(str(facts)):
+        return TypeAdapter(LabelFacts).validate_json(read_text(facts)) if facts.is_file() else LabelFacts()
+
+
+def read_label_rows(file: Path, held_out: int) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """The rows of a label file, each with its place, and the last ones, which are held out."""
+    what = f"--label_dataset {file}"
+    with input_errors(f"{what} cannot be read"):
+        kind = Path(str(file).removesuffix(".xz")).suffix[1:]
+        if kind in ("parquet", "csv"):
+            rows = list(load_dataset(kind, data_files=str(file), split="train"))
+        elif kind == "jsonl":
+            rows = [line for line in read_text(file).split("\n") if line.strip()]
+            for i, line in enumerate(rows):
+                with input_errors(f"{what}, row {i + 1}"):
+                    rows[i] = json.loads(line)
+        else:
+            rows = json.loads(read_text(file))
+    if not isinstance(rows, list):
+        raise InputError(f"{what} must be a JSON array of objects, or hold one per line")
+    places = [(f"row {i + 1}", row) for i, row in enumerate(rows)]
+    first_held_out = max(len(places) - held_out, 0)
+    return places[:first_held_out], places[first_held_out:]
+
+
+def hub_label_rows(label_dataset: str) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """The rows of a data set on the hub to train on, each with its place, and those to hold out.
+
+    These are its split for tests or, if it has none, every 50th row.
+    """
+    what = f"--label_dataset {label_dataset}"
+    with input_errors(f"{what} cannot be read from the hub; give a file, or use --preset tales"):
+        name, _, configuration = label_dataset.partition(":")
+        found = load_dataset(name, configuration or None)
+        splits = []
+        for names in (("train", "train_prefs"), ("test", "test_prefs")):
+            split = next((name for name in names if name in found), "")
+            splits.append([(f"{split} row {i + 1}", row) for i, row in enumerate(found[split] if split else ())])
+    train_rows, test_rows = splits
+    if not train_rows:
+        raise InputError(f"{what} has no rows in a split train, but the splits {', '.join(found)}")
+    if not test_rows:
+        test_rows = train_rows[HELD_OUT - 1 :: HELD_OUT]
+        del train_rows[HELD_OUT - 1 :: HELD_OUT]
+    return train_rows, test_rows
+
+
+SPEAKERS = {"user": "Human", "assistant": "Assistant"}  # of HH-RLHF
+ANSWER = "\n\nAssistant:"
+
+
+def read_preference(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Prompt, chosen and rejected answer of a preference as they are published, as texts.
+
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " up."}
+        {"chosen": "The sky is blue.", "rejected": "The sky is up."}            the prompt is implicit
+        {"prompt": messages, "chosen": messages, "rejected": messages}
+        {"prompt": text or nothing, "chosen": messages, "rejected": messages}   both begin with the prompt
+
+    A message is {"role": "user", "content": "Why?"}. Messages become texts in the form of HH-RLHF: a prompt is
+    "\\n\\nHuman: Why?\\n\\nAssistant:", and " So." an answer to it. An implicit prompt is what both answers begin
+    with: of texts, up to the last "\\n\\nAssistant:" or else up to the last white space; of messages, up to the last
+    of the user's.
+    """
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if all(isinstance(value, str) for value in (prompt or "", chosen, rejected)):
+        if prompt is None:
+            prompt = common_prompt(chosen, rejected)
+            chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
+        return prompt, chosen, rejected
+    chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
+    common = common_beginning(chosen, rejected)
+    while common and common[-1]["role"] == "assistant":
+        common.pop()
+    answers = {"chosen": chosen[len(common) :], "rejected": rejected[len(common) :]}
+    if prompt:
+        before = as_messages(prompt, "user")
+        # Answers that don't begin with the assistant's turn repeat the prompt.
+        if chosen[0]["role"] == "assistant" or before[-1] not in common:
+            common = before + common
+    if not common or common[-1]["role"] == "assistant":
+        raise ValueError("it has no prompt: no message of the user's that both answers follow")
+    for side, messages in answers.items():
+        if not messages or messages[0]["role"] != "assistant":
+            raise ValueError(f"{side} has no message of the assistant's after the prompt")
+    texts = [as_text(messages).removeprefix(ANSWER) for messages in answers.values()]
+    return as_text(common) + ANSWER, *texts
+
+
+def common_prompt(chosen: str, rejected: str) -> str:
+    """The implicit prompt of two texts."""
+    common = common_beginning(chosen, rejected)
+    if ANSWER in common:
+        return common[: common.rindex(ANSWER) + len(ANSWER)]
+    return re.sub(r"\s*\S*$", "", common)  # two words may begin with the same letters
+
+
+def common_beginning(one: Sequence, other: Sequence) -> Sequence:
+    """What two texts or lists both begin with."""
+    equal = [mine == theirs for mine, theirs in zip(one, other, strict=False)]
+    return one[: [*equal, False].index(False)]
+
+
+def as_messages(content: Any, role: str) -> list[dict[str, str]]:
+    """The messages of a chat; a text is a message of this role."""
+    if isinstance(content, str):
+        content = [{"role": role, "content": content}]
+    messages = [{key: message[key] for key in ("role", "content")} for message in content]
+    if not all(isinstance(text, str) for message in messages for text in message.values()):
+        raise TypeError("role and content of a message must be texts")
+    return messages
+
+
+def as_text(messages: list[dict[str, str]]) -> str:
+    """Messages in the form of HH-RLHF."""
+    return "".join(f"\n\n{SPEAKERS.get(one['role'], one['role'].capitalize())}: {one['content']}" for one in messages)
+
+
+@torch.no_grad()
+def sample_labels(
+    reward_model: RewardModel, labels: Labels, tokenizer: PreTrainedTokenizerBase, pad_id: int
+) -> list[dict[str, Any]]:
+    """The samples of three labels as texts, if possible of held-out ones, with their scores."""
+    first = len(labels.targets) - labels.held_out if labels.held_out else 0
+    inds = torch.arange(len(labels.targets))[first:][:3]
+    scores = score_samples(reward_model, labels, inds, pad_id)  # (labels, n)
+    rows = []
+    for i, own_scores in zip(inds.tolist(), scores.tolist(), strict=True):
+        (query,) = to_texts(tokenizer, labels.queries[i : i + 1], pad_id)
+        target = labels.targets[i].item()
+        for j, text in enumerate(to_texts(tokenizer, labels.samples[i], pad_id)):
+            label = f"{target:+.2f}"  # of a difference: of the second
+            if labels.kind == "best":
+                label = "best" if j == target else ""
+            rows.append({"query": query, "sample": text, "label": label, "score": own_scores[j]})
+    return rows
+
+
+# ---- Plumbing: errors, arguments, processes, sizes -------------------------------------------------------------
+
+
+class InputError(ValueError):
+    """What the user can fix, in one line: what, what is wrong, what would do. It ends the script."""
+
+
+@contextlib.contextmanager
+def input_errors(what: str) -> Iterator[None]:
+    """Turn what libraries raise of something that the user named into an InputError that names it."""
+    kinds = (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, EOFError)
+    kinds += (AssertionError, AttributeError)  # such as of PyTorch, for what a configuration says
+    try:
+        yield
+    except InputError:
+        raise
+    except (*kinds, SafetensorError, DatasetsError, lzma.LZMAError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise InputError(f"{what}: {type(error).__name__}: {said}") from error
+
+
+def check_finite(metrics: dict[str, float], step: int) -> None:
+    """Raise an InputError that names the metrics that are not finite."""
+    if broken := [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]:
+        raise InputError(
+            f"{', '.join(broken[:4])} in step {step}; the run stops and saves nothing more; "
+            f"if it happens again after --resume, start again with a lower learning rate"
+        )
+
+
+def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:
+    """Read the command line: --preset chooses the defaults, and every other flag overrides one.
+
+    With --resume runs/<run>, the defaults are the arguments of that run, and few may change.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default=next(iter(presets)))
+    first.add_argument("--resume", default="")
+    known, _ = first.parse_known_args(argv)
+    if known.preset not in presets:
+        raise InputError(f"--preset {known.preset}: unknown; there are {', '.join(presets)}")
+    default = presets[known.preset]
+    if known.resume:
+        default = dataclasses.replace(saved_args(type(default), Path(known.resume)), resume=known.resume)
+    args = checked(tyro.cli(type(default), args=argv, default=default, description=description))
+    if known.resume:
+        check_same_arguments(default, args)
+    return args
+
+
+def checked(args: Args) -> Args:
+    """The same arguments, if all are of the type and within the bounds at their field; else an InputError."""
+    return from_json(type(args), json.dumps(dataclasses.asdict(args)), "")
+
+
+def from_json(kind: type[Args], text: str, source: str) -> Args:
+    """Arguments of a script from JSON. source: where it is from, for messages; empty: the command line."""
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        flag = "--" + ".".join(map(str, wrong["loc"]))
+        raise InputError(f"{source}{flag} {wrong['input']}: {wrong['msg']}") from error
+
+
+def saved_args(kind: type[Args], folder: Path) -> Args:
+    """The arguments of the run in a folder."""
+    return from_json(kind, json.dumps(read_meta(folder)["args"]), f"{folder / 'meta.json'} of another version: ")
+
+
+# Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
+MAY_CHANGE = {"resume", "save_interval", "log_interval", "trace_interval", "trace_episodes", "gradient_checkpointing"}
+MAY_CHANGE |= {"track", "tracker", "wandb_project_name", "wandb_entity", "upload_model", "hf_entity", "hf_private"}
+MAY_CHANGE |= {"local_micro_batch_size", "local_rollout_batch_size", "ppo.total_episodes"}
+MAY_CHANGE |= {"ppo.local_micro_batch_size", "ppo.local_rollout_batch_size"}
+
+
+def check_same_arguments(saved: Args, args: Args) -> None:
+    """Refuse to resume with other arguments than the saved ones, except those that may change."""
+    old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
+    for name in old:
+        if old[name] != new[name] and name not in MAY_CHANGE:
+            raise InputError(
+                f"--{name} {new[name]}: the run to resume has {old[name]}; only these may change: "
+                f"{', '.join(sorted(MAY_CHANGE))}"
+            )
+
+
+def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"ppo": {"lr": 1}} becomes {"ppo.lr": 1}."""
+    flat = {}
+    for name, value in nested.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def make_accelerator(dtype: str) -> Accelerator:
+    """The processes that the launcher started, on GPUs or, where there is none, on the CPU."""
+    accelerator = Accelerator(cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()))
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
+        raise InputError(
+            f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}; without a "
+            f"GPU, use torchrun --nproc_per_node {started}"
+        )
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise InputError("every process keeps whole models; launch without FSDP and DeepSpeed")
+    if dtype == "float64" and accelerator.device != float64_device(accelerator.device):
+        raise InputError(f"--dtype float64: a device of type {accelerator.device.type} has none; use float32")
+    return accelerator
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device for float64: this one, or the CPU in place of an Apple GPU, which has none."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -876,16 +1372,14 @@ class RewardSizes:
 
 
 def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    command_line.check_run(args)
+    """Divide the global sizes exactly, or raise an InputError that says which size does not divide and what would."""
     # A batch must divide among the processes, and num_train must be whole batches.   train_reward.py#L56-L58
-    local_batch = processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
-    processes.split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
+    local_batch = split_evenly("batch_size", args.batch_size, num_processes, "processes")
+    split_evenly("rollout_batch_size", args.rollout_batch_size, num_processes, "processes")
     if args.num_train % args.batch_size:
         whole_batches = args.num_train // args.batch_size * args.batch_size or args.batch_size
         raise InputError(
-            f"{typed('num_train')} {args.num_train} is not whole batches of {args.batch_size}; "
-            f"{flag('num_train')} {whole_batches} is"
+            f"num_train {args.num_train} is not whole batches of {args.batch_size}; --num_train {whole_batches} is"
         )
     # [D36] Samples come in whole rollout batches: 256 asked for and batches of 512 give 512.
     #       train_reward.py#L197-L199
@@ -899,74 +1393,708 @@ def reward_sizes(args: Args, num_processes: int) -> RewardSizes:
     )
 
 
-def load_pretrained(
-    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
-) -> PreTrainedModel:
-    """A pretrained model such as GPT-2 or Pythia, from safetensors, without dropout."""
-    with pretrained.model_errors(base_model) as (path, revision):
-        config = pretrained.read_config(path, revision, trust_remote_code, auto_class=auto_class)
-        our_values = {}
-        for name, value in vars(config).items():
-            # [D18] Without dropout, sampler and training pass agree, and every ratio starts at 1.   policy.py#L48
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                our_values[name] = 0.0
-            # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon
-            #       1e-5.   language/model.py#L14-L73
-            #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
-            if value == "gelu_new":
-                our_values[name] = "gelu_pytorch_tanh"
-        their_values = {name: getattr(config, name) for name in our_values}
-        vars(config).update(our_values)
-        model, loading = auto_class.from_pretrained(
-            path,
-            revision=revision,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # checked_model names them
-            adapter_kwargs=pretrained.NO_ADAPTER,
+def split_evenly(name: str, value: int, parts: int, what: str) -> int:
+    """value / parts, if that is exact. what: what the parts are, for the message."""
+    if value % parts:
+        raise InputError(
+            f"{name} {value} does not divide by {parts} ({what}); {math.ceil(value / parts) * parts} does"
         )
-        # [D66] The embedding of the token that the configuration names as padding learns like any other.
-        model.get_input_embeddings().padding_idx = None
-        # The model is saved with the values that it came with.
-        return pretrained.checked_model(model, loading, their_values)
+    return value // parts
 
 
-def load_models(
-    args: Args, ids: TaskIds, labels: label_files.Labels, device: torch.device
-) -> tuple[RewardModel, PreTrainedModel]:
+# ---- Plumbing: models and tokenizers ---------------------------------------------------------------------------
+
+PAD_TOKEN = "<|ppo_rlhf_pad|>"  # of the tokenizers that are saved with reward models
+
+
+def find(name: str) -> Path | None:
+    """The folder that a name means: one in the current folder, or that of a world; None: the name is on the hub.
+
+    Worlds are next to this script, in the package, and, where they were fetched, in $PPO_RLHF_CACHE or
+    ~/.cache/ppo_rlhf. So arguments keep their names, and a run can be moved.
+    """
+    package = importlib.util.find_spec("ppo_rlhf")
+    cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
+    places = [Path(), Path(__file__).with_name("worlds") / "data", cache]
+    if package and package.origin:
+        places.append(Path(package.origin).with_name("worlds") / "data")
+    return next((place / name for place in places if name and (place / name).is_dir()), None)
+
+
+@contextlib.contextmanager
+def model_errors(base_model: str) -> Iterator[str]:
+    """Yields the folder of a model, or its name on the hub; what goes wrong in the block becomes one line."""
+    folder = find(base_model)
+    if folder and not (folder / "config.json").is_file():
+        folder = folder / "model"  # of a world
+    with input_errors(
+        f"--base_model {base_model} cannot be loaded from safetensors; give a folder, a name on the hub, or tales "
+        f"(python ppo_rlhf/worlds/reviews.py fetches smollm2-135m)"
+    ):
+        yield str(folder or base_model)
+
+
+def load_tokenizer(base_model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    with model_errors(base_model) as path:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
+            raise InputError(f"{base_model} has no tokenizer")
+        return tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One above a tokenizer's largest id, which is its length unless its ids have holes; also our padding id.
+
+    An id in a hole may be sampled, like any row of the output layer that has no text, and is decoded as nothing.
+    PAD_TOKEN, which has the padding id, doesn't count.
+    """
+    return max(token for text, token in tokenizer.get_vocab().items() if text != PAD_TOKEN) + 1
+
+
+def one_token(tokenizer: PreTrainedTokenizerBase, text: str | None, name: str) -> int | None:
+    """The id of a text that must be exactly one token; None for None."""
+    if text is None:
+        return None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise InputError(f"--{name} {text!r} is {len(ids)} tokens ({ids}); it must be exactly one")
+    return ids[0]
+
+
+def load_models(args: Args, device: torch.device) -> tuple[RewardModel, PreTrainedModel]:
     """The reward model before it learns, and the pretrained model, which never changes."""
-    dtype = pretrained.dtype_of_weights(args, frozen=False)
+    dtype = torch.float64 if args.dtype == "float64" else torch.float32
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
-    longest = max(ids.context_length + args.task.response_length, int(labels.lengths(ids.pad).max()))
-    pretrained.check_model(language_model, args.base_model, longest, ids.pad, read_tokens)
-    # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
-    torch.manual_seed(args.seed)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)
-    if args.gradient_checkpointing:
-        layers.checkpoint_layers(lm_backbone)
-    reward_model = RewardModel(lm_backbone, low_precision=args.dtype == "bfloat16")
+    # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
+    torch.manual_seed(args.seed)
+    reward_model = RewardModel(lm_backbone)
     return reward_model.to(device, dtype), language_model.requires_grad_(False)
 
 
+def load_pretrained(
+    base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """A pretrained model such as GPT-2 or Pythia, from safetensors."""
+    with model_errors(base_model) as path:
+        if auto_class is AutoModelForCausalLM and Path(path, "reward_head.safetensors").is_file():
+            raise InputError(f"--base_model {base_model} is a reward model, not a language model")
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
+        #       language/model.py#L14-L73
+        #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
+        if getattr(config, "final_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):
+            raise InputError(f"--base_model {base_model} caps its logits (Gemma 2), which is not supported")
+        activation = getattr(config, "activation_function", None)
+        if activation == "gelu_new":
+            config.activation_function = "gelu_pytorch_tanh"
+        # [D18] Dropout is off, as from_pretrained leaves it. So the sampler and the training pass agree, and every
+        #       ratio starts at 1.   policy.py#L48
+        model, loading = auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        if loading["missing_keys"]:
+            raise InputError(f"the weights of {base_model} lack {min(loading['missing_keys'])}")
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise InputError(f"{base_model} has adapters; merge them and save the model")
+        if activation:
+            model.config.activation_function = activation  # the model is saved with the one that it came with
+        # [D66] The embedding of the token that the configuration names as padding learns like any other.
+        model.get_input_embeddings().padding_idx = None
+        return model
+
+
+def prepare(lm_backbone: PreTrainedModel, args: Args) -> None:
+    """Let the network compute as the arguments say: matrix products in bfloat16, checkpointed layers."""
+    network = lm_backbone.base_model
+    if args.gradient_checkpointing:
+        for layer in network.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = partial(forward_twice, layer.forward)
+    if args.dtype == "bfloat16":
+        network.forward = torch.autocast(network.device.type, torch.bfloat16)(network.forward)
+
+
+def forward_twice(forward: Callable, *inputs: Any, **options: Any) -> Any:
+    """Keep only the inputs of a layer, and compute the rest again in the backward pass."""
+    # The library does it in train mode alone, and then refuses the cache that sampling needs.
+    if torch.is_grad_enabled():
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    return forward(*inputs, **options)
+
+
+@torch.no_grad()
+def check_model(lm_backbone: PreTrainedModel, base_model: str, length: int, pad_id: int) -> None:
+    """Raise an InputError unless the model reads `length` tokens our way, with padding anywhere, as without it."""
+    what = f"--base_model {base_model}"
+    longest = getattr(lm_backbone.config, "max_position_embeddings", None) or length
+    if length > longest:
+        raise InputError(
+            f"{what} reads at most {longest} tokens, but query and response are {length}; shorten "
+            f"--task.query_length or --task.response_length"
+        )
+    if (rows := lm_backbone.get_input_embeddings().num_embeddings) < pad_id:
+        raise InputError(f"{what} has an embedding of {rows} rows for a tokenizer of {pad_id}")
+    tokens = (torch.arange(length, device=lm_backbone.device) % pad_id).unsqueeze(0)  # (1, length)
+    between = torch.cat([tokens[:, : length // 2], tokens.new_full((1, 3), pad_id), tokens[:, length // 2 :]], dim=1)
+    with input_errors(f"{what} cannot be read with an attention mask of 4 dimensions"):
+        expected = lm_backbone(input_ids=tokens).logits[..., :pad_id]  # (1, length, vocab_size)
+        if not expected.isfinite().all():
+            raise InputError(f"{what}: its logits are not finite")
+        for row in (tokens, between):
+            hidden_states = read_tokens(lm_backbone, row, pad_id, slice(None))[row != pad_id]
+            logits = scaled_logits(lm_backbone, hidden_states, pad_id, temperature=1.0)
+            difference = (logits - expected[0]).square().mean(1).sqrt()  # (length,)
+            if (difference > 1e-3 * expected[0].std(1, correction=0)).any():
+                raise InputError(
+                    f"{what} gives other logits when its tokens are read with padding between them: models with a "
+                    f"recurrent state (Mamba), distances of columns (ALiBi) or a scale of the logits are not "
+                    f"supported, nor is a window shorter than query and response"
+                )
+
+
+FINAL_NORM_BIASES = ("ln_f.bias", "final_layer_norm.bias", "norm.bias")  # GPT-2; GPT-NeoX; others
+
+
+@torch.no_grad()
 def save_reward_model(
-    folder: Path, reward_model: RewardModel, tokenizer: PreTrainedTokenizerBase, args: Args, weights: bool = True
+    folder: Path,
+    reward_model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    info: dict[str, Any],
+    trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> None:
-    """Save as an ordinary sequence-classification model that gives the same scores; the weights only if asked for."""
-    info = {
-        "kind": "reward model",
-        "base_model": args.base_model,
-        "label_dataset": args.label_dataset,
-        "vocab_size": vocabulary_size(tokenizer),
-        "task": dataclasses.asdict(args.task),
-    }
-    reward_model_files.save_reward_model(
-        folder, reward_model, tokenizer, info, trust_remote_code=args.trust_remote_code, weights=weights
-    )
+    """Save as an ordinary sequence-classification model that gives the same scores, gain and bias included.
+
+    The score of such a model is linear in the final hidden state and has no constant. So the gain goes into the
+    weight w of the score, and the constant c into the bias of the final layer norm, along w: w (h + c w / |w|^2)
+    = w h + c. Where that norm has no bias, c is in the configuration as `score_constant` and must be added.
+    `reward_head.safetensors` keeps what this changed, so that it can be loaded bit for bit.
+
+    info: for ppo_rlhf.json. weights: False saves all but the weights.
+    """
+    backbone, head = reward_model.lm_backbone.base_model, reward_model.reward_head
+    # Some models refuse a padding id beyond their embedding, so it is set once the embedding has a row for it.
+    config = type(backbone.config).from_dict(backbone.config.to_dict() | {"pad_token_id": None})
+    config.num_labels, config.score_constant = 1, 0.0
+    with contextlib.nullcontext() if weights else torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(
+            config, dtype=head.weight.dtype, trust_remote_code=trust_remote_code
+        )
+    kept = {}
+    if weights:
+        # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
+        kept = {name: x for name, x in reward_model.state_dict().items() if not name.startswith("lm_backbone.")}
+        state = backbone.state_dict()
+        weight = reward_model.gain * head.weight  # (1, width)
+        constant = (reward_model.gain * head.bias + reward_model.bias).item()
+        classifier.to(weight.device).base_model.load_state_dict(state)
+        classifier.score.weight.copy_(weight)
+        if norm_bias := next((name for name in FINAL_NORM_BIASES if name in state), None):
+            kept[f"lm_backbone.{norm_bias}"] = state[norm_bias].clone()
+            classifier.base_model.state_dict()[norm_bias].add_(constant * weight[0] / (weight**2).sum())
+        else:
+            classifier.config.score_constant = constant
+    pad_id = vocabulary_size(tokenizer)
+    rows = classifier.get_input_embeddings().num_embeddings
+    if rows <= pad_id:
+        classifier.resize_token_embeddings(pad_id + 1, mean_resizing=False)
+        classifier.get_input_embeddings().weight[rows:] = 0.0
+    classifier.config.pad_token_id = pad_id
+    classifier.save_pretrained(folder, state_dict=None if weights else {})
+    with_padding(tokenizer, pad_id).save_pretrained(folder)
+    save_file(kept, folder / "reward_head.safetensors")
+    write_json(folder / "ppo_rlhf.json", info)
+
+
+def with_padding(tokenizer: PreTrainedTokenizerBase, pad_id: int) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer that pads texts on the right with our padding id, or refuses to pad.
+
+    A sequence classifier reads the score at the last token that isn't the padding id of its configuration. If its
+    tokenizer padded with another id, such as the end of text, the score would be that of a padding token.
+    """
+    padding = copy.deepcopy(tokenizer)
+    padding.padding_side = "right"
+    padding.add_special_tokens({"pad_token": PAD_TOKEN})
+    if padding.pad_token_id != pad_id:  # the ids have a hole, and the new token is in it
+        padding = copy.deepcopy(tokenizer)
+        padding.pad_token = None
+    return padding
+
+
+# ---- Plumbing: texts -------------------------------------------------------------------------------------------
+
+HELD_OUT = 50  # where a source has no texts for tests, PPO never sees every 50th text [X12]
+BOOK_ROWS = 16
+
+
+def load_texts(query_dataset: str, split: str, column: str = "text") -> Sequence[str]:
+    """The texts that queries come from, in the order of their source. split: train or test. column: key of the texts.
+
+    <file>.txt             one text per line; .txt, .json and .jsonl may be compressed: stories.txt.xz
+    <file>.jsonl, .json    one string or object per line, or an array of them
+    <file>.parquet, .csv   rows, as the library `datasets` reads them
+    <owner>/<name>         rows of a data set on the hub, or <owner>/<name>:<configuration>
+    <folder>, tales, ...   stories.txt in a folder or world, and perhaps stories_test.txt
+    books, cnndm, tldr     the original's sources on the hub
+    """
+    # The name says where the texts come from.   datasets/books.py#L7-L17
+    with input_errors(
+        f"--task.query_dataset {query_dataset} cannot be read; give a .txt, .jsonl, .json, .parquet or .csv file, a "
+        f"data set on the hub, or tales; python ppo_rlhf/worlds/reviews.py fetches reviews"
+    ):
+        if folder := find(query_dataset):
+            texts = read_texts(folder / "stories.txt", column)
+            if list(folder.glob("stories_test.txt*")):
+                return texts if split == "train" else read_texts(folder / "stories_test.txt", column)
+        elif query_dataset == "books":
+            # The original's file is lost. This copy of BookCorpus has a sentence in each row, with spaces around
+            # punctuation and in lower case.
+            files = hub_files("rojagtap/bookcorpus", "books_large_p?.txt")
+            rows = load_dataset("text", data_files=files, split="train")["text"]
+            texts = CleanTexts(rows, join_book_rows, BOOK_ROWS)
+        elif query_dataset == "cnndm":
+            # The usual parquet files have single lines, which leave nothing to end queries at. So they only say which
+            # of the raw stories belong to a split.
+            archives = hub_files("ccdv/cnn_dailymail", "*_stories.tgz")
+            ids = hub_files("abisee/cnn_dailymail", f"3.0.0/{split}-*.parquet")
+            rows = Dataset.from_generator(raw_stories, gen_kwargs={"archives": archives, "ids": ids})["text"]
+            return CleanTexts(rows, clean_cnndm)
+        elif query_dataset == "tldr":
+            files = hub_files(OPENAI_DATA, f"tldr/{'valid' if split == 'test' else split}-subset.json")
+            rows = Dataset.from_generator(raw_posts, gen_kwargs={"files": files})["text"]
+            return CleanTexts(rows, clean_tldr)
+        elif re.search(r"[.](txt|jsonl|json)([.]xz)?$", query_dataset):
+            texts = read_texts(Path(query_dataset), column)
+        else:
+            name, _, configuration = query_dataset.partition(":")
+            kind = Path(query_dataset).suffix[1:]
+            if kind in ("parquet", "csv"):
+                found = load_dataset(kind, data_files=query_dataset)
+            else:
+                found = load_dataset(name, configuration or None)
+            rows = found[split if split in found else "train"]
+            texts = [text_of(row, column) for row in rows]
+            if "test" in found:
+                return texts
+    places = range(HELD_OUT - 1, len(texts), HELD_OUT)
+    return Subset(texts, [i for i in range(len(texts)) if (i in places) == (split == "test")])
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or of <name>.xz, its compressed copy, if that is there."""
+    packed = path if path.suffix == ".xz" else path.with_name(f"{path.name}.xz")
+    if packed.is_file():
+        return lzma.decompress(packed.read_bytes()).decode()
+    return path.read_text(encoding="utf-8-sig")
+
+
+def read_texts(path: Path, column: str) -> list[str]:
+    """The texts of a .txt, .jsonl or .json file."""
+    content = read_text(path)
+    lines = [line for line in content.split("\n") if line.strip()]
+    if ".jsonl" in path.suffixes:
+        rows = map(json.loads, lines)
+    elif ".json" in path.suffixes:
+        rows = json.loads(content)
+    else:
+        rows = lines
+    texts = [text_of(row, column) for row in rows]
+    return [text for text in texts if text.strip()]
+
+
+def text_of(row: Any, column: str) -> str:
+    """A row that is a text, or the text under a key of it, with dots for nested ones."""
+    if not isinstance(row, str):
+        for key in [column] if column in row else column.split("."):
+            row = row[key]
+    if not isinstance(row, str):
+        raise InputError(f"--task.query_column {column}: there must be texts, not {str(row)[:60]!r}")
+    row.encode()  # half a character, which no tokenizer accepts, is a ValueError
+    return row
+
+
+OPENAI_DATA = "vwxyzjn/lm-human-preferences"  # a copy on the hub of OpenAI's labels and Reddit posts
+
+
+def hub_files(repository: str, *patterns: str) -> list[str]:
+    """The paths of files of a data set on the hub, once they are downloaded. Raises an OSError if there are none."""
+    folder = Path(snapshot_download(repository, repo_type="dataset", allow_patterns=list(patterns)))
+    found = sorted(str(path) for pattern in patterns for path in folder.glob(pattern))
+    if not found:
+        raise FileNotFoundError(f"the hub's {repository} has no {' or '.join(patterns)}")
+    return found
+
+
+@dataclass(frozen=True)
+class CleanTexts(Sequence):
+    """Texts that are cleaned when they are read, each from so many rows of a column on disk."""
+
+    column: Sequence[str]
+    clean: Callable
+    rows: int = 1
+
+    def __len__(self) -> int:
+        return len(self.column) // self.rows
+
+    def __getitem__(self, index: int) -> str:
+        return self.clean(*self.column[index * self.rows : (index + 1) * self.rows])
+
+
+def raw_stories(archives: list[str], ids: list[str]) -> Iterator[dict[str, str]]:
+    """The stories whose ids, the names of files, parquet files list; in the order of the archives."""
+    wanted = set(load_dataset("parquet", data_files=ids, split="train")["id"])
+    for archive in archives:
+        with tarfile.open(archive) as members:
+            for member in members:
+                if PurePosixPath(member.name).stem in wanted and (story := members.extractfile(member)):
+                    yield {"text": story.read().decode()}
+
+
+def raw_posts(files: list[str]) -> Iterator[dict[str, str]]:
+    """The texts of OpenAI's Reddit posts. Lone surrogates, which no table can hold, become U+FFFD."""
+    for path in files:
+        for row in json.loads(Path(path).read_text(encoding="utf-8")):
+            yield {"text": ftfy.fixes.fix_surrogates(row["content"])}
+
+
+def join_book_rows(*rows: str) -> str:
+    """Rows of BookCorpus, sentences with spaces around punctuation, as a passage of ordinary text."""
+    text = " ".join(row.strip() for row in rows).replace("`` ", '"').replace(" ''", '"')
+    text = re.sub(r" ([.,;:!?%)\]]|n't\b|'(?:s|m|d|re|ve|ll)\b)", r"\1", text)
+    return re.sub(r"([(\[$]) ", r"\1", text)
+
+
+def clean_cnndm(text: str) -> str:
+    """A CNN/Daily Mail story without bylines, datelines, update notices and highlights."""
+    # The rules apply in the original's order.   datasets/cnndm.py#L70-L103
+    if text.startswith("By"):
+        text = "\n".join(text.split("\n")[2:])
+    text = re.sub(r"(?s).*\(CNN\) +--", "", text)
+    text = text[:100].rpartition("(CNN)")[2] + text[100:]
+    text = re.sub(r"^and \w+\n", "", text)
+    text = re.sub(r"(?s).*UPDATED:\s+\d\d:\d\d[^\n]*201\d", "", text)
+    text = clean_tldr(re.sub("[\u2018\u2019]", "'", text).strip())
+    return text.split("@highlight")[0].strip()
+
+
+def clean_tldr(text: str) -> str:
+    """A text without broken characters, and with at most one empty line in a row."""
+    # Fix characters and line breaks, and strip space at both ends.   datasets/tldr.py#L24-L29
+    return re.sub(r"\n{3,}", "\n\n", ftfy.fix_text(text)).strip()
+
+
+# ---- Plumbing: the folder of a run, its logs and checkpoints ---------------------------------------------------
+
+KEPT = 2  # the newest checkpoints; if the last is damaged, the one before it is there
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file under a temporary name, then rename it: a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    temporary.replace(path)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    with input_errors(f"{folder} is not the folder of a run"):
+        return json.loads((folder / "meta.json").read_text())
+
+
+def commit() -> str:
+    """The commit of this project's checkout, marked when files differ from it; empty outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return ""
+
+
+class Run:
+    """The folder of a run, runs/<exp_name>__<preset>__<seed>__<time>. The main process writes
+
+    meta.json           arguments, derived sizes, commit, versions, device, wall time, results
+    metrics.csv         one row per step, all metrics; TensorBoard event files hold the same
+    samples.jsonl       the samples that were printed
+    checkpoints/<step>  everything needed to resume
+    """
+
+    def __init__(
+        self, args: Args, accelerator: Accelerator, sizes: dict[str, int], timestamp: int | None = None
+    ) -> None:
+        """Nothing is written before open_logs. timestamp: for the name; None: the time."""
+        self.args = args
+        self.accelerator = accelerator
+        self.is_main = accelerator.is_main_process
+        if not (args.resume or timestamp):
+            timestamp = int(time.time())
+            while list(Path("runs").glob(f"*__{timestamp}")):  # it names another run
+                timestamp += 1
+            (timestamp,) = broadcast_object_list([timestamp])
+        name = f"{args.exp_name}__{args.preset}__{args.seed}__{timestamp}"
+        self.folder = Path(args.resume or f"runs/{name}").absolute()
+        self.models = self.folder.parents[1] / "models" / self.folder.name
+        self.csv_size = 0  # bytes of metrics.csv
+        self.signals: list[int] = []
+        previous = read_meta(self.folder) if args.resume else {}
+        self.started = time.monotonic() - previous.get("wall_time", 0.0)
+        gpu = accelerator.device.type == "cuda"
+        # The arguments are next to the results of the run.   train_policy.py#L422-L436
+        self.meta = {
+            "name": self.folder.name,
+            "script": type(args).exp_name,  # by default, experiments have the names of scripts
+            "args": dataclasses.asdict(args),
+            "sizes": sizes,
+            "num_processes": accelerator.num_processes,
+            "threads": torch.get_num_threads(),
+            "device": f"{accelerator.device.type}: {torch.cuda.get_device_name() if gpu else platform.machine()}",
+            "commit": commit(),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "accelerate": accelerate.__version__,
+            },
+            "wandb_id": previous.get("wandb_id") or secrets.token_hex(4),  # a resumed run goes on under it
+            "finished": False,
+            "results": {},
+        }
+
+    def seconds(self) -> float:
+        """Wall time of the run so far, with the time before it was resumed."""
+        return time.monotonic() - self.started
+
+    def save_meta(self, **changes: Any) -> None:
+        if self.is_main:
+            self.meta |= changes | {"wall_time": round(self.seconds(), 1)}
+            write_json(self.folder / "meta.json", self.meta)
+
+    def try_to_save(self, save: Callable[[Path], None]) -> None:
+        """Save what the run will save at its end, but for the weights, to a folder that is thrown away."""
+        if self.is_main:
+            with tempfile.TemporaryDirectory() as folder, input_errors("what would be trained could not be saved"):
+                save(Path(folder))
+
+    def open_logs(self, first_step: int, config: dict[str, Any]) -> None:
+        """Make the folder, and open the logs; drop what a run that was cut off had logged at first_step and later.
+
+        config: what the tracker gets in addition to the arguments.
+        """
+        # A signal to stop, which clusters send before they take a machine away, waits for the next checkpoint.
+        signal.signal(signal.SIGTERM, lambda number, frame: self.signals.append(number))
+        if not self.is_main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
+        if first_step:
+            self.cut_logs(first_step)
+        else:
+            for name in ("metrics.csv", "samples.jsonl"):
+                (self.folder / name).write_text("")
+        self.csv_size = (self.folder / "metrics.csv").stat().st_size
+        self.save_meta()
+        print(f"run {self.folder}", *(f"{name} {value}" for name, value in self.meta["sizes"].items()), sep="   ")
+        # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
+        # TensorBoard forgets what the run that was cut off had logged at the step purge_step and later.
+        trackers = [TensorBoardTracker("", self.folder, purge_step=first_step)]
+        if self.args.track:
+            trackers.append(self.tracker(self.meta["args"] | config | {"commit": self.meta["commit"]}))
+        self.accelerator.log_with = trackers
+        self.accelerator.init_trackers("")
+
+    def cut_logs(self, first_step: int) -> None:
+        """Keep what metrics.csv and samples.jsonl say of the steps before first_step."""
+        with input_errors(f"{self.folder}: metrics.csv or samples.jsonl is damaged"):
+            # kill -9 may have cut off the last line.
+            kept = {}
+            for name in ("metrics.csv", "samples.jsonl"):
+                lines = (self.folder / name).read_text().splitlines(keepends=True)
+                kept[name] = [line for line in lines if line.endswith("\n")]
+            header, *rows = kept["metrics.csv"]
+            rows = [row for row in rows if int(row.split(",")[0]) < first_step]
+            samples = [line for line in kept["samples.jsonl"] if json.loads(line)["step"] < first_step]
+            if [int(row.split(",")[0]) for row in rows] != list(range(first_step)):
+                raise ValueError(f"it holds {len(rows)} of the {first_step} steps before the checkpoint")
+        (self.folder / "metrics.csv").write_text("".join([header, *rows]))
+        (self.folder / "samples.jsonl").write_text("".join(samples))
+
+    def tracker(self, config: dict[str, Any]) -> GeneralTracker:
+        """Weights & Biases or Trackio, as the arguments say."""
+        project, name = self.args.wandb_project_name, self.folder.name
+        if self.args.tracker == "trackio":
+            return TrackioTracker(project, name=name, config=config, resume="allow")
+        return WandBTracker(
+            project,
+            entity=self.args.wandb_entity,
+            name=name,
+            id=self.meta["wandb_id"],
+            resume="allow",
+            config=config,
+            dir=str(self.folder),
+            # A remote's address may hold a token. WANDB_SAVE_CODE would save code all the same.
+            settings={"disable_code": True, "disable_git": True, "save_code": False},
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one row of metrics. step: 0-based."""
+        if self.is_main:
+            with (self.folder / "metrics.csv").open("a", newline="") as file:
+                if file.tell() != self.csv_size:
+                    raise InputError(f"{self.folder}: another process writes to this run")
+                writer = csv.writer(file, lineterminator="\n")
+                if not self.csv_size:
+                    writer.writerow(["step", *metrics])
+                writer.writerow([step, *metrics.values()])
+            self.csv_size = (self.folder / "metrics.csv").stat().st_size
+            self.accelerator.log(metrics, step=step)
+
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Print rows with texts and numbers, and append them to samples.jsonl."""
+        if self.is_main:
+            with (self.folder / "samples.jsonl").open("a") as file:
+                file.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+            print(f"\nstep {step}")
+            for row in rows:
+                print(*(f"{name}: {as_cell(value)}" for name, value in row.items()), sep="   ")
+            for tracker in self.accelerator.trackers:
+                if hasattr(tracker, "log_table"):
+                    tracker.log_table("samples", list(rows[0]), [list(row.values()) for row in rows], step=step)
+
+    def told_to_stop(self) -> bool:
+        """Whether one of the processes has got a signal to stop. All processes must call this."""
+        return any(gather_object([bool(self.signals)]))
+
+    def finish(self, part: str, **results: Any) -> None:
+        """Record the results, upload models/<run>/<part> if that is asked for, and close the logs."""
+        if self.is_main:
+            self.save_meta(finished=True, results=results)
+            numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
+            steps = sum(1 for _ in (self.folder / "metrics.csv").open()) - 1
+            if self.args.upload_model:
+                upload_model(self.models / part, self.args, self.accelerator)
+            self.accelerator.log(numbers, step=steps)
+            for tracker in self.accelerator.trackers:  # end_training would also part the processes
+                tracker.finish()
+            print(f"finished {self.folder}; what it trained is in {self.models / part}")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.accelerator.wait_for_everyone()
+
+    # ---- Checkpoints: trained weights and Adam's moments in safetensors, the rest in JSON ----
+
+    def save_checkpoint(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Write checkpoints/<step>; keep the newest two. state: what resumes besides, with the number of steps made.
+
+        It gets its name when it is complete and on disk, so that kill -9 never leaves half of one.
+        """
+        # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
+        if not self.is_main:
+            return
+        tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        for index, moments in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
+        tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise InputError(f"{broken[0]} is not finite after step {state['step']}; nothing more is saved")
+        folder = self.folder / "checkpoints"
+        temporary = folder / "new.tmp"
+        with input_errors(f"the checkpoint of step {state['step']} cannot be written; those before it are kept"):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            save_file(tensors, temporary / "tensors.safetensors")
+            write_json(temporary / "state.json", state | {"sha256": checksum(temporary, state)})
+            for file in temporary.iterdir():
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            shutil.rmtree(folder / str(state["step"]), ignore_errors=True)
+            temporary.rename(folder / str(state["step"]))
+        for old in self.checkpoints()[:-KEPT]:
+            shutil.rmtree(old)
+        self.save_meta()
+
+    def checkpoints(self) -> list[Path]:
+        """The folders of the checkpoints, in their order."""
+        found = [path for path in (self.folder / "checkpoints").glob("*") if path.name.isdecimal()]
+        return sorted(found, key=lambda path: int(path.name))
+
+    @torch.no_grad()
+    def resume(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], total: int
+    ) -> dict[str, Any]:
+        """Continue from the newest checkpoint, if there is one: its state, or else the given one. total: steps."""
+        if not self.args.resume or not self.checkpoints():
+            return state
+        folder = self.checkpoints()[-1]
+        with input_errors(f"{folder} is damaged; remove it to resume from the one before"):
+            state = json.loads((folder / "state.json").read_text())
+            if state.pop("sha256") != checksum(folder, state):
+                raise ValueError("its files are not what was written")
+            tensors = load_file(folder / "tensors.safetensors")
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(tensors[f"model.{name}"])
+            adam = optimizer.state_dict()
+            for name, tensor in tensors.items():
+                if name.startswith("optimizer."):
+                    _, index, moment = name.split(".")
+                    adam["state"].setdefault(int(index), {})[moment] = tensor
+            for group in adam["param_groups"]:
+                if "steps" in group:  # an AdamTensorFlowStyle counts them
+                    group["steps"] = int(adam["state"][group["params"][0]]["step"])
+            optimizer.load_state_dict(adam)
+        if state["step"] > total:
+            raise InputError(f"the run has made {state['step']} steps, more than the {total} of its arguments")
+        return state
+
+
+def checksum(folder: Path, state: dict[str, Any]) -> str:
+    """Of a checkpoint's tensors and its state."""
+    with (folder / "tensors.safetensors").open("rb") as tensors:
+        digest = hashlib.file_digest(tensors, "sha256")
+    digest.update(json.dumps(state).encode())
+    return digest.hexdigest()
+
+
+def as_cell(value: Any) -> str:
+    """A value for the terminal: numbers with two digits, texts quoted."""
+    return f"{value:+.2f}" if isinstance(value, float) else repr(value)
+
+
+def upload_model(folder: Path, args: Args, accelerator: Accelerator) -> None:
+    """Push a model's folder to the Hugging Face hub, with a card that links to the tracked run."""
+    name = folder.parent.name
+    wandb_runs = [tracker.run for tracker in accelerator.trackers if tracker.name == "wandb"]
+    links = [f"[How it was trained]({run.url})\n" for run in wandb_runs if run.url]  # an offline run has none
+    card = ["---\nlibrary_name: transformers\ntags: [ppo_rlhf]\n---\n\n", f"# {name}\n\nTrained by ppo_rlhf. "]
+    card += ["`ppo_rlhf.json` next to the weights names base model and task.\n\n", *links]
+    (folder / "README.md").write_text("".join(card))
+    with input_errors(f"{folder} is saved, but could not be pushed to the hub"):
+        repository = HfApi().create_repo(
+            f"{args.hf_entity}/{name}".lstrip("/"), exist_ok=True, private=args.hf_private or None
+        )
+        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
+        print(f"uploaded to {repository}")
+
+
+def run_script(main: Callable[[], Any]) -> None:
+    """Run main(); what the user can fix ends in one line and status 2."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        main()
+    except (InputError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))
+    run_script(lambda: train(parse_args(PRESETS, description=__doc__)))

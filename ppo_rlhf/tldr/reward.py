@@ -179,10 +179,16 @@ class RewardModel(models.MixedPrecision, train_reward.RewardModel):
     """A reward model whose gain and bias do not learn: the gain stays 1, and step 3 sets the bias."""
 
     def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
-        super().__init__(lm_backbone, low_precision=low_precision)
+        super().__init__(lm_backbone)
+        self.low_precision = low_precision
         # The class is that of chapter 1, where gain and bias learn.
         self.gain.requires_grad_(False)
         self.bias.requires_grad_(False)
+
+    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
+        """Scores (batch,) of query_responses (batch, sequence_length)."""
+        with self.autocast():
+            return super().forward(query_responses, pad_id)
 
 
 def pairs_update(
