@@ -16,9 +16,8 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 import contextlib
 import dataclasses
 import itertools
-import math
+import json
 import re
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import train_policy
+from ppo_rlhf import train_both, train_policy
 from ppo_rlhf.lib import chat_templates, command_line, errors, files, pretrained, processes, rewards, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.errors import InputError
@@ -87,8 +86,7 @@ def read_queries(
     if isinstance(task, train_policy.TaskArgs):
         rows = [chat_templates.encode_text(tokenizer, prompt)[: task.query_length] for prompt in prompts]
         if not prompts:
-            stream = train_policy.QueryStream(task, tokenizer, split="test")
-            rows = without_padding(stream.first(n, ids.pad), ids.pad)
+            rows = train_both.held_out_queries(task, tokenizer, n)
         return [Query(context=[*ids.prefix, *row, *ids.suffix], tokens=row) for row in rows]
     if isinstance(task, posts.TaskArgs):
         encoder = posts.Encoder(tokenizer, ids)
@@ -141,8 +139,12 @@ class Comparison:
             argument = "--task_of" if args.task_of else "--policy"
             raise InputError(f"{argument} {folder} is a {info['kind']}, not a policy that was trained here")
         self.chapter = next((chapter for field, chapter in CHAPTERS.items() if field in info["task"]), train_policy)
-        with errors.input_errors(f"{folder / 'ppo_rlhf.json'} was damaged", InputError):
-            task = command_line.from_dict(self.chapter.TaskArgs, info["task"])
+        file = folder / "ppo_rlhf.json"
+        if self.chapter is train_policy:
+            task = train_policy.from_json(train_policy.TaskArgs, json.dumps(info["task"]), f"{file} was damaged: ")
+        else:
+            with errors.input_errors(f"{file} was damaged", InputError):
+                task = command_line.from_dict(self.chapter.TaskArgs, info["task"])
         evaluated = [task.problems, task.test_problems] if info["function"] == "reasoning_gym" else []
         runs_code = any(map(problem_rows.evaluates_text, evaluated))
         runs_code = runs_code or not rewards.keeps_nothing(info["function"], info["monitor"])
@@ -176,10 +178,12 @@ class Comparison:
             self.scorers["score"] = self.score_of_texts(info["function"], "rewards.function")
         elif args.reward_model or (Path(reward_model) / "reward_head.safetensors").is_file():
             shaping = dataclasses.replace(saved.rewards, trained_model=reward_model)
-            with errors.typed_as({"rewards.trained_model": "reward_model"}):
+            try:
                 self.scorers["score"] = self.score_of_model(
                     dataclasses.replace(saved, base_model=args.policy, rewards=shaping)
                 )
+            except InputError as error:
+                raise InputError(str(error).replace("--rewards.trained_model", "--reward_model")) from error
         else:
             errors.say(
                 f"the texts get no scores: {reward_model} is no reward model of ours; --reward_model names another"
@@ -191,13 +195,17 @@ class Comparison:
 
     def score_of_texts(self, name: str, field: str) -> Scorer:
         """Score with a function or a verifier. In chapter 3, a score is 1 if the solution is correct, and else 0."""
-        if self.chapter is problems:
+        if self.chapter is train_policy:
+            of_two = train_policy.import_function(name, field)
+        elif self.chapter is problems:
             function = rewards.load_verifier(name, field, partial(problems.response_start, self.task), trial=None)
         else:
             function = rewards.load_verifier(name, field)
 
         def score(queries: list[Query], responses: Tensor, texts: list[str]) -> list[float]:
             asked = [self.tokenizer.decode(query.tokens) for query in queries]
+            if self.chapter is train_policy:
+                return train_policy.call(of_two, asked, texts).tolist()
             references, rows = [query.reference for query in queries], [query.row for query in queries]
             values = function(asked, texts, references, rows)
             return [float(rewards.is_right(value, name)) for value in values] if self.chapter is problems else values
@@ -206,15 +214,13 @@ class Comparison:
 
     def score_of_model(self, args: train_policy.Args) -> Scorer:
         """Score with the reward model that args.rewards names."""
-        model = train_policy.load_reward(args, self.tokenizer, self.ids, self.device)
-        # In chapters 2 and 3, our reward models read the whole context.
-        whole = isinstance(model, train_policy.RewardModel) and self.chapter is not train_policy
+        model = train_policy.load_reward_model(args, self.tokenizer, self.device)
+        whole = self.chapter is not train_policy  # in chapters 2 and 3, our reward models read the whole context
 
         def score(queries: list[Query], responses: Tensor, texts: list[str]) -> list[float]:
             rows = [query.context if whole else query.tokens for query in queries]
             tokens = train_policy.padded(rows, self.pad_id).to(self.device)
-            scores = train_policy.score_responses(model, tokens, responses, pad_id=self.pad_id, rows=len(rows))
-            return scores.tolist()
+            return model(torch.cat([tokens, responses], dim=1), self.pad_id).tolist()
 
         return score
 
@@ -250,7 +256,7 @@ class Comparison:
             columns["reference"] = [query.reference for query in queries]
         for name, model in self.models.items():
             pretrained.check_size(model, f"the {name} model", length, self.pad_id)
-            responses, _, _ = train_policy.generate(
+            responses, _ = train_policy.generate(
                 model, contexts, noise, self.pad_id, self.pad_id, max(self.temperature, problems.GREEDY)
             )
             is_chapter_1 = self.chapter is train_policy
@@ -285,37 +291,6 @@ class Comparison:
 # ---- Print -----------------------------------------------------------------------------------------------------
 
 
-def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What training changed: a line for each number that both texts have, and for their share of distinct words.
-
-    Differences are paired, since both models continue the same queries with the same noise. The interval is 1.96
-    standard errors of the mean difference: it says how well these queries represent others, not other seeds.
-    """
-    names = [key.removeprefix("policy ") for key in rows[0] if key.startswith("policy ")]
-    pairs = {name: [(row[f"base {name}"], row[f"policy {name}"]) for row in rows] for name in names}
-    pairs["distinct words"] = [(distinct_words(row["base"]), distinct_words(row["policy"])) for row in rows]
-    lines = []
-    for name, numbers in pairs.items():
-        differences = [after - before for before, after in numbers]
-        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-        before, after = (statistics.fmean(side) for side in zip(*numbers, strict=True))
-        lines.append(
-            {"": name, "before": before, "after": after, "difference": after - before, "± 95 %": 1.96 * error}
-        )
-    return lines
-
-
-def distinct_words(text: str) -> float:
-    """The share of a text's words that it has not used before."""
-    words = text.lower().split()
-    return len(set(words)) / max(len(words), 1)
-
-
-def print_changes(rows: list[dict[str, Any]]) -> None:
-    run.print_table(f"{len(rows)} held-out queries, before and after", changes(rows), lines=False)
-    print(f"KL from the base model: {statistics.fmean(row['kl'] for row in rows):.2f} nats per response")
-
-
 def typed_queries() -> Iterator[str]:
     """Queries that somebody types, until an empty line or the end of the input."""
     with contextlib.suppress(EOFError):
@@ -337,7 +312,7 @@ def sample(args: Args) -> list[dict[str, Any]]:
         rows = comparison.rows(queries)
         run.print_pairs(f"{args.policy}, temperature {comparison.temperature}", rows[:SHOWN])
         if len(rows) > SHOWN:
-            print_changes(rows)
+            train_both.print_changes(rows)
     if args.out:
         Path(args.out).write_text(files.json_lines(map(files.without_nan, rows)))
     return rows

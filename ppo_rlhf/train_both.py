@@ -1,7 +1,10 @@
 """Train a reward model, then a policy against it: `train_reward.py` and `train_policy.py` in a row.
 
 Preset, seed, base model and task are given once. Every other argument of the two reaches them as --reward.*
-and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
+and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2. At the end, the language model and the trained
+policy continue queries that neither part has seen, and a few sentences say what happened.
+
+This file needs the two next to it, and nothing else of ours.
 
     python ppo_rlhf/train_both.py --preset tales                                          # no network, one CPU
     torchrun --nproc_per_node 2 ppo_rlhf/train_both.py --preset tales                     # two processes on a CPU
@@ -12,21 +15,38 @@ and --policy.*, for example --reward.lr 1e-4 --policy.ppo.noptepochs 2.
 Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
 """
 
+import argparse
+import contextlib
 import dataclasses
+import json
+import math
 import os
+import pkgutil
+import re
+import shutil
 import statistics
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ppo_rlhf import sample, train_policy, train_reward
-from ppo_rlhf.lib import command_line, errors, files, pretrained, run, several_stages
-from ppo_rlhf.lib.bounds import NonNegativeInt
-from ppo_rlhf.worlds import reviews, tales
+import torch
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from pydantic import NonNegativeInt
+
+if __package__:
+    from ppo_rlhf import train_policy, train_reward
+else:  # this file is run, and its neighbours are next to it
+    import train_policy
+    import train_reward
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
+class Args(train_policy.Arguments):
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     seed: NonNegativeInt = 1
@@ -45,6 +65,7 @@ class Args:
     """arguments of train_policy.py"""
 
 
+SHARED = ("preset", "seed", "base_model", "trust_remote_code", "resume", "task")  # by both parts
 PRESETS = {
     name: Args(
         preset=name,
@@ -58,57 +79,273 @@ PRESETS = {
 EVALUATION_QUERIES = 400
 
 
-def parse(argv: list[str]) -> Args:
-    return several_stages.parse(
-        PRESETS, argv, script="train_both.py", policy_script="train_policy.py", description=__doc__
-    )
+# ---- Train -----------------------------------------------------------------------------------------------------
 
 
 def train(args: Args) -> tuple[Path, Path]:
-    """Train both parts; return the folders of the reward model and of the policy, on every process."""
-    # Both have one task, and the policy one source of scores.   train_policy.py#L408-L417
-    stages = several_stages.Stages(args, "reward", "policy")
-    processes = stages.accelerator.num_processes
-    reward_args, policy_args = stages.args["reward"], stages.args["policy"]
-    # Whatever is wrong with the policy's arguments is said before the reward model is trained. All else that the
-    # policy needs, such as a base model that is long enough, the reward model needs too.
-    with several_stages.flags_of("reward", reward_args):
-        train_reward.reward_sizes(reward_args, processes)
-    with several_stages.flags_of("policy", policy_args):
-        train_policy.check_ppo_arguments(policy_args)
-        train_policy.ppo_sizes(policy_args.ppo, processes)
-    command_line.check_task(args.task)
-    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
-    with several_stages.flags_of("policy", policy_args):
-        train_policy.load_monitor(policy_args.rewards.monitor, tokenizer, pretrained.vocabulary_size(tokenizer))
-    train_policy.QueryStream(args.task, tokenizer, split="test")  # the report at the end needs such queries
+    """Train both parts; return the folders of the reward model and of the policy, on every process.
 
-    reward_folder = stages.train("reward", train_reward.train, reward_args)
+    Raises InputError, a ValueError, before the first part starts if anything is wrong with the arguments of either.
+    """
+    args = train_policy.checked(args)
+    with messages_of("policy", args.policy):
+        accelerator = train_policy.make_accelerator(args.policy.dtype)
+    # Both have one task, and the policy one source of scores.   train_policy.py#L408-L417
+    reward_args, policy_args = part_args(args, args.reward), part_args(args, args.policy)
+    check(args, reward_args, policy_args, accelerator)
+    timestamp = begin(args, accelerator)
+
+    reward_folder = train_part(train_reward, "reward", reward_args, timestamp, accelerator)
     rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder))
-    policy_folder = stages.train("policy", train_policy.train, dataclasses.replace(policy_args, rewards=rewards))
-    if stages.accelerator.is_main_process:
-        report(stages, reward_folder, policy_folder, args)
-    stages.accelerator.wait_for_everyone()
+    policy_args = dataclasses.replace(policy_args, rewards=rewards)
+    policy_folder = train_part(train_policy, "policy", policy_args, timestamp, accelerator)
+
+    rows = compare(policy_args, policy_folder, accelerator)
+    if accelerator.is_main_process:
+        runs = [folder.parents[2] / "runs" / folder.parent.name for folder in (reward_folder, policy_folder)]
+        file = runs[1] / "comparison.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print("\nHeld-out queries, continued by the language model and by the trained policy")
+        for row in rows[:4]:
+            print_row(row)
+        print_changes(rows)
+        print("", *summary(rows, *map(train_policy.read_meta, runs)), "", sep="\n")
+        print(f"samples     {os.path.relpath(file)}")
+        print(f"read more   python ppo_rlhf/sample.py --policy {os.path.relpath(policy_folder)}")
+        print("curves      python ppo_rlhf/report")
+    accelerator.wait_for_everyone()
     return reward_folder, policy_folder
 
 
-def report(stages: several_stages.Stages, reward_folder: Path, policy_folder: Path, args: Args) -> None:
-    """Let both models continue held-out queries, at most EVALUATION_QUERIES; say in plain words what happened."""
-    sampling = sample.Args(
-        policy=str(policy_folder), reward_model=str(reward_folder), trust_remote_code=args.trust_remote_code
-    )
-    comparison = sample.Comparison(sampling, trusted=True)  # its functions were named on the command line
-    rows = comparison.rows(comparison.queries(EVALUATION_QUERIES))
-    file = stages.folders["policy"] / "comparison.jsonl"
-    file.write_text(files.json_lines(map(files.without_nan, rows)))
-    sample.print_changes(rows)
-    stages.report(
-        "Held-out queries, continued by the language model and by the trained policy",
-        rows,
-        summary(rows, *(run.read_meta(folder) for folder in stages.folders.values())),
-        samples=os.path.relpath(file),
-        read_more=f"python ppo_rlhf/sample.py --policy {os.path.relpath(policy_folder)}",
-    )
+def begin(args: Args, accelerator: Accelerator) -> int:
+    """Choose the time stamp of both runs, and write a file by which --resume finds the arguments of both again.
+
+    If two runs are resumed, they have one.
+    """
+    if args.resume:
+        return int(Path(args.resume).name.rpartition("__")[2])
+    timestamp = int(time.time())
+    while list(Path("runs").glob(f"*__{timestamp}*")):  # it names another run
+        timestamp += 1
+    (timestamp,) = broadcast_object_list([timestamp])
+    if accelerator.is_main_process:
+        file = Path("runs", f"train_both__{args.preset}__{args.seed}__{timestamp}.json")
+        file.parent.mkdir(exist_ok=True)
+        train_policy.write_json(file, dataclasses.asdict(args))
+    return timestamp
+
+
+def train_part(module: Any, kind: str, part: Any, timestamp: int, accelerator: Accelerator) -> Path:
+    """Train a part, or resume it with the arguments that it began with, or skip it if it is finished.
+
+    module: its script. kind: reward or policy. Returns models/<run>/<kind>.
+    """
+    run = Path("runs", f"{part.exp_name}__{part.preset}__{part.seed}__{timestamp}")
+    has_begun = (run / "meta.json").exists()
+    accelerator.wait_for_everyone()  # none begins before all have looked
+    with messages_of(kind, part):
+        if has_begun:
+            if module.read_meta(run)["finished"]:
+                return Path("models", run.name, kind).absolute()
+            part = dataclasses.replace(module.saved_args(type(part), run), resume=str(run))
+        elif accelerator.is_main_process:
+            shutil.rmtree(run, ignore_errors=True)  # it was killed before it wrote anything to resume from
+        return module.train(part, timestamp)
+
+
+def part_args(args: Args, part: Any) -> Any:
+    """The arguments of a part, with those that both share."""
+    shared = {name: getattr(args, name) for name in SHARED if name not in ("resume", "task")}
+    task = type(part.task)(**dataclasses.asdict(args.task))
+    return dataclasses.replace(part, task=task, resume="", **shared)
+
+
+def check(args: Args, reward_args: Any, policy_args: Any, accelerator: Accelerator) -> None:
+    """Say what is wrong with the policy's arguments, and the report's queries, before the reward model is trained.
+
+    All else that the policy needs, such as a base model that is long enough, the reward model needs too.
+    """
+    if reward_args.exp_name == policy_args.exp_name:
+        raise train_policy.InputError(
+            f"--reward.exp_name and --policy.exp_name are both {reward_args.exp_name}; give each a name of its own"
+        )
+    with messages_of("reward", reward_args):
+        train_reward.reward_sizes(reward_args, accelerator.num_processes)
+    tokenizer = train_policy.load_tokenizer(args.base_model, args.trust_remote_code)
+    with messages_of("policy", policy_args):
+        train_policy.ppo_sizes(policy_args, accelerator.num_processes)
+        train_policy.import_function(policy_args.rewards.monitor, "rewards.monitor")
+        train_policy.task_ids(args.task, tokenizer)
+        train_policy.QueryStream(args.task, tokenizer, split="test")
+
+
+@contextlib.contextmanager
+def messages_of(kind: str, part: Any) -> Iterator[None]:
+    """Errors of a part have one class, and name its arguments as they are typed: ppo.lr is policy.ppo.lr."""
+    own = [name for name in train_policy.flatten(dataclasses.asdict(part)) if name.split(".")[0] not in SHARED]
+
+    def as_typed(match: re.Match) -> str:
+        dashes, name = match.groups()
+        return f"{dashes}{kind}.{name}" if name in own and (dashes or "." in name) else match[0]
+
+    try:
+        yield
+    except (train_policy.InputError, train_reward.InputError) as error:
+        message = re.sub(r"(?<![\w./-])(--|)([a-z_]+(?:[.][a-z_]+)*)", as_typed, str(error))
+        raise train_policy.InputError(message) from error
+
+
+# ---- The command line -------------------------------------------------------------------------------------------
+
+
+def saved_args(run: str) -> Args:
+    """The arguments of train_both.py when it began a run, with this run to resume."""
+    folder = Path(run).resolve()
+    file = folder.with_name(f"train_both__{'__'.join(folder.name.split('__')[-3:])}.json")
+    if not file.is_file():
+        raise train_policy.InputError(
+            f"--resume {run}: train_both.py did not begin it; resume it with its own script"
+        )
+    if folder.parent != Path("runs").resolve():
+        raise train_policy.InputError(f"--resume {run}: resume in {folder.parents[1]}, where it began")
+    saved = train_policy.from_json(Args, file.read_text(), f"{file} of another version: ")
+    return dataclasses.replace(saved, resume=run)
+
+
+def parse(argv: list[str] | None = None) -> Args:
+    """Read the command line. With --resume, the arguments are those with which the two runs were started."""
+    shared = "|".join(SHARED).replace("_", ".")  # in a pattern, a dot also matches the hyphen of --base-model
+    for flag in sys.argv[1:] if argv is None else argv:
+        if match := re.match(rf"--(?:reward|policy)\.((?:no.)?(?:{shared})\b[^=]*)", flag):
+            raise train_policy.InputError(f"{match[0]}: both parts share it; give --{match[1]}")
+        if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
+            raise train_policy.InputError(
+                f"{flag.split('=')[0]}: the reward model is trained here; use train_policy.py"
+            )
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--resume", default="")
+    known, _ = first.parse_known_args(argv)
+    if not known.resume:
+        return train_policy.parse_args(PRESETS, argv, description=__doc__)
+    default = saved_args(known.resume)
+    args = train_policy.checked(tyro.cli(Args, args=argv, default=default, description=__doc__))
+    old, new = (train_policy.flatten(dataclasses.asdict(each)) for each in (default, args))
+    if changed := [name for name in old if old[name] != new[name]]:
+        raise train_policy.InputError(
+            f"--{changed[0]}: --resume takes the arguments with which train_both.py began; to change those of an "
+            f"interrupted part, resume it with its own script"
+        )
+    return args
+
+
+# ---- Compare ---------------------------------------------------------------------------------------------------
+
+
+def held_out_queries(task: train_policy.TaskArgs, tokenizer: Any, n: int) -> list[list[int]]:
+    """The token ids of the first n held-out queries, or of as many as there are."""
+    stream, queries = train_policy.QueryStream(task, tokenizer, split="test"), []
+    while len(queries) < n and (query := stream.next_query()) and stream.position <= len(stream.order):
+        queries.append(query)
+    return queries
+
+
+@torch.no_grad()
+def compare(args: train_policy.Args, folder: Path, accelerator: Accelerator) -> list[dict[str, Any]]:
+    """Let both models continue held-out queries with the same noise. One row per query: texts, scores and KL.
+
+    folder: of the policy. log-prob: of a text under the base model, mean over its tokens. kl: log-prob of the
+    policy's text under the policy minus that under the base model. Both are in nats. All processes do the same.
+    """
+    # [X11] Held-out queries, at the task's temperature.   sample.py#L16-L66
+    args = dataclasses.replace(args, dtype="float32", frozen_bfloat16=False, compile=False)
+    device, task = accelerator.device, args.task
+    tokenizer = train_policy.load_tokenizer(str(folder), args.trust_remote_code)
+    ids = train_policy.task_ids(task, tokenizer)
+    models = {
+        name: train_policy.load_pretrained(model, torch.float32, args.trust_remote_code).to(device)
+        for name, model in (("base", args.base_model), ("policy", str(folder)))
+    }
+    reward_model = train_policy.load_reward_model(args, tokenizer, device)
+    monitor = train_policy.import_function(args.rewards.monitor, "rewards.monitor")
+    monitor_name = re.split("[:.]", args.rewards.monitor)[-1].replace("gold_scores", "gold")
+
+    def logprobs_of(name: str, contexts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([contexts, responses], dim=1)
+        return train_policy.response_logprobs(
+            models[name], tokens, ids.pad, ids.context_length, task.temperature, vocab_size=ids.pad
+        )[0]  # (batch, response_length)
+
+    all_queries = held_out_queries(task, tokenizer, EVALUATION_QUERIES)
+    rows = []
+    for key, start in enumerate(range(0, len(all_queries), 64)):
+        some = all_queries[start : start + 64]
+        queries = train_policy.padded(some, ids.pad, task.query_length).to(device)  # (batch, query_length)
+        contexts = train_policy.add_affixes(queries, ids.prefix, ids.suffix)  # (batch, context_length)
+        generator = train_policy.keyed_generator(1, "sample", key)
+        noise = torch.rand(len(some), task.response_length, generator=generator, dtype=torch.float64)
+        noise = noise.to(train_policy.float64_device(device))  # (batch, response_length)
+        columns = {"query": train_policy.to_texts(tokenizer, queries, ids.pad)}
+        for name, model in models.items():
+            responses, _ = train_policy.generate(model, contexts, noise, ids.pad, ids.pad, task.temperature)
+            truncated = train_policy.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
+            texts = train_policy.texts_of(tokenizer, queries, truncated, ids)
+            columns[name] = texts[1]
+            columns[f"{name} score"] = reward_model(torch.cat([queries, truncated], dim=1), ids.pad).tolist()
+            if monitor:
+                columns[f"{name} {monitor_name}"] = train_policy.call(monitor, *texts).tolist()
+            base_logprobs = logprobs_of("base", contexts, responses)
+            columns[f"{name} log-prob"] = base_logprobs.mean(1).tolist()
+        # These are the policy's responses, because it comes last.
+        columns["kl"] = (logprobs_of("policy", contexts, responses) - base_logprobs).sum(1).tolist()
+        rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return rows
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """Print a query and what the models wrote, each text with the numbers that are named after it."""
+    print(f"\nquery   {row['query'].strip()!r}")
+    for name in ("base", "policy"):
+        numbers = {key.removeprefix(f"{name} "): value for key, value in row.items() if key.startswith(f"{name} ")}
+        print(f"{name:6}  {row[name].strip()!r}")
+        print(" " * 7, *(f"{key} {value:+.2f}" for key, value in numbers.items()), sep="  ")
+
+
+def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What training changed: a line for each number that both texts have, and for their share of distinct words.
+
+    Differences are paired, since both models continue the same queries with the same noise. The interval is 1.96
+    standard errors of the mean difference: it says how well these queries represent others, not other seeds.
+    """
+    names = [key.removeprefix("policy ") for key in rows[0] if key.startswith("policy ")]
+    pairs = {name: [(row[f"base {name}"], row[f"policy {name}"]) for row in rows] for name in names}
+    pairs["distinct words"] = [(distinct_words(row["base"]), distinct_words(row["policy"])) for row in rows]
+    lines = []
+    for name, numbers in pairs.items():
+        differences = [after - before for before, after in numbers]
+        error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+        before, after = (statistics.fmean(side) for side in zip(*numbers, strict=True))
+        lines.append(
+            {"": name, "before": before, "after": after, "difference": after - before, "± 95 %": 1.96 * error}
+        )
+    return lines
+
+
+def distinct_words(text: str) -> float:
+    """The share of a text's words that it has not used before."""
+    words = text.lower().split()
+    return len(set(words)) / max(len(words), 1)
+
+
+def print_changes(rows: list[dict[str, Any]]) -> None:
+    lines = changes(rows)
+    print(f"\n{len(rows)} held-out queries, before and after")
+    print(f"{'':14}", *(f"{name:>10}" for name in list(lines[0])[1:]))
+    for name, *numbers in (line.values() for line in lines):
+        print(f"{name:14}", *(f"{number:+10.2f}" for number in numbers))
+    print(f"KL from the base model: {statistics.fmean(row['kl'] for row in rows):.2f} nats per response")
 
 
 def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]:
@@ -125,8 +362,8 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
             f"The reward model's scores have a correlation of {learned['test_corr']:.3f} with the ratings of "
             f"{learned['test_labels']:,} held-out texts."
         )
-    if policy_meta["args"]["task"]["query_dataset"] == "reviews":
-        people = reviews.facts()
+    if policy_meta["args"]["task"]["query_dataset"] == "reviews" and (world := train_policy.find("reviews")):
+        people = json.loads((world / "world.json").read_text())
         lines.append(
             f"There, a single person's rating has {people['one_person']:.3f} with the mean of the others, and VADER, "
             f"a lexicon with rules, {people['vader']:.3f} with the mean of all."
@@ -155,8 +392,8 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
             f"{name}, which PPO never saw, went from {before:+.2f} to {after:+.2f}"
             + (f": {gain:.1f} standard deviations of the language model's own." if deviation else ".")
         )
-    if policy_meta["args"]["task"]["query_dataset"] == "tales":
-        shares = [tales.grammatical_share([row[name] for row in rows]) for name in ("base", "policy")]
+    if share_of := grammatical_share(policy_meta["args"]["task"]["query_dataset"]):
+        shares = [share_of([row[name] for row in rows]) for name in ("base", "policy")]
         lines.append(
             f"The grammar could have written {shares[0]:.1%} of the language model's sentences, "
             f"and {shares[1]:.1%} of the policy's."
@@ -171,5 +408,13 @@ def summary(rows: list[dict], reward_meta: dict, policy_meta: dict) -> list[str]
     return lines
 
 
+def grammatical_share(query_dataset: str) -> Callable[[list[str]], float] | None:
+    """The function that judges the grammar of texts, for tales, and where that world's module can be imported."""
+    with contextlib.suppress(ImportError):
+        if query_dataset == "tales":
+            return pkgutil.resolve_name("ppo_rlhf.worlds.tales:grammatical_share")
+    return None
+
+
 if __name__ == "__main__":
-    errors.run_script(lambda: train(parse(sys.argv[1:])))
+    train_policy.run_script(lambda: train(parse()))

@@ -149,12 +149,12 @@ def tiny_models():
 
 @pytest.fixture(scope="session")
 def both(made_once, tiny_world) -> whole_runs.Whole:
-    """train_both.py on the tiny world, with traces of every second update, the picture of its metrics drawn."""
+    """train_both.py on the tiny world, with traces of every second update."""
     # The policy changes so little that few ratios leave a wider range.
     traces_and_clipping = ["--policy.trace_interval", "2", "--policy.ppo.cliprange", "0.01"]
     arguments = [*both_arguments(tiny_world), *traces_and_clipping]
     run = whole_runs.Whole(Path(), "train_both.py", arguments)
-    return whole_runs.whole(made_once, "both", run, pictures=True)
+    return whole_runs.whole(made_once, "both", run)
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ def _run_script(words: Sequence[str], environment: dict[str, str]) -> None:
         exec(words[1], {"__name__": "__main__"})
     else:
         sys.argv = list(words)
+        sys.path.insert(0, str(Path(words[0]).parent))  # where a script finds its neighbours
         runpy.run_path(words[0], run_name="__main__")
 
 

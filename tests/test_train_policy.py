@@ -23,9 +23,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model, PreTrainedTokenizerBase
 
-from ppo_rlhf import sample, train_both, train_policy
-from ppo_rlhf.tldr import posts
-from ppo_rlhf.tldr.models import load_reward_model
+from ppo_rlhf import train_both, train_policy
 from ppo_rlhf.train_policy import (
     AdamTensorFlowStyle,
     AdaptiveKLArgs,
@@ -486,51 +484,3 @@ def test_a_policy_finds_the_newest_reward_model(in_a_fresh_folder, monkeypatch):
 def test_a_joint_run_refuses_what_is_not_a_stage_s_own(words):
     with pytest.raises(InputError, match=words[0].partition("=")[0]):
         train_both.parse(["--preset", "tales", *words])
-
-
-# ---- Reading what a policy writes: sample.py -------------------------------------------------------------------
-
-
-def test_changes_are_paired():
-    """Differences 1 and 2: mean 1.5, deviation sqrt(0.5), standard error 0.5."""
-    shared = {"query": "q", "base": "a A", "policy": "a b"}
-    rows = [shared | {"base score": 1.0, "policy score": 2.0}, shared | {"base score": 3.0, "policy score": 5.0}]
-    score, distinct = sample.changes(rows)
-    assert list(score.values()) == ["score", 2.0, 3.5, 1.5, pytest.approx(1.96 * 0.5)]
-    assert list(distinct.values()) == ["distinct words", 0.5, 1.0, 0.5, 0.0]
-    assert math.isnan(sample.changes(rows[:1])[0]["± 95 %"])  # one difference has no deviation
-
-
-def test_sample_continues_held_out_queries_as_training_does(finished, tiny_world, tiny_reward):
-    """At the task's temperature, up to the stop token, with both models, their scores and the KL."""
-    folder = only(finished, "models/*/policy")
-    comparison = sample.Comparison(sample.Args(policy=str(folder), seed=4))
-    task, tokenizer = task_of(tiny_world), AutoTokenizer.from_pretrained(tiny_world / "model")
-    pad, (stop,) = len(tokenizer), tokenizer.encode(".")
-    stream = queries_in_order(stories_of(tiny_world)[49::50], tokenizer)
-    queries = [next(stream) for _ in range(5)]
-    prefix, suffix = tokenizer.encode(task.query_prefix), tokenizer.encode(task.query_suffix)
-    contexts = torch.tensor([prefix + query + suffix for query in queries])  # (5, context_length)
-    key = train_policy.keyed_generator(4, "sample", 0)
-    noise = torch.rand(5, task.response_length, generator=key, dtype=torch.float64)
-    reward_model = load_reward_model(tiny_reward, torch.float32)
-    base, policy = (GPT2LMHeadModel.from_pretrained(path) for path in (tiny_world / "model", folder))
-
-    expected: dict[str, list] = {"query": posts.to_texts(tokenizer, torch.tensor(queries), pad)}
-    for name, model in (("base", base), ("policy", policy)):
-        responses, _, _ = generate(model, contexts, noise, pad, pad, task.temperature)
-        cut = truncate_at(responses, stop, task.truncate_after, pad)
-        expected[name] = posts.to_texts(tokenizer, cut, pad)
-        expected[f"{name} score"] = reward_model(torch.cat([torch.tensor(queries), cut], 1), pad).tolist()
-    tokens = torch.cat([contexts, responses], 1)  # the policy's
-    under_base, own = (
-        response_logprobs(reader, tokens, pad, contexts.shape[1], task.temperature, pad)[0]
-        for reader in (base, policy)
-    )
-    expected["kl"] = (own - under_base).sum(1).tolist()
-    assert (cut == pad).any()
-
-    rows = comparison.rows(comparison.queries(5))
-    for name, values in expected.items():
-        of_rows = [row[name] for row in rows]
-        assert of_rows == (values if isinstance(values[0], str) else pytest.approx(values, rel=1e-4, abs=1e-5)), name

@@ -89,7 +89,7 @@ def whole(made_once: MadeOnce, name: str, run: Whole, **environment: str | bool)
 
 def check_same(run: Whole, expected: Whole) -> None:
     """Metrics, times apart, results, tables and the files of all models, bit for bit."""
-    for one, other in zip(*(sorted(each.folder.glob("runs/*")) for each in (run, expected)), strict=True):
+    for one, other in zip(*(sorted(each.folder.glob("runs/*/")) for each in (run, expected)), strict=True):
         assert str(metrics_of(one)) == str(metrics_of(other))  # some may be NaN
         assert meta_of(one)["results"] == meta_of(other)["results"]
         for table in other.glob("*.jsonl"):
