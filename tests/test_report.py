@@ -16,10 +16,11 @@ from matplotlib.figure import Figure
 from runs import ROOT, explained_metrics, metrics_of, write_rows
 
 from benchmark import pictures
-from ppo_rlhf.lib import traces
+from ppo_rlhf.lib import learning_curves
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.files import csv_text
-from ppo_rlhf.report import __main__ as report
+from ppo_rlhf.lib.traces import Trace, write
+from ppo_rlhf.report import __main__ as report, traces
 
 EVIL = "</script><script>window.hacked = 1</script><b>&amp; \x1b[31mred"
 UPDATES = (0, 3, 5)
@@ -28,6 +29,15 @@ NUMBERS = ("kl", "logprobs", "advantages", "ratio", "values")
 DRAWN = ("objective/scores", "objective/gold_scores", "objective/kl")
 REWARDS = {"trained_model": "models/r/reward", "monitor": "a.b:gold_scores", "adaptive_kl": {"target": 6.0}}
 ARGS = {"preset": EVIL, "ppo": {"samples_per_prompt": 2}, "rewards": REWARDS}
+
+
+@pytest.fixture(autouse=True)
+def draw(monkeypatch) -> Callable:
+    """The function that draws learning_curves.png. In these tests the report doesn't, since that takes long."""
+    with monkeypatch.context() as patch:
+        whole = learning_curves.draw_learning_curves
+        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
+        yield whole
 
 
 def make_run(folder: Path, script: str = "train_policy", traced: bool = True) -> Path:
@@ -45,7 +55,7 @@ def make_run(folder: Path, script: str = "train_policy", traced: bool = True) ->
         tokens["ids"] = torch.arange(10).view(2, 5)
         # Chapter 1 trains on what it cuts, too.
         tokens["scored" if script == "train_policy" else "mask"] = torch.arange(5) < torch.tensor([[3], [5]])
-        trace = traces.Trace(
+        trace = Trace(
             update=update,
             again=False,
             queries=["the same query", f"query {update} {EVIL}"],
@@ -54,15 +64,15 @@ def make_run(folder: Path, script: str = "train_policy", traced: bool = True) ->
             episodes={"scores": torch.tensor([0.25, -1.0]), "stopped": torch.tensor([True, False])},
             texts={"reference": [EVIL, "fine"]},
         )
-        traces.write(folder, trace)
+        write(folder, trace)
     return folder
 
 
-def edit_traces(folder: Path, change: Callable[[traces.Trace], None]) -> None:
+def edit_traces(folder: Path, change: Callable[[Trace], None]) -> None:
     for update in UPDATES:
         trace = traces.read(folder, update)
         change(trace)
-        traces.write(folder, trace)
+        write(folder, trace)
 
 
 def data_of(page: str) -> dict:
@@ -113,6 +123,27 @@ def test_which_metrics_are_drawn(tmp_path):
     columns = ["eval/mine:right", "val/groups_zero_std", "lr"]
     assert drawn(tmp_path, *columns, rewards={"verifier": "mine:right"}) == columns
     assert drawn(tmp_path, *columns[1:], ppo={"samples_per_prompt": 1}) == ["lr"]
+
+
+def test_the_picture_of_the_metrics_is_next_to_the_page(draw, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning_curves, "draw_learning_curves", draw)
+    folder = make_run(tmp_path / "a", traced=False)
+    for place in (folder, tmp_path):
+        write_report(folder, out=str(place / "page.html"))
+        assert (place / "learning_curves.png").stat().st_size > 10_000
+
+
+def test_a_run_that_compared_nothing_shows_two_samples(tmp_path):
+    """The first and the last row that it left, each with its query."""
+    folder = make_run(tmp_path / "a", traced=False)
+    rows = [{"step": step, "query": f"q{step}", "response": EVIL, "score": step - 0.5} for step in (0, 0, 7, 9)]
+    write_rows(folder / "samples.jsonl", *rows)
+    page = write_report(folder)
+    example = re.search(r'<article class="card example">(.*?)</article>', page, re.DOTALL)[1]
+    assert re.findall(r'query">(.*?)<', example) == ["q0", "q9"] and EVIL not in example
+    assert "in update 0, score -0.50" in example and "in update 9, score 8.50" in example
+    write_rows(folder / "samples.jsonl", *rows[:2])
+    assert "card example" not in write_report(folder)
 
 
 def test_texts_of_a_run_are_text(tmp_path):
@@ -405,7 +436,7 @@ def test_what_is_not_known_of_an_episode_has_no_colour(shown, tmp_path):
     folder = make_run(tmp_path / "a")
     trace = traces.read(folder, 0)
     tokens = {"kl": trace.tokens["kl"], "scored": trace.tokens["scored"]}
-    traces.write(folder, dataclasses.replace(trace, again=True, tokens=tokens, queries=["again"] * 2))
+    write(folder, dataclasses.replace(trace, again=True, tokens=tokens, queries=["again"] * 2))
     page = shown(folder)
     page.locator("#update").press("Home")
     page.select_option("#episode", "2")

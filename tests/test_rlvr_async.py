@@ -23,8 +23,9 @@ from test_vllm_sampler import FAKE
 from torch.testing import assert_close
 from whole_runs import Whole, check_same_weights
 
-from ppo_rlhf.lib import checkpoints, traces
+from ppo_rlhf.lib import checkpoints
 from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.report import traces
 from ppo_rlhf.rlvr import (
     asynchronous as rlvr_async,
     policy as rlvr_policy,

@@ -32,8 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import check_same
 
 from ppo_rlhf import sample, train_reward
-from ppo_rlhf.lib import command_line, traces
+from ppo_rlhf.lib import command_line
 from ppo_rlhf.lib.errors import InputError, NumericalError
+from ppo_rlhf.report import traces
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
     policy as rlvr_policy,

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from benchmark import worlds
 from ppo_rlhf import sample, train_policy
-from ppo_rlhf.lib import command_line, tools, traces
+from ppo_rlhf.lib import command_line, tools
 from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.report import traces
 from ppo_rlhf.rlvr import (
     arguments as rlvr_arguments,
     metrics as rlvr_metrics,

@@ -1,5 +1,6 @@
 """Traces: they hold the numbers of the run, change nothing in it, leave nothing when off, and survive a resume."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -25,12 +26,15 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 from whole_runs import Whole, check_same
 
-from ppo_rlhf.lib import pretrained, traces
+from ppo_rlhf import train_policy
+from ppo_rlhf.lib import pretrained
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import page
+from ppo_rlhf.lib.traces import Trace, path_of, pieces
+from ppo_rlhf.report import page, traces
 from ppo_rlhf.rlvr import policy as rlvr_policy
 
-KEPT = [(update, again) for update in (0, 2, 3) for again in (False, True)]  # every second update, and the last
+UPDATES = (0, 2, 3)  # every second update, and the last
+KEPT = [(update, again) for update in UPDATES for again in (False, True)]  # in chapters 2 and 3
 
 
 @pytest.fixture(params=["both", "all_three", "groups"])
@@ -43,7 +47,7 @@ def policy_run(of: Whole) -> Path:
     return of.run("*policy")
 
 
-def numbers_of(trace: traces.Trace) -> dict[str, torch.Tensor]:
+def numbers_of(trace: Trace) -> dict[str, torch.Tensor]:
     return trace.tokens | trace.episodes
 
 
@@ -51,7 +55,8 @@ def test_a_resumed_run_has_the_same_traces_and_without_traces_nothing_changes(tr
     """A function of the user's, which may keep something from call to call, is called no more often for a trace."""
     original, calls = policy_run(traced), []
     script = meta_of(original)["script"].replace("tldr_", "tldr/").replace("rlvr_", "rlvr/")
-    assert traces.kept(original) == KEPT
+    kept_at_all = [(update, False) for update in UPDATES] if traced.script == "train_both.py" else KEPT
+    assert traces.kept(original) == kept_at_all
     for interval in (2, 0):
         copy = traced.copy(tmp_path / str(interval))
         run = policy_run(copy)
@@ -60,9 +65,9 @@ def test_a_resumed_run_has_the_same_traces_and_without_traces_nothing_changes(tr
         shutil.rmtree(copy.model("policy").parent)
         copy.resumed(run, "--trace_interval", str(interval), script=f"{script}.py")
         check_same(copy, traced)
-        assert traces.kept(run) == (KEPT[2:] if interval else [])  # after the checkpoint
+        assert traces.kept(run) == [kept for kept in kept_at_all if interval and kept[0] >= 2]  # after the checkpoint
         for kept in traces.kept(run):
-            assert traces.path_of(run, *kept).read_bytes() == traces.path_of(original, *kept).read_bytes()
+            assert path_of(run, *kept).read_bytes() == path_of(original, *kept).read_bytes()
         calls.append([path.read_text() for path in copy.folder.glob("calls.txt")])
     assert calls[0] == calls[1]
 
@@ -92,13 +97,13 @@ def own(queries, responses):
 def test_a_function_that_fails_costs_no_update(script, processes, tiny_world, tiny_posts, tiny_sums, tmp_path):
     """It fails in the second update, of two processes on one; a trace does not call it. No checkpoint is due.
 
-    A monitor that fails is NaN.
+    In chapter 2, a monitor that fails is NaN.
     """
     (tmp_path / "failing.py").write_text(FAILING)
     flags = "--ppo.batch_size 16 --ppo.total_episodes 32 --ppo.nminibatches 1 --save_interval 0 --trace_interval 1 "
     if script == "train_policy.py":
         arguments = [*world_arguments(tiny_world), *policy_arguments()]
-        flags += "--rewards.function failing:score --rewards.monitor failing:own"
+        flags += "--rewards.function failing:score"
     elif script == "tldr/policy.py":
         arguments = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model"]
         flags += "--rewards.function failing:score --rewards.monitor failing:own --eval_posts 4 --eval_interval 1"
@@ -109,8 +114,8 @@ def test_a_function_that_fails_costs_no_update(script, processes, tiny_world, ti
     results = launch_together(processes, script, *arguments, folder=tmp_path, FAILS=str(processes - 1))
     assert [result.status for result in results] == [2] * processes, results
     line, run = results[0].stderr.splitlines()[-1], only(tmp_path, "runs/*")
-    assert "TimeoutError: no answer" in line and "stops after update 1, with a checkpoint" in line
-    assert line.endswith(f"resume with --resume {run}") and len(metrics_of(run)) == 1
+    assert "TimeoutError: no answer" in line and " after update 1" in line
+    assert line.endswith(f" with --resume {run}") and len(metrics_of(run)) == 1
     results = launch_together(processes, script, "--resume", str(run), folder=tmp_path)
     assert [result.status for result in results] == [0] * processes, results
     assert [row["step"] for row in metrics_of(run)] == [0, 1]
@@ -146,8 +151,10 @@ def test_clipping_and_samples_of_continuations(both):
         three = [sample for sample in samples_of(run) if sample["step"] == update]
         assert x["kl"].sum(1)[:3].tolist() == pytest.approx([sample["kl"] for sample in three], rel=1e-4)
         assert x["scores"][:3].tolist() == pytest.approx([sample["score"] for sample in three], rel=1e-6)
-        for pieces, scored, query, sample in zip(trace.responses, x["scored"], trace.queries, three, strict=False):
-            shown = "".join(piece for piece, counts in zip(pieces, scored, strict=True) if counts)
+        for shown_pieces, scored, query, sample in zip(
+            trace.responses, x["scored"], trace.queries, three, strict=False
+        ):
+            shown = "".join(piece for piece, counts in zip(shown_pieces, scored, strict=True) if counts)
             assert (query, shown) == (sample["query"], sample["response"])
     assert clipped
 
@@ -167,10 +174,32 @@ def test_the_ratio_is_that_of_the_policy_after_the_update(both):
         assert_close(new_logprobs, expected, rtol=1e-5, atol=1e-4, check_dtype=False)
 
 
+def test_each_minibatch_of_a_group_has_its_own_statistics():
+    """Chapter 1's whitening, undone: 2 epochs of 3 minibatches, which have 2 episodes of each of 2 groups."""
+    ppo = train_policy.PpoArgs(batch_size=12, nminibatches=3, noptepochs=2, whiten_groups=2)
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 12, 5, generator=generator).double()
+    permutations = train_policy.draw_permutations(1, 0, ppo.noptepochs, range(2), group_batch=6)
+    returns, advantages, whitened = torch.zeros(3, 2, 12, 5).double()
+    for epoch in range(2):
+        for k in range(3):
+            inds = permutations[epoch, :, 2 * k : 2 * k + 2] + torch.tensor([[0], [6]])  # (groups, 2)
+            found = train_policy.group_advantages(rewards[inds], values[inds], ppo)
+            advantages[epoch, inds], returns[epoch, inds] = found
+            for rows in inds:
+                whitened[epoch, rows] = train_policy.whiten(rewards[rows], keep_mean=True)
+    tokens = {"rewards": rewards, "values": values}
+    x = traces.statistics(tokens, returns, permutations, dataclasses.asdict(ppo), shown=12)
+    x = {name: tensor.T.unsqueeze(2) for name, tensor in x.items()}  # (epochs, 12, 1)
+    assert_close((rewards - x["reward_mean"]) / x["reward_deviation"] + x["reward_mean"], whitened)
+    assert_close((returns - values - x["advantage_mean"]) / x["advantage_deviation"], advantages)
+    assert set(x["tokens"].flatten().tolist()) == set(x["values"].flatten().tolist()) == {4 * 5}
+
+
 def test_summaries_end_and_have_references(all_three):
     trace = traces.read(policy_run(all_three), 0)
-    for pieces, length in zip(trace.responses, trace.tokens["mask"].sum(1), strict=True):
-        assert any(pieces[:length]) and not any(pieces[length:])
+    for response, length in zip(trace.responses, trace.tokens["mask"].sum(1), strict=True):
+        assert any(response[:length]) and not any(response[length:])
     assert trace.episodes["stopped"].any()
     assert len(trace.texts["reference"]) == 8 and all(trace.texts["reference"])
 
@@ -184,6 +213,7 @@ def test_groups_are_whole_and_a_users_verifier_scores_no_trace(groups):
         assert x["scores"].isnan().all() == trace.again and ("advantages" in x) != trace.again
 
 
+@pytest.mark.parametrize("traced", ["all_three", "groups"], indirect=True)
 def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
     run = policy_run(traced)
     repeated = [traces.read(run, *kept) for kept in KEPT if kept[1]]
@@ -196,8 +226,6 @@ def test_the_same_queries_are_answered_again_with_the_same_noise(traced):
             kl_coef = metrics_of(run)[trace.update + 1]["objective/kl_coef"]
             expected = trace.episodes["scores"] - kl_coef * (x["kl"] * mask).sum(1)
             assert_close(x["rewards"].sum(1), expected, equal_nan=True, check_dtype=False)
-    if traced.script == "train_both.py":  # chapter 1 takes the first queries, chapter 2 held-out posts
-        assert traces.read(run, 0).queries == repeated[0].queries
 
 
 def test_without_a_reference_nothing_is_said_of_one(tiny_sums, tmp_path):
@@ -215,9 +243,9 @@ def test_without_a_reference_nothing_is_said_of_one(tiny_sums, tmp_path):
 
 def test_a_trace_that_is_damaged_is_named(both, tmp_path):
     (tmp_path / "traces").mkdir()
-    whole = traces.path_of(policy_run(both), 0).read_bytes()
+    whole = path_of(policy_run(both), 0).read_bytes()
     for content in (b"", whole[:-1]):
-        traces.path_of(tmp_path, 0).write_bytes(content)
+        path_of(tmp_path, 0).write_bytes(content)
         with pytest.raises(InputError, match=r"0\.safetensors is damaged"):
             traces.read(tmp_path, 0)
 
@@ -227,6 +255,10 @@ def test_the_pieces_of_a_text_make_the_text(tiny_world):
     text = "Mara gave Ömer a 🦜. "
     tokens, pad = tokenizer.encode(text), pretrained.vocabulary_size(tokenizer)
     assert len(tokens) > len(text.split())
-    pieces = traces.pieces(tokenizer, [*tokens[:3], pad, *tokens[3:], pad], pad)
-    assert "".join(pieces) == text and pieces[3] == pieces[-1] == "" and "🦜" in "".join(pieces[-8:])
-    assert "\ufffd" in "".join(traces.pieces(tokenizer, tokenizer.encode("🦜")[:1], pad))  # not whole to the end
+    found = pieces(tokenizer, [*tokens[:3], pad, *tokens[3:], pad], pad)
+    assert "".join(found) == text and found[3] == found[-1] == "" and "🦜" in "".join(found[-8:])
+    assert "\ufffd" in "".join(pieces(tokenizer, tokenizer.encode("🦜")[:1], pad))  # not whole to the end
+    # Chapter 1 keeps the beginnings of a text.
+    for part in (tokens, tokens[:-3]):
+        beginnings = [tokenizer.decode(part[: end + 1]) for end in range(len(part))]
+        assert traces.pieces(beginnings) == pieces(tokenizer, part, pad)

@@ -1,4 +1,4 @@
-"""Traces: a few episodes of an update with every number of every token, which report/ shows.
+"""Traces of chapters 2 and 3: a few episodes of an update with every number of every token, which report/ shows.
 
 traces/<update>.safetensors in a run's folder holds episodes of the batch, <update>_again.safetensors responses to
 queries that are the same each time. Its tensors are `tokens.<name>` (episodes, response_length), `episodes.<name>`
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -52,13 +51,6 @@ def path_of(run_folder: Path, update: int, again: bool = False) -> Path:
     return run_folder / "traces" / f"{update}{'_again' * again}.safetensors"
 
 
-def kept(run_folder: Path) -> list[tuple[int, bool]]:
-    """The traces in a folder: updates in their order, each with its flag `again`."""
-    names = (path.name for path in (run_folder / "traces").glob("*.safetensors"))
-    found = (re.fullmatch(r"([0-9]+)(_again)?\.safetensors", name) for name in names)
-    return sorted((int(match[1]), bool(match[2])) for match in found if match)
-
-
 def write(run_folder: Path, trace: Trace) -> None:
     """Write to a temporary name, then rename: a reader never sees half a trace."""
     tensors = {f"{part}.{name}": tensor for part in PARTS for name, tensor in getattr(trace, part).items()}
@@ -72,23 +64,6 @@ def write(run_folder: Path, trace: Trace) -> None:
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"the trace of update {trace.update} cannot be written ({error})") from error
-
-
-def read(run_folder: Path, update: int, again: bool = False) -> Trace:
-    """The trace of an update; an InputError if the file is damaged."""
-    path = path_of(run_folder, update, again)
-    parts: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
-    try:
-        with safe_open(path, "pt") as file:
-            texts = json.loads(file.metadata()["texts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
-        texts.pop("sha256", None)  # older traces have one
-        for name, tensor in tensors.items():
-            kind, column = name.split(".", 1)
-            parts[kind][column] = tensor
-        return Trace(update=update, again=again, **parts, **texts)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], pad_id: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Look inside a run: writes report.html, one file that any browser opens, without a network.
+"""Look inside a run: writes report.html, one file that any browser opens, without a network, and learning_curves.png.
 
 It opens with what training changed: the scores before and after, and an answer before and after. If the run was
 started with --trace_interval, a few episodes follow token by token, and each number of the chosen token is derived
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from ppo_rlhf.lib import command_line, errors, files
+from ppo_rlhf.lib import command_line, errors, files, learning_curves
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import page
 
@@ -31,7 +31,10 @@ class Args:
 
 
 def report(args: Args) -> Path:
-    """Write the page and return its path. An InputError if the folder is not that of a run."""
+    """Write the page, with learning_curves.png next to it, and return its path.
+
+    Raises an InputError if the folder is not that of a run.
+    """
     folder = Path(args.run) if args.run else newest_run(Path("runs"))
     one_run = page.read_run(folder)
     if args.explain:
@@ -43,6 +46,7 @@ def report(args: Args) -> Path:
     if not path.parent.is_dir():
         raise InputError(f"--out {path}: there is no folder {path.parent}; name a file in a folder that exists")
     files.replace_file(path, page.render(one_run))
+    learning_curves.draw_learning_curves(path.parent, one_run.rows, one_run.meta["args"])
     print(f"report  {path}")
     return path
 

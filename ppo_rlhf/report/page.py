@@ -14,9 +14,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib import errors, files, learning_curves, run, traces
+from ppo_rlhf.lib import errors, files, learning_curves, run
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import derivation
+from ppo_rlhf.lib.traces import Trace, path_of
+from ppo_rlhf.report import derivation, traces
 
 HERE = Path(__file__).parent
 TRACE_BYTES = 1_800_000  # of traces on a page; beyond, updates are left out
@@ -53,9 +54,17 @@ class OneRun:
             "script": f"{meta['script']} (chapter {self.chapter})",
             "state": "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged",
             "time": f"{meta.get('wall_time', 0) / 60:.1f} minutes",
-            "memory in MiB": meta.get("peak_mib", "unknown"),
+            **({"memory in MiB": meta["peak_mib"]} if "peak_mib" in meta else {}),
             **{name: meta.get(name) or "unknown" for name in ("device", "num_processes", "threads", "commit")},
         }
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """The metrics of each step."""
+        return [
+            {"step": step} | {name: values[k] for name, values in self.metrics.items()}
+            for k, step in enumerate(self.steps)
+        ]
 
     def kept(self) -> dict[int, list[tuple[int, bool]]]:
         """The names of its traces by update. Those of an update that metrics.csv lacks are left out."""
@@ -71,7 +80,7 @@ class OneRun:
             try:
                 episodes += episodes_of(trace, None if trace.again else coefficients.get(update))
             except (LookupError, TypeError, AttributeError) as error:
-                path = traces.path_of(self.folder, *name)
+                path = path_of(self.folder, *name)
                 raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
         return episodes
 
@@ -210,7 +219,8 @@ def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | No
     """A query with its answer and score before and after: the median of the change of scores.
 
     If that is 0, the median of those that changed, so that one sees a change. If the run kept no answers before
-    training, those of the first and the last traced update are taken.
+    training, those of the first and the last traced update are taken, and if these are not to the same queries, the
+    first and the last sample that was printed.
     """
     rows = [
         (query, (row[a], row[c]), (row[b], row[d]))
@@ -229,7 +239,7 @@ def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | No
         ]
     rows = sorted((row for row in rows if None not in row[2]), key=lambda row: row[2][1] - row[2][0])
     if not rows:
-        return None
+        return example_of_samples(one_run)
     chosen = "Of the queries that were answered before and after, the one with the median change of the score."
     changes = [after - before for _, _, (before, after) in rows]
     if any(changes) and changes[len(rows) // 2] == 0:
@@ -244,7 +254,26 @@ def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | No
         {"when": when, "text": errors.visible(text).strip(), "score": f"{score:.2f}"}
         for when, text, score in zip(where, texts, scores, strict=True)
     ]
-    return {"query": errors.visible(query).strip(), "answers": answers, "chosen": chosen}
+    return {"title": "One query", "query": errors.visible(query).strip(), "answers": answers, "chosen": chosen}
+
+
+def example_of_samples(one_run: OneRun) -> dict[str, Any] | None:
+    """The first and the last row of samples.jsonl."""
+    rows = read_rows(one_run.folder / "samples.jsonl")
+    rows = [row for row in rows if {"step", "query", "response", "score"} <= row.keys()]
+    if not rows or rows[0]["step"] == rows[-1]["step"]:
+        return None
+    answers = [
+        {
+            "query": errors.visible(row["query"]).strip(),
+            "when": f"in update {row['step']}",
+            "text": errors.visible(row["response"]).strip(),
+            "score": f"{row['score']:.2f}",
+        }
+        for row in (rows[0], rows[-1])
+    ]
+    chosen = "The first and the last row of samples.jsonl. They continue different queries."
+    return {"title": "Two samples", "query": "", "answers": answers, "chosen": chosen}
 
 
 def answer_in(episode: dict[str, Any]) -> tuple[str, float | None]:
@@ -279,11 +308,15 @@ def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
 
 def read_lines(path: Path) -> dict[str, dict[str, Any]]:
     """The rows of a file of JSON lines by their query, in chapter 3 their prompt; none if there is no such file."""
-    damaged = f"{path} is damaged"
-    with errors.input_errors(damaged, ValueError, RecursionError, AttributeError, KeyError, OSError):
+    with errors.input_errors(f"{path} is damaged", AttributeError, KeyError):
+        return {str(row.get("query") or row["prompt"]): row for row in read_rows(path)}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines; none if there is no such file."""
+    with errors.input_errors(f"{path} is damaged", ValueError, RecursionError, OSError):
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-        rows = [json.loads(line) for line in lines if line]
-        return {str(row.get("query") or row["prompt"]): row for row in rows}
+        return [json.loads(line) for line in lines if line]
 
 
 # ---- Traces ----------------------------------------------------------------------------------------------------
@@ -335,7 +368,7 @@ def settings_of(one_run: OneRun) -> dict[str, Any]:
     return derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
 
 
-def episodes_of(trace: traces.Trace, kl_coef: float | None) -> list[dict[str, Any]]:
+def episodes_of(trace: Trace, kl_coef: float | None) -> list[dict[str, Any]]:
     """Episodes with their texts, their numbers, and the text and numbers of each token that is shown.
 
     kl_coef: of the update. Numbers are rounded to eight digits.

@@ -2,9 +2,9 @@
 
 A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
 the language model in data/tales, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts in
-data/posts. What loads a model or reads data asks for the path: `find` in chapter 1's scripts, `find_value` here for the
-others. So a run's arguments stay as they were typed, and its folder can be moved. Nothing in this folder imports
-anything of ours from outside it.
+data/posts. What loads a model or reads data asks for the path: in chapter 1's scripts `find`, in the others
+`find_value` here. So a run's arguments stay as they were typed, and its folder can be moved. Nothing in this folder
+imports anything of ours from outside it.
 
     tales         stories and choices among their continuations, for chapter 1; tales.py says what is chosen
     posts         posts, summaries and comparisons, for chapter 2; posts.py says which are preferred
