@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,21 +21,20 @@ from runs import metrics_of, only, samples_of
 from safetensors.torch import load_file
 from test_train_policy import mean, queries_in_order, stories_of, task_of, trained_on
 from torch.testing import assert_close
-from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
+from transformers import AutoModel, AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import learning_curves
-from ppo_rlhf.lib.label_files import LabelKind
-from ppo_rlhf.lib.pretrained import vocabulary_size
-from ppo_rlhf.tldr import models
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Args,
     RewardModel,
     generate,
     keyed_generator,
+    load_pretrained,
+    vocabulary_size,
 )
 
+LabelKind = Literal["best", "score", "difference"]
 STEPS, BATCH, TRAINED, SAMPLES = 5, 8, 40, 32
 HELD_OUT: dict[LabelKind, int] = {"best": 56, "score": 50, "difference": 56}  # of 96; six ratings are not used at all
 KINDS: dict[LabelKind, dict[str, bool]] = {
@@ -136,7 +136,7 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
         contexts = torch.tensor([prefix + query + suffix for query in queries])
         generator = keyed_generator(args.seed, "normalize", stage)
         noise = torch.rand(SAMPLES, task.response_length, generator=generator, dtype=torch.float64)
-        responses, _, _ = generate(language_model, contexts, noise, pad, pad, task.temperature)
+        responses, _ = generate(language_model, contexts, noise, pad, pad, task.temperature)
         reward_model.gain.fill_(1)
         reward_model.bias.fill_(0)
         scores = reward_model(torch.cat([torch.tensor(queries), responses], dim=1), pad).numpy()
@@ -182,14 +182,18 @@ def replay(args: Args, world: Path, kind: LabelKind) -> Left:
 # ---- A run is its replay ---------------------------------------------------------------------------------------
 
 
+def saved_model(folder: Path) -> RewardModel:
+    model = RewardModel(load_pretrained(str(folder), torch.float64, auto_class=AutoModel)).double()
+    model.load_state_dict(load_file(folder / "reward_head.safetensors"), strict=False)
+    return model
+
+
 def run_in(folder: Path, args: Args, patch: pytest.MonkeyPatch) -> Left:
-    """Run train_reward.train in this process, without its picture and its output."""
+    """Run train_reward.train in this process, without its output."""
     patch.chdir(folder)
-    patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)
     with contextlib.redirect_stdout(io.StringIO()):
         saved = train_reward.train(args)
-    weights = models.load_reward_model(saved, torch.float64).state_dict()
-    weights |= load_file(saved / "reward_head.safetensors")
+    weights = saved_model(saved).state_dict() | load_file(saved / "reward_head.safetensors")
     results = json.loads((only(folder, "runs/*") / "meta.json").read_text())["results"]
     return Left(metrics_of(only(folder, "runs/*")), results, weights)
 
@@ -226,7 +230,7 @@ def test_a_reward_run_is_its_replay(kind, all_args, expected, tiny_world, tmp_pa
     check_same(run_in(tmp_path, all_args[kind], monkeypatch), expected[kind])
     # [D80] As a policy's run, it shows samples: of the first label that is held out, with what the saved model says.
     label = rows_of(tiny_world, kind)[-HELD_OUT[kind]]
-    saved = models.load_reward_model(only(tmp_path, "models/*/reward"), torch.float64)
+    saved = saved_model(only(tmp_path, "models/*/reward"))
     tokenizer = AutoTokenizer.from_pretrained(all_args[kind].base_model)
     keys = [key for key in label if key.startswith("sample")]
     for row, key in zip(samples_of(only(tmp_path, "runs/*")), keys, strict=False):
@@ -241,7 +245,7 @@ def test_a_reward_run_is_its_replay(kind, all_args, expected, tiny_world, tmp_pa
 FILES = ("train_reward.py",)
 MISTAKES = titles(
     "train_reward.py",
-    *("train", "sample_and_normalize", "normalize", "gain_and_bias", "target_scale", "label_loss", "load_models"),
+    *("train", "sample_query_responses", "normalize", "gain_and_bias", "target_scale", "label_loss", "load_models"),
     *("evaluate", "reward_sizes", "learning_rate_at"),
 )
 KIND_OF: dict[str, LabelKind] = {  # of label, where it isn't a choice
