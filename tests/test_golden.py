@@ -29,7 +29,6 @@ from golden_models import (
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import label_files
 from ppo_rlhf.train_policy import InputError
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
@@ -255,14 +254,13 @@ def test_ppo_steps(name):
 # ---- The reward model: case 4 ----------------------------------------------------------------------------------
 
 
-def labels_of(arrays: dict[str, torch.Tensor]) -> label_files.Labels:
+def labels_of(arrays: dict[str, torch.Tensor]) -> train_reward.Labels:
     samples = [array for key, array in sorted(arrays.items()) if key.startswith("labels/sample")]
     (kind,) = {"best", "score", "difference"} & {key.removeprefix("labels/") for key in arrays}
-    return label_files.Labels(
+    return train_reward.Labels(
         queries=arrays["labels/query"],
         samples=torch.stack(samples, dim=1),
         targets=arrays[f"labels/{kind}"],
-        ceiling=None,
         kind=kind,
     )
 

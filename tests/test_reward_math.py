@@ -12,20 +12,26 @@ from test_tldr_update import scalar_model
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.lib.label_files import Labels
-from ppo_rlhf.lib.pretrained import load_tokenizer, vocabulary_size
-from ppo_rlhf.lib.reward_model_files import save_reward_model
+from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.pretrained import load_tokenizer
 from ppo_rlhf.tldr.models import load_reward_model
-from ppo_rlhf.train_policy import load_pretrained
-from ppo_rlhf.train_reward import AdamTensorFlowStyle, RewardModel, gain_and_bias, reward_update
+from ppo_rlhf.train_reward import (
+    AdamTensorFlowStyle,
+    Labels,
+    RewardModel,
+    gain_and_bias,
+    load_pretrained,
+    reward_update,
+    save_reward_model,
+    vocabulary_size,
+)
 
 QUERY, RESPONSE = 6, 5
 
 
 @pytest.mark.parametrize("scores", [[0.7, 0.7, 0.7], [1.0], [1.0, math.nan], [1.0, math.inf]])
 def test_scores_that_cannot_be_normalised(scores):
-    with pytest.raises(NumericalError):
+    with pytest.raises(ValueError, match="cannot be normalised"):
         gain_and_bias(torch.tensor(scores), 0.0, 1.0)
 
 
@@ -34,7 +40,7 @@ def test_micro_batches_give_the_same_step_and_read_no_padding_beyond_their_longe
     samples = token_ids(1, 8, 4, RESPONSE)
     for row, length in zip(samples, [4, 1, 3, 2, 4, 4, 3, 1], strict=True):
         row[:, length:] = PAD
-    labels = Labels(queries=token_ids(0, 8, QUERY), samples=samples, targets=torch.arange(8) % 4, ceiling=None)
+    labels = Labels(queries=token_ids(0, 8, QUERY), samples=samples, targets=torch.arange(8) % 4)
     inds, widths = torch.tensor([3, 1, 7, 5, 0, 2, 4, 6]), []
 
     def updated(micro_batch: int) -> tuple[torch.Tensor, ...]:
