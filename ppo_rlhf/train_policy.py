@@ -1888,7 +1888,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     with input_errors(f"{folder} is not the folder of a run"):
-        return json.loads((folder / "meta.json").read_text())
+        meta = json.loads((folder / "meta.json").read_text())
+        return meta | {"args": dict(meta["args"]), "wall_time": float(meta["wall_time"])}
 
 
 def commit() -> str:

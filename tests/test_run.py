@@ -1,174 +1,206 @@
-"""run.py: command lines, run folders, logs, checkpoints, error messages."""
+"""The folder of a run (`Run` of train_policy.py, whose text is that of train_reward.py): logs and checkpoints."""
 
+import csv
+import json
 import math
-import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from runs import error_line
+from runs import error_line, metrics_of, samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import command_line, errors, run as run_module
-from ppo_rlhf.lib.command_line import flag_value
-from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
-from ppo_rlhf.lib.run import Run, one_line, print_table
+from ppo_rlhf.train_policy import AdamTensorFlowStyle, Args, Run
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 
 
-@dataclass(frozen=True)
-class FakeArgs:
-    preset: str = "small"
-    exp_name: str = "test"
-    seed: int = 3
-    resume: str = ""
-    track: bool = False
-    tracker: str = "wandb"
-    wandb_project_name: str = "project"
-    wandb_entity: str | None = None
-    upload_model: bool = False
-    hf_entity: str = ""
-    dtype: str = "float32"
+def start(folder: Path | str = "", first_step: int = 0) -> Run:
+    run = Run(Args(resume=str(folder)), Accelerator(cpu=True), {"batch": 8})
+    run.open_logs(first_step, {})
+    return run
 
 
-@pytest.fixture
-def accelerator():
-    return Accelerator(cpu=True)
-
-
-def start(accelerator, folder: Path | str = "", first_step: int = 0, **arguments) -> Run:
-    run = Run(FakeArgs(resume=str(folder), **arguments), accelerator, {"batch": 8})
-    run.start_logging(first_step)
+def with_steps(count: int) -> Run:
+    """A run that has logged some steps: score and KL are the step and its square."""
+    run = start()
+    for step in range(count):
+        run.log(step, {"objective/score": step, "objective/kl": step**2})
+        run.log_samples(step, [{"query": f"query {step}"}])
     return run
 
 
 # ---- Logs ------------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_is_cut_back_to_the_checkpoint(accelerator, monkeypatch):
+def test_tensorboard_is_cut_back_to_the_checkpoint(monkeypatch):
     """It reads the files of a folder in the order of the seconds in their names."""
-    before = start(accelerator)
+    before = start()
     for step in range(4):
         before.log(step, {"loss": step})
-    before.finish()
+    before.finish("policy")
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 1)
-    after = start(Accelerator(cpu=True), before.folder, 2)
+    after = start(before.folder, 2)
     for step in range(2, 6):
         after.log(step, {"loss": -step})
-    after.finish()
+    after.finish("policy")
     events = EventAccumulator(str(before.folder)).Reload().Scalars("loss")
     assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, -2), (3, -3), (4, -4), (5, -5)]
+
+
+def test_logs_are_cut_back_to_the_checkpoint_also_after_a_line_that_is_torn():
+    folder = with_steps(5).folder
+    for name, torn in (("metrics.csv", "5,2"), ("samples.jsonl", '{"step": 5, "que')):
+        with (folder / name).open("a") as file:
+            file.write(torn)
+    start(folder, 3)
+    assert [row["step"] for row in metrics_of(folder)] == [row["step"] for row in samples_of(folder)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "samples.jsonl"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"\xff\n")])
+def test_logs_that_are_missing_or_damaged_end_in_one_line(name, damage):
+    folder = with_steps(3).folder
+    damage(folder / name)
+    assert f"{folder}: metrics.csv or samples.jsonl is damaged" in error_line(start, folder, 3)
+
+
+def test_a_second_process_that_writes_to_the_run_is_noticed():
+    """Whichever of the two is the later one. Nothing is overwritten."""
+    folder = with_steps(3).folder
+    one, other = start(folder, 3), start(folder, 3)
+    one.log(3, {"objective/score": 3, "objective/kl": 9})
+    message = f"{folder}: another process writes to this run"
+    assert error_line(other.log, 3, {"objective/score": 3, "objective/kl": 9}) == message
+    start(folder, 3)
+    assert error_line(one.log, 4, {"objective/score": 4, "objective/kl": 16}) == message
+    assert [row["step"] for row in metrics_of(folder)] == [0, 1, 2]
+
+
+def test_results_are_means_of_the_last_ten_steps():
+    """Of steps 2 to 11: 65 / 10 and (506 - 1) / 10."""
+    run = with_steps(12)
+    assert run.last_means("score", "kl") == {"last_score": 6.5, "last_kl": 50.5}
+    with (run.folder / "metrics.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 12
+
+
+def test_a_resumed_run_goes_on_with_the_time_before(monkeypatch):
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: 1000.0)
+    monkeypatch.setattr(train_policy, "time", clock)
+    run = start()
+    clock.monotonic = lambda: 1060.0
+    run.save_meta()
+    clock.monotonic = lambda: 5.0  # of another machine
+    resumed = start(run.folder)
+    clock.monotonic = lambda: 12.5
+    assert resumed.seconds() == 67.5
+    resumed.save_meta()
+    assert json.loads((run.folder / "meta.json").read_text())["wall_time"] == 67.5
+
+
+@pytest.mark.parametrize("meta", [[], {}, {"args": {}, "wall_time": "a minute"}])
+def test_a_damaged_meta_json_ends_in_one_line(meta):
+    folder = start().folder
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert f"{folder} is not the folder of a run" in error_line(train_policy.read_meta, folder)
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(accelerator):
-    return start(accelerator)
+def trained(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after a step, in which a part does not learn."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).double())
+    model[0].bias.requires_grad_(False)
+    nn.init.constant_(model[0].weight, value)
+    optimizer = AdamTensorFlowStyle(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    return model, optimizer
 
 
-def load(accelerator, folder: Path):
-    """The tensors and the state of the newest checkpoint; None if there is none."""
-    found = []
-    state = Run(FakeArgs(resume=str(folder)), accelerator, {}).resume(found.append)
-    return (found[0], state) if found else None
-
-
-def test_a_checkpoint_survives_the_round_trip(run, accelerator):
-    tensors = {
-        "half": torch.randn(3, 2).bfloat16(),
-        "double": torch.randn(4, 3).double().t(),  # not contiguous
-        "number": torch.tensor(7, dtype=torch.int64),
-        "parameter": nn.Parameter(torch.randn(2)),
-    }
-    assert load(accelerator, run.folder) is None  # without a checkpoint, a run begins anew
-    run.save_checkpoint(5, tensors, {"kl_coef": 0.1 + 0.2, "query_position": 640})
-    loaded, state = load(accelerator, run.folder)
-    assert state == {"step": 5, "kl_coef": 0.1 + 0.2, "query_position": 640}
-    assert set(loaded) == set(tensors)
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor)
-    assert run.resume(print) == {"step": 0}  # this run does not resume
+def test_a_checkpoint_survives_the_round_trip():
+    run, (model, optimizer) = start(), trained(1.0)
+    state = {"step": 5, "kl_coef": 0.1 + 0.2, "query_position": 640, "score_scale": (0.5, 2.0)}
+    read = Run(Args(resume=str(run.folder)), Accelerator(cpu=True), {})
+    assert read.resume(*trained(2.0), {"step": 0}, total=8) == {"step": 0}  # without a checkpoint, it begins anew
+    run.save_checkpoint(model, optimizer, state)
+    loaded, loaded_optimizer = trained(2.0)
+    assert read.resume(loaded, loaded_optimizer, {}, total=8) == json.loads(json.dumps(state))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(loaded.get_parameter(name), parameter)
+    found, expected = (each.state_dict() for each in (loaded_optimizer, optimizer))
+    assert found["param_groups"] == expected["param_groups"]
+    for index, moments in expected["state"].items():
+        assert all(torch.equal(found["state"][index][name], moment) for name, moment in moments.items())
+    assert run.resume(loaded, loaded_optimizer, {"step": 0}, total=8) == {"step": 0}  # this run does not resume
     # The newest two are kept, and one of the same step is replaced.
-    for step, value in ((9, 9.0), (10, 10.0), (10, 0.0)):
-        run.save_checkpoint(step, {"x": torch.tensor(value)}, {})
+    for step, coefficient in ((9, 9.0), (10, 10.0), (10, 0.5)):
+        run.save_checkpoint(model, optimizer, {"step": step, "kl_coef": coefficient})
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["10", "9"]
-    assert load(accelerator, run.folder) == ({"x": torch.tensor(0.0)}, {"step": 10})
+    assert read.resume(loaded, loaded_optimizer, {}, total=10) == {"step": 10, "kl_coef": 0.5}
+    assert "more than the 9" in error_line(read.resume, loaded, loaded_optimizer, {}, total=9)
 
 
-def test_a_current_folder_that_is_not_unicode_is_refused(tmp_path, monkeypatch):
-    os.mkdir(os.fsencode(tmp_path) + b"/bad\xff")
-    monkeypatch.chdir(os.fsencode(tmp_path) + b"/bad\xff")
-    message = error_line(command_line.check_run, train_policy.Args())
-    folder = f"'{tmp_path}/bad\\udcff'"
-    assert message == f"the name of the current folder, {folder}, is not valid Unicode; start in another one"
+def flip_a_bit(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "tensors.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "tensors.safetensors").write_bytes(content)
 
 
-# ---- Arguments -------------------------------------------------------------------------------------------------
+def edit_the_state(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"kl_coef": 0.5}))
 
 
-def test_the_last_preset_counts():
-    words = ["--preset", "tldr", "--preset=a=b", "--preset-file", "x", "--presets=y"]
-    assert flag_value(words, "--preset") == "a=b" and flag_value(words[3:], "--preset") is None
+DAMAGES: list[Callable[[Path], object]] = [
+    flip_a_bit,
+    edit_the_state,
+    lambda checkpoint: (checkpoint / "tensors.safetensors").write_bytes(b""),
+    lambda checkpoint: (checkpoint / "state.json").write_text("[]"),
+    lambda checkpoint: (checkpoint / "state.json").unlink(),
+]
 
 
-# ---- The script's own process ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_there(damage):
+    run, (model, optimizer) = start(), trained(1.0)
+    for step in (1, 2):
+        run.save_checkpoint(model, optimizer, {"step": step, "kl_coef": 0.15})
+    newest = run.folder / "checkpoints/2"
+    damage(newest)
+    read = Run(Args(resume=str(run.folder)), Accelerator(cpu=True), {})
+    assert f"{newest} is damaged; remove it" in error_line(read.resume, model, optimizer, {}, total=8)
+    newest.rename(run.folder / "removed")
+    assert read.resume(model, optimizer, {}, total=8)["step"] == 1
 
 
-def end_of(capsys, error: BaseException) -> tuple[int, str]:
-    """Status and line with which a script ends that raises this."""
-
-    def main():
-        raise error
-
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        run_script(main)
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return caught.value.code, printed.err
+def test_a_checkpoint_of_another_model_is_refused():
+    run, (model, optimizer) = start(), trained(1.0)
+    run.save_checkpoint(model, optimizer, {"step": 1})
+    read = Run(Args(resume=str(run.folder)), Accelerator(cpu=True), {})
+    other = nn.Sequential(*model, nn.Linear(1, 1))
+    assert "checkpoints/1 is damaged" in error_line(read.resume, other, optimizer, {}, total=8)
 
 
-def test_ctrl_c_speaks_of_resume_only_when_a_run_has_begun(accelerator, capsys, monkeypatch):
-    monkeypatch.setattr(errors, "how_to_go_on", "")
-    assert end_of(capsys, KeyboardInterrupt()) == (130, "error: interrupted\n")
-    assert end_of(capsys, NumericalError("the loss is nan")) == (2, "error: the loss is nan\n")
-    folder = start(accelerator).folder
-    line = f"error: interrupted; resume with --resume {folder}\n"
-    assert end_of(capsys, KeyboardInterrupt()) == (130, line)
-
-
-def test_control_characters_do_not_reach_the_terminal(capsys):
-    def main():
-        text = one_line("[/b] one\n\x1b]0;owned\x07\x9b1m two")  # rich has marks in brackets
-        print_table("a \x1b[2J", [{"text": text, "n": 1.0}])
-        raise InputError("the server says \x1b]0;owned\x07\n\x7f")
-
-    with pytest.raises(SystemExit):
-        run_script(main)
-    printed = capsys.readouterr()
-    assert printed.err == "error: the server says ␛]0;owned␇ \ufffd\n"
-    assert "[/b] one⏎␛]0;owned␇\ufffd1m two" in printed.out and "a ␛[2J" in printed.out
-    assert not set(printed.out + printed.err) & {"\x1b", "\x07", "\x9b", "\x7f"}
-
-
-def test_weights_that_are_not_finite_are_never_saved(run):
-    with pytest.raises(NumericalError, match="second is not finite at step 3"):
-        run.save_checkpoint(3, {"first": torch.ones(2), "second": torch.tensor([1.0, math.inf])}, {})
+def test_weights_that_are_not_finite_are_never_saved():
+    run, (model, optimizer) = start(), trained(1.0)
+    model[1].weight.data[0, 1] = math.inf
+    message = error_line(run.save_checkpoint, model, optimizer, {"step": 3})
+    assert message == "model.1.weight is not finite after step 3; nothing more is saved"
     assert not (run.folder / "checkpoints").exists()
 
 
-def test_runs_of_the_same_second_get_folders_of_their_own(accelerator, monkeypatch):
-    clock = SimpleNamespace(time=lambda: 1_000_000.5, monotonic=time.monotonic)
-    monkeypatch.setattr(run_module, "time", clock)
-    assert [start(accelerator).folder.name[-7:] for _ in range(3)] == ["1000000", "1000001", "1000002"]
+def test_runs_of_the_same_second_get_folders_of_their_own(monkeypatch):
+    monkeypatch.setattr(train_policy, "time", SimpleNamespace(time=lambda: 1_000_000.5, monotonic=time.monotonic))
+    assert [start().folder.name[-7:] for _ in range(3)] == ["1000000", "1000001", "1000002"]

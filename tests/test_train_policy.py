@@ -5,6 +5,7 @@ that the golden numbers prove (the forward pass, the sampler, truncation, whiten
 that tests of their own prove (noise and permutations).
 """
 
+import csv
 import itertools
 import json
 import math
@@ -325,6 +326,10 @@ def finished(args, tmp_path_factory) -> Path:
 
 def test_a_policy_run_is_its_replay(finished, expected):
     check_same(left_in(finished), expected)
+    results = meta_of(only(finished, "runs/*"))["results"]
+    for name in ("score", "kl", "kl_coef"):  # of the last ten updates, if there are so many
+        value = mean(row[f"objective/{name}"] for row in expected.metrics)
+        assert results[f"last_{name}"] == pytest.approx(value, rel=1e-9)
 
 
 # What a checkpoint may have to hold besides the weights.
@@ -338,7 +343,7 @@ HELD = {
 
 @pytest.mark.parametrize("words", HELD.values(), ids=HELD)
 def test_a_run_that_failed_goes_on_as_if_nothing_had_happened(words, tiny_world, tiny_reward, tmp_path, monkeypatch):
-    """Also while somebody keeps the exception, and with it the run that failed, but not its lock."""
+    """Only the time goes on from what meta.json says."""
     scorer = "" if "function" in words else f"--rewards.trained_model {tiny_reward}"
     words += f" {scorer} --base_model {tiny_world}/model --task.query_dataset {tiny_world}/stories.txt"
     words += " --task.query_length 16 --task.response_length 12 --task.truncate_after 0 --ppo.batch_size 16"
@@ -353,12 +358,17 @@ def test_a_run_that_failed_goes_on_as_if_nothing_had_happened(words, tiny_world,
         return ppo_update(*arguments, **named)
 
     monkeypatch.setattr(train_policy, "ppo_update", fail_in_the_third)
-    with pytest.raises(MemoryError) as kept:
+    with pytest.raises(MemoryError):
         run_in(tmp_path / "failed", args, monkeypatch)
     monkeypatch.setattr(train_policy, "ppo_update", ppo_update)
-    train_policy.train(parse_args(train_policy.PRESETS, ["--resume", str(only(tmp_path, "failed/runs/*"))]))
+    failed = only(tmp_path, "failed/runs/*")
+    (failed / "meta.json").write_text(json.dumps(meta_of(failed) | {"wall_time": 1000.0}))
+    train_policy.train(parse_args(train_policy.PRESETS, ["--resume", str(failed)]))
     left = left_in(tmp_path / "failed")
-    assert kept and len(whole.metrics) == 3 and left.metrics == whole.metrics and left.samples == whole.samples
+    assert len(whole.metrics) == 3 and left.metrics == whole.metrics and left.samples == whole.samples
+    with (failed / "metrics.csv").open(newline="") as file:
+        times = [float(row["elapsed/time"]) for row in csv.DictReader(file)]
+    assert times[1] < 900 and 1000 < times[2] <= meta_of(failed)["wall_time"] + 0.1
     assert all(torch.equal(weight, left.weights[name]) for name, weight in whole.weights.items())
 
 
