@@ -328,7 +328,7 @@ def test_a_policy_run_is_its_replay(finished, expected):
     check_same(left_in(finished), expected)
     results = meta_of(only(finished, "runs/*"))["results"]
     for name in ("score", "kl", "kl_coef"):  # of the last ten updates, if there are so many
-        value = mean(row[f"objective/{name}"] for row in expected.metrics)
+        value = mean([row[f"objective/{name}"] for row in expected.metrics])
         assert results[f"last_{name}"] == pytest.approx(value, rel=1e-9)
 
 
