@@ -1110,7 +1110,8 @@ class QueryStream:
 def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Tensor:
     """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
     longest = max(map(len, rows), default=0) if length is None else length
-    return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
+    equally_long = [row + [pad_id] * (longest - len(row)) for row in rows]
+    return torch.tensor(equally_long, dtype=torch.long).view(len(rows), longest)
 
 
 def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:

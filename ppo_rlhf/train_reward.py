@@ -875,7 +875,8 @@ class QueryStream:
 def padded(rows: list[list[int]], pad_id: int, length: int | None = None) -> Tensor:
     """Rows of token ids, padded on the right to a length, or to that of the longest: (rows, length)."""
     longest = max(map(len, rows), default=0) if length is None else length
-    return torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows], dtype=torch.long).view(-1, longest)
+    equally_long = [row + [pad_id] * (longest - len(row)) for row in rows]
+    return torch.tensor(equally_long, dtype=torch.long).view(len(rows), longest)
 
 
 def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_id: int | None) -> list[int] | None:
@@ -1010,8 +1011,8 @@ def read_labels(
             f"{what} needs one of the keys best, score, difference, chosen; its first row has {', '.join(first)}; "
             f"docs/running.md lists the forms"
         )
-    n = {"best": sum(key.startswith("sample") for key in first), "score": 1, "difference": 2}[kind]
-    sample_keys = ["sample"] if kind == "score" else [f"sample{i}" for i in range(n)]
+    numbered = [f"sample{i}" for i in range(sum(key.startswith("sample") for key in first))]
+    sample_keys = {"best": numbered, "score": ["sample"], "difference": ["sample0", "sample1"]}[kind]
     if not as_texts:
         vocab_size = facts.vocab_size or min(pad_id, OPENAI_VOCAB_SIZE)
         if vocab_size != pad_id:
@@ -1052,7 +1053,7 @@ def read_labels(
                     query, own_samples, target = row["query"], [row[key] for key in sample_keys], row[kind]
                 query = token_ids(query, task.query_length)
                 own_samples = [token_ids(sample, task.response_length) for sample in own_samples]
-                if not (target in range(n) if kind == "best" else abs(target) <= LARGEST_RATING):
+                if not (target in range(len(own_samples)) if kind == "best" else abs(target) <= LARGEST_RATING):
                     raise ValueError(f"{kind} is {target!r}")
             length = len(query) + max(map(len, own_samples))
             if as_texts and longest and length > longest:
@@ -1073,7 +1074,7 @@ def read_labels(
     left_out = {"too_long": len(too_long), "identical": identical}
     return Labels(
         queries=padded(queries, pad_id),
-        samples=padded(samples, pad_id).unflatten(0, (-1, len(sample_keys))),
+        samples=padded(samples, pad_id).unflatten(0, (len(queries), -1)),
         targets=torch.tensor(targets, dtype=torch.long if kind == "best" else torch.float32),
         kind=kind,
         held_out=len(queries) - num_train if rest_is_held_out else held_out,
@@ -1805,7 +1806,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     with input_errors(f"{folder} is not the folder of a run"):
-        return json.loads((folder / "meta.json").read_text())
+        meta = json.loads((folder / "meta.json").read_text())
+        return meta | {"args": dict(meta["args"]), "wall_time": float(meta["wall_time"])}
 
 
 def commit() -> str:

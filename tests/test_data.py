@@ -15,8 +15,8 @@ from runs import error_line
 from test_tldr_data import PAD, Letters
 from tokenizers.processors import TemplateProcessing
 
-from ppo_rlhf import sample, train_policy, worlds
-from ppo_rlhf.lib import hub, label_files, pretrained, published_texts, reward_functions, text_sources
+from ppo_rlhf import sample, train_policy, train_reward, worlds
+from ppo_rlhf.lib import hub, pretrained, published_texts, reward_functions, text_sources
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
@@ -144,8 +144,8 @@ def connections(monkeypatch):
     ("find", "name", "message"),
     [
         (text_sources.load_texts, "books", "--task.query_dataset books.*hub"),
-        (label_files.find_label_file, "sentiment/no.json", "--label_dataset sentiment/no.json.*hub"),
-        (label_files.find_label_file, "/no/such.json", "--label_dataset /no/such.json(?!.*hub)"),
+        (train_reward.find_label_file, "sentiment/no.json", "--label_dataset sentiment/no.json.*hub"),
+        (train_reward.find_label_file, "/no/such.json", "--label_dataset /no/such.json(?!.*hub)"),
         (pretrained.load_tokenizer, "models/a-run/sft", "--base_model models/a-run/sft: no such folder(?!.*hub)"),
     ],
 )
@@ -153,7 +153,7 @@ def test_what_is_not_there_is_named_and_nobody_is_asked_for_it(monkeypatch, conn
     """The tests set HF_HUB_OFFLINE. Of a folder, nothing is said of the hub."""
     nowhere = hub.HubFiles(repository="nobody/no-such-texts", names=("none.txt",))
     monkeypatch.setitem(published_texts.HUB_FILES, "books", nowhere)
-    more = ["dummy"] * (find is label_files.find_label_file)
+    more = ["nowhere"] * (find is train_reward.find_label_file)
     assert re.match(message, error_line(find, name, *more)) and not connections
 
 
@@ -169,14 +169,14 @@ def test_a_folder_may_have_an_at_sign_in_its_name(in_a_fresh_folder, tiny_tokeni
 
 def test_names_of_worlds_become_paths(in_a_fresh_folder):
     """Whatever else has such a name, but for a model that was trained here."""
+    world = worlds.DATA / "tales"
+    labels = train_reward.find_label_file("sentiment/offline_5k.json", "tales")
+    assert labels == world / "labels/sentiment/offline_5k.json"
     Path("tales").mkdir()
     for argument, value in (("base_model", "gpt3"), ("label_dataset", "tales"), ("task.posts", "tales")):
         assert worlds.find_value(argument, value) == value
-    world = worlds.DATA / "tales"
     with pretrained.model_errors("tales") as place:
         assert place == (f"{world}/model", None)
-    labels = label_files.find_label_file("sentiment/offline_5k.json", "tales")
-    assert labels == world / "labels/sentiment/offline_5k.json"
     assert text_sources.load_texts("tales")[0] == text_sources.load_texts(str(world))[0]
     for load_rows, name, kind in (
         (posts.load_rows, "posts", "comparisons"),

@@ -13,8 +13,8 @@ from runs import error_line
 from test_problems import byte_tokenizer
 from test_tldr_data import Letters, texts_of
 
-from ppo_rlhf import train_policy
-from ppo_rlhf.lib import label_files, preferences, text_sources
+from ppo_rlhf import train_reward
+from ppo_rlhf.lib import preferences, text_sources
 from ppo_rlhf.tldr import posts
 
 TOKENIZER = byte_tokenizer()  # its chat template has turns like "<|im_start|>user\nWhy?<|im_end|>\n"
@@ -82,8 +82,9 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name):
+    """As chapter 1 and chapter 2 read them."""
     row, *texts = FORMS[name]
-    assert [*preferences.read_preference(row, "a row").texts()] == texts
+    assert [*train_reward.read_preference(row)] == [*preferences.read_preference(row, "a row").texts()] == texts
 
 
 @pytest.mark.parametrize(
@@ -97,9 +98,11 @@ def test_forms(name):
         ({"chosen": "a", "rejected": "\udcff"}, "not valid Unicode"),
     ],
 )
-def test_what_is_no_preference(row, words):
+def test_what_is_no_preference(row, words, tmp_path):
     line = error_line(preferences.read_preference, row, "--x rows.jsonl, line 3")
     assert line.startswith("--x rows.jsonl, line 3") and words in line
+    file = written(tmp_path / "labels.jsonl", [pair(0), row])
+    assert error_line(read_labels, file).startswith(f"--label_dataset {file}, row 2, is no label: ")
 
 
 # ---- Files and the hub -----------------------------------------------------------------------------------------
@@ -132,18 +135,18 @@ def on_hub(tmp_path, monkeypatch):
         def load(name: str, *words: Any, **options: Any) -> Any:
             return load_dataset(str(tmp_path / "hub") if name == "owner/name" else name, *words, **options)
 
-        monkeypatch.setattr(datasets, "load_dataset", load)
+        for module in (datasets, train_reward):
+            monkeypatch.setattr(module, "load_dataset", load)
         return "owner/name"
 
     return publish
 
 
-def read_labels(source: str, num_train: int = 0, longest: int | None = None, **task: Any) -> label_files.Labels:
-    task = train_policy.TaskArgs(query_dataset="dummy", **task)
-    return label_files.read_labels(source, task, TOKENIZER, num_train, longest)
+def read_labels(source: str, num_train: int = 0, longest: int | None = None) -> train_reward.Labels:
+    return train_reward.read_labels(source, train_reward.TaskArgs(), TOKENIZER, num_train, longest)
 
 
-def texts_of_labels(labels: label_files.Labels) -> list[list[str]]:
+def texts_of_labels(labels: train_reward.Labels) -> list[list[str]]:
     """Query, chosen and rejected sample of each."""
     assert labels.kind == "best" and labels.targets.eq(0).all() and labels.samples.shape[1] == 2
     rows = zip(labels.queries, *labels.samples.unbind(1), strict=True)
@@ -205,15 +208,18 @@ def test_labels_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path):
         file.with_suffix(".meta.json").write_text(json.dumps({"held_out": held_out}))
         assert read_labels(str(file), num_train=1, longest=10).held_out == left
     line = error_line(read_labels, str(file), 3, 10)
-    assert "--num_train 3" in line and "labels.jsonl, line 2 has 11" in line
+    assert "--num_train 3" in line and "labels.jsonl" in line and "row 2 has 11" in line
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"question": "a", "answer": "b"}], "'question', 'answer'; docs/running.md"),
-        ([pair(0), {"query": "a", "sample0": "b", "sample1": "c", "best": 0}], "line 2 has no chosen and rejected"),
-        ([], "not empty"),
+        ([{"question": "a", "answer": "b"}], "question, answer; docs/running.md"),
+        (
+            [pair(0), {"query": "a", "sample0": "b", "sample1": "c", "best": 0}],
+            "row 2, is no label: KeyError: 'chosen'",
+        ),
+        ([], "must hold objects"),
     ],
 )
 def test_labels_of_no_form(tmp_path, rows, words):

@@ -15,12 +15,12 @@ from runs import error_line
 from test_problems import TOKENIZER
 from test_tldr_data import COMPARISON, POST, task
 
-from ppo_rlhf import train_policy
-from ppo_rlhf.lib import label_files, text_sources
+from ppo_rlhf import train_reward
+from ppo_rlhf.lib import text_sources
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.label_files import OPENAI_PAD_ID, Labels
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import posts
+from ppo_rlhf.train_reward import OPENAI_PAD_ID, Labels
 
 # The same examples every time, and nothing kept from one time to the next.
 FUZZ = settings(
@@ -56,10 +56,8 @@ class Vocabulary:
 
 
 def read_labels(path: Path, vocab_size: int = 10) -> Labels:
-    sizes = {"query_length": 3, "response_length": 2}
-    return label_files.read_labels(
-        str(path), train_policy.TaskArgs(query_dataset="dummy", **sizes), Vocabulary(vocab_size)
-    )
+    task = train_reward.TaskArgs(query_length=3, response_length=2)
+    return train_reward.read_labels(str(path), task, Vocabulary(vocab_size))
 
 
 def read_problems(path: Path) -> problems.Problems:
@@ -88,7 +86,7 @@ class Format:
 
 
 def labels_format(*rows: dict[str, Any]) -> Format:
-    return Format("labels.json", list(rows), read_labels, ": row 1 is no label", sidecar="labels.meta.json")
+    return Format("labels.json", list(rows), read_labels, ", row 2, is no label", sidecar="labels.meta.json")
 
 
 CHOICES = [
@@ -233,7 +231,7 @@ def test_files_with_any_damage(kind, folder):
             (folder / form.sidecar).write_bytes(facts or b"{}")
         try:
             form.read(folder / form.file)
-        except InputError as error:
+        except (InputError, train_reward.InputError) as error:
             # Where no row is left, it names the folder.
             assert str(folder) in str(error) and len(str(error).splitlines()) == 1
 
@@ -279,15 +277,16 @@ def test_a_file_of_texts_is_that_of_their_ids(tmp_path, monkeypatch):
     assert labels.queries.tolist() == [[1, 2, 3], [10, 10, 10]]
     assert labels.samples.tolist() == [[[4, 5, 10], [6, 10, 10]], [[7, 8, 9], [1, 10, 10]]]
     assert labels.targets.tolist() == [1, 0] and labels.held_out == 1
+    assert labels_of(tmp_path, texts[1:], {}).queries.shape == (1, 0)  # no row has a query
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "meta", "words"),
     [
-        (10, {"vocab_size": 11}, "a vocabulary of 11, but the tokenizer of the base model has 10;"),
-        (60_000, {}, "a vocabulary of 50257, but the tokenizer of the base model has 60000;"),
+        (10, {"vocab_size": 11}, "a vocabulary of 11, but the base model's tokenizer has 10;"),
+        (60_000, {}, "a vocabulary of 50257, but the base model's tokenizer has 60000;"),
         (60_000, {"vocab_size": 60_000}, "its padding id 50259 is one of the tokenizer's 60000 ids"),
-        (10, {"held_out": -1}, "held_out is -1;"),
+        (10, {"held_out": -1}, "held_out Input should be greater than or equal to 0"),
     ],
 )
 def test_what_the_sidecar_of_labels_says_is_refused_if_it_cannot_be(tmp_path, vocab_size, meta, words):
