@@ -204,7 +204,7 @@ def saved_args(run: str) -> Args:
     file = folder.with_name(f"train_both__{'__'.join(folder.name.split('__')[-3:])}.json")
     if not file.is_file():
         raise train_policy.InputError(
-            f"--resume {run}: train_both.py did not begin it; resume it with its own script"
+            f"--resume {run} is not the folder of a run that train_both.py began; resume others with their own script"
         )
     if folder.parent != Path("runs").resolve():
         raise train_policy.InputError(f"--resume {run}: resume in {folder.parents[1]}, where it began")

@@ -6,11 +6,21 @@ import shutil
 import pytest
 import torch
 from processes import SCRIPTS, launch
-from runs import check_close, meta_of, metrics_of, only, policy_arguments, rows_of, samples_of, world_arguments
+from runs import (
+    check_close,
+    interrupt,
+    meta_of,
+    metrics_of,
+    only,
+    policy_arguments,
+    rows_of,
+    samples_of,
+    world_arguments,
+)
 from safetensors.torch import load_file
 from torch.distributed import run as torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from whole_runs import Whole
+from whole_runs import Whole, check_same
 
 from ppo_rlhf import sample, train_both
 
@@ -69,6 +79,20 @@ def test_torchrun_with_two_processes_gives_the_run_of_one(both, tmp_path):
         check_close(two, one, rel=1e-4, abs=1e-6)
     for sample_of_one, sample_of_two in zip(samples_of(one), samples_of(two), strict=True):
         assert sample_of_two["response"] == sample_of_one["response"]
+
+
+@pytest.mark.parametrize("cut_off", ["policy", "reward"])
+def test_a_joint_run_is_resumed_by_either_of_its_runs(cut_off, both, tmp_path):
+    """A part that is finished is skipped; the other goes on from its last checkpoint, or begins."""
+    copy = both.copy(tmp_path / "copy")
+    reward, policy = copy.run("train_reward"), copy.run("train_policy")
+    interrupt(policy if cut_off == "policy" else reward)
+    if cut_off == "reward":
+        shutil.rmtree(policy)
+    result = copy.resumed(reward if cut_off == "policy" else policy)
+    assert (f"finished {reward}" in result.stdout) == (cut_off == "reward")
+    assert f"finished {policy}" in result.stdout
+    check_same(copy, both)
 
 
 CHANGES_FOLDER = """
