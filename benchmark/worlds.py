@@ -17,6 +17,7 @@ Where a grammar or a size changes, everything that was measured in that world mu
 """
 
 import argparse
+import itertools
 import json
 import lzma
 import math
@@ -44,7 +45,7 @@ from transformers import (
 from ppo_rlhf import worlds
 from ppo_rlhf.lib import files, label_files, processes, tools
 from ppo_rlhf.tldr.posts import to_texts
-from ppo_rlhf.train_policy import QueryStream, TaskArgs, generate, keyed_generator, truncate_at
+from ppo_rlhf.train_policy import generate, keyed_generator, padded, trim_query, truncate_at
 from ppo_rlhf.worlds import posts, tales
 
 SEED = 1  # of everything in the worlds; not the seed of a training run, so that all runs share them
@@ -188,8 +189,12 @@ def simulate_comparisons(folder: Path, sizes: Tales, device: torch.device) -> di
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     model = GPT2LMHeadModel.from_pretrained(folder / "model").to(device)
     pad_id, count = len(tokenizer), sizes.train_comparisons + sizes.test_comparisons
-    task = TaskArgs(query_dataset=str(folder / "stories.txt"), query_length=QUERY_LENGTH)
-    queries = QueryStream(task, tokenizer, split="all").next_batch(count, pad_id)  # (count, query_length)
+    (stop_id,) = tokenizer.encode(".")
+    stories = (folder / "stories.txt").read_text().splitlines()  # those that PPO never sees, too
+    random.Random(0).shuffle(stories)
+    trimmed = (trim_query(tokenizer.encode(story), QUERY_LENGTH, stop_id, stop_id) for story in stories)
+    rows = list(itertools.islice(filter(None, trimmed), count))
+    queries = padded(rows, pad_id, QUERY_LENGTH)  # (count, query_length)
     generator = keyed_generator(SEED, "comparisons")
     uniforms = torch.rand(4, count, RESPONSE_LENGTH, generator=generator, dtype=torch.float64)
     samples = torch.stack(
@@ -204,7 +209,6 @@ def simulate_comparisons(folder: Path, sizes: Tales, device: torch.device) -> di
         ],
         dim=1,
     )  # (count, 4, response_length)
-    stop_id = tokenizer.encode(".")[0]
     samples = truncate_at(samples.flatten(0, 1), stop_id, TRUNCATE_AFTER, pad_id)
     query_texts, sample_texts = (to_texts(tokenizer, tokens, pad_id) for tokens in (queries, samples))
     samples = samples.unflatten(0, (count, 4))
