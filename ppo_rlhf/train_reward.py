@@ -65,7 +65,6 @@ from accelerate import Accelerator, DistributedType
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 from accelerate.utils import broadcast_object_list, gather_object, reduce, tqdm
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
 from huggingface_hub import HfApi, snapshot_download
 from pydantic import (
     ConfigDict,
@@ -76,7 +75,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -393,7 +391,8 @@ def train(args: Args, timestamp: int | None = None) -> Path:
 
     folder = run.models / "reward"
     if accelerator.is_main_process:
-        save_reward_model(folder, reward_model, tokenizer, info, trust)
+        with input_errors(f"{folder} cannot be saved; the checkpoints are kept"):
+            save_reward_model(folder, reward_model, tokenizer, info, trust)
         run.log_samples(sizes.steps, sample_labels(reward_model, labels, tokenizer, ids.pad))
     queries = sizes.normalize_samples * (args.normalize_before + args.normalize_after)
     run.finish("reward", **labels.known, skipped_queries=stream.position - queries, **labels.left_out, **measured)
@@ -1254,13 +1253,11 @@ class InputError(ValueError):
 @contextlib.contextmanager
 def input_errors(what: str) -> Iterator[None]:
     """Turn what libraries raise of something that the user named into an InputError that names it."""
-    kinds = (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, EOFError)
-    kinds += (AssertionError, AttributeError)  # such as of PyTorch, for what a configuration says
     try:
         yield
     except InputError:
         raise
-    except (*kinds, SafetensorError, DatasetsError, lzma.LZMAError) as error:
+    except Exception as error:  # they raise anything, tokenizers a plain Exception
         said = " ".join(str(error).split())[:300]
         raise InputError(f"{what}: {type(error).__name__}: {said}") from error
 
