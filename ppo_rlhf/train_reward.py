@@ -353,8 +353,8 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         }
         check_finite(metrics, step)
         run.log(step, metrics)
-        agreement = "train/corr" if labels.kind == "score" else "train/accuracy"
-        bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}, {agreement[6:]} {metrics[agreement]:.2f}")
+        agreement = "corr" if labels.kind == "score" else "accuracy"
+        bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}, {agreement} {metrics[f'train/{agreement}']:.2f}")
         state = {"step": step + 1, "query_position": stream.position}
         stopping = run.told_to_stop()
         if stopping or step + 1 == sizes.steps or (step + 1) % (args.save_interval or sizes.steps) == 0:
@@ -994,36 +994,24 @@ def read_labels(
     """
     # A choice among samples.   label_types.py#L33-L55
     # [D21] A rating, or a difference.   label_types.py#L58-L120
-    pad_id = vocabulary_size(tokenizer)
     file = find_label_file(label_dataset, task.query_dataset)
     what = f"--label_dataset {file or label_dataset}"
-    facts = read_facts(file) if file else LabelFacts()
-    train_rows, test_rows = read_label_rows(file, facts.held_out or 0) if file else hub_label_rows(label_dataset)
-    first = next((row for _, row in train_rows + test_rows), None)
-    if not isinstance(first, dict):
-        raise InputError(f"{what} must hold objects, one per label")
-    as_preferences = "chosen" in first and "rejected" in first
+    with input_errors(f"{what} cannot be read"):
+        facts = read_facts(file) if file else LabelFacts()
+        train_rows, test_rows = rows_of_file(file, facts) if file else rows_of_hub(label_dataset)
+        if not train_rows + test_rows:
+            raise InputError(f"{what} holds no rows")
+        _, first = (train_rows + test_rows)[0]
+        as_preferences = {"chosen", "rejected"} <= first.keys()
+        kind = "best"
+        if not as_preferences:
+            kind = next((kind for kind in ("best", "score", "difference") if kind in first), "best")
+        numbered = [f"sample{i}" for i in range(sum(key.startswith("sample") for key in first))]
+        sample_keys = {"best": numbered, "score": ["sample"], "difference": ["sample0", "sample1"]}[kind]
     as_texts = as_preferences or isinstance(first.get("query"), str)
-    kind = "best" if as_preferences else next((kind for kind in ("best", "score", "difference") if kind in first), "")
-    if not kind:
-        raise InputError(
-            f"{what} needs one of the keys best, score, difference, chosen; its first row has {', '.join(first)}; "
-            f"docs/running.md lists the forms"
-        )
-    numbered = [f"sample{i}" for i in range(sum(key.startswith("sample") for key in first))]
-    sample_keys = {"best": numbered, "score": ["sample"], "difference": ["sample0", "sample1"]}[kind]
+    pad_id = vocabulary_size(tokenizer)
     if not as_texts:
-        vocab_size = facts.vocab_size or min(pad_id, OPENAI_VOCAB_SIZE)
-        if vocab_size != pad_id:
-            raise InputError(
-                f"{what} holds ids of a vocabulary of {vocab_size}, but the base model's tokenizer has {pad_id}; use "
-                f"the model whose tokenizer wrote the file"
-            )
-        if 0 <= facts.padding_id < pad_id:
-            raise InputError(
-                f"{what}: its padding id {facts.padding_id} is one of the tokenizer's {pad_id} ids; pad with "
-                f'another, such as {pad_id}, and add "padding_id": {pad_id} to <name>.meta.json'
-            )
+        check_ids(what, facts, pad_id)
 
     def token_ids(content: str | list[int], length: int) -> list[int]:
         """A text, or so many ids, of a row."""
@@ -1044,7 +1032,7 @@ def read_labels(
         for place, row in rows:
             if rows is train_rows and len(queries) == num_train > 0 and not rest_is_held_out:
                 break
-            with input_errors(f"{what}, {place}, is no label"):
+            with input_errors(f"{what}, {place}, is no label; docs/running.md lists the forms"):
                 if as_preferences:
                     query, *own_samples = read_preference(row)
                     target = 0
@@ -1082,24 +1070,39 @@ def read_labels(
     )
 
 
+def check_ids(what: str, facts: LabelFacts, vocab_size: int) -> None:
+    """Refuse a label file of ids that mean something else to a tokenizer of this size. what: the file."""
+    their_vocab_size = facts.vocab_size or min(vocab_size, OPENAI_VOCAB_SIZE)
+    if their_vocab_size != vocab_size:
+        raise InputError(
+            f"{what} holds ids of a vocabulary of {their_vocab_size}, but the base model's tokenizer has "
+            f"{vocab_size}; use the model whose tokenizer wrote the file"
+        )
+    if 0 <= facts.padding_id < vocab_size:
+        raise InputError(
+            f"{what}: its padding id {facts.padding_id} is one of the tokenizer's {vocab_size} ids; pad with another "
+            f'one, such as {vocab_size}, and add "padding_id": {vocab_size} to <name>.meta.json'
+        )
+
+
 def find_label_file(label_dataset: str, query_dataset: str) -> Path | None:
     """The file that this names: a local one, one next to the texts of a world, or one of OpenAI's on the hub.
 
     None if it is a data set on the hub.
     """
-    labels = (find(query_dataset) or Path()) / "labels"
-    for file in (Path(label_dataset), labels / label_dataset):
+    world = find(query_dataset)
+    for file in (Path(label_dataset), Path(world or "", "labels", label_dataset)):
         if file.is_file() or file.with_name(f"{file.name}.xz").is_file():
             return file
     what = f"--label_dataset {label_dataset}"
-    if not re.search(r"[.](jsonl?|parquet|csv)([.]xz)?$", label_dataset):
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", label_dataset):
-            raise InputError(f"{what}: there is no such file; give one, or a data set on the hub, <owner>/<name>")
-        return None
-    if labels.is_dir() or not re.fullmatch(r"\w+/\w+[.]json", label_dataset):  # files on the hub have such names
-        raise InputError(f"{what}: there is no such file, here or in {labels}; give one, or use --preset tales")
-    with input_errors(f"{what} is no local file and cannot be had from the hub; give a file, or use --preset tales"):
-        return Path(hub_files(OPENAI_DATA, label_dataset)[0])
+    if re.fullmatch(r"\w+/\w+[.]json", label_dataset) and not world:  # as OpenAI's files on the hub are called
+        with input_errors(f"{what} is no local file, nor on the hub; give a file, or use --preset tales"):
+            return Path(hub_files(OPENAI_DATA, label_dataset)[0])
+    is_file = re.search(r"[.](jsonl?|parquet|csv)([.]xz)?$", label_dataset)
+    if is_file or not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", label_dataset):
+        place = f", nor in {world}/labels" if world else ""
+        raise InputError(f"{what}: there is no such file{place}; give one, or use --preset tales")
+    return None
 
 
 def read_facts(file: Path) -> LabelFacts:
@@ -1109,43 +1112,32 @@ def read_facts(file: Path) -> LabelFacts:
         return TypeAdapter(LabelFacts).validate_json(read_text(facts)) if facts.is_file() else LabelFacts()
 
 
-def read_label_rows(file: Path, held_out: int) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """The rows of a label file, each with its place, and the last ones, which are held out."""
-    what = f"--label_dataset {file}"
-    with input_errors(f"{what} cannot be read"):
-        kind = Path(str(file).removesuffix(".xz")).suffix[1:]
-        if kind in ("parquet", "csv"):
-            rows = list(load_dataset(kind, data_files=str(file), split="train"))
-        elif kind == "jsonl":
-            rows = [line for line in read_text(file).split("\n") if line.strip()]
-            for i, line in enumerate(rows):
-                with input_errors(f"{what}, row {i + 1}"):
-                    rows[i] = json.loads(line)
-        else:
-            rows = json.loads(read_text(file))
-    if not isinstance(rows, list):
-        raise InputError(f"{what} must be a JSON array of objects, or hold one per line")
+Rows = list[tuple[str, dict[str, Any]]]  # each with its place
+
+
+def rows_of_file(file: Path, facts: LabelFacts) -> tuple[Rows, Rows]:
+    """The rows of a label file; the last ones may be held out."""
+    kind = Path(str(file).removesuffix(".xz")).suffix[1:]
+    if kind == "json":
+        rows = json.loads(read_text(file))
+    elif kind == "jsonl":
+        rows = [json.loads(line) for line in read_text(file).split("\n") if line.strip()]
+    else:
+        rows = load_dataset(kind, data_files=str(file), split="train")
     places = [(f"row {i + 1}", row) for i, row in enumerate(rows)]
-    first_held_out = max(len(places) - held_out, 0)
+    first_held_out = max(len(places) - (facts.held_out or 0), 0)
     return places[:first_held_out], places[first_held_out:]
 
 
-def hub_label_rows(label_dataset: str) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """The rows of a data set on the hub to train on, each with its place, and those to hold out.
-
-    These are its split for tests or, if it has none, every 50th row.
-    """
-    what = f"--label_dataset {label_dataset}"
-    with input_errors(f"{what} cannot be read from the hub; give a file, or use --preset tales"):
-        name, _, configuration = label_dataset.partition(":")
-        found = load_dataset(name, configuration or None)
-        splits = []
-        for names in (("train", "train_prefs"), ("test", "test_prefs")):
-            split = next((name for name in names if name in found), "")
-            splits.append([(f"{split} row {i + 1}", row) for i, row in enumerate(found[split] if split else ())])
+def rows_of_hub(label_dataset: str) -> tuple[Rows, Rows]:
+    """The rows of a data set on the hub: its split to train on, and its split for tests or else every 50th row."""
+    name, _, configuration = label_dataset.partition(":")
+    found = load_dataset(name, configuration or None)
+    splits = []
+    for names in (("train", "train_prefs"), ("test", "test_prefs")):
+        split = next((name for name in names if name in found), "")
+        splits.append([(f"{split} row {i + 1}", row) for i, row in enumerate(found[split] if split else ())])
     train_rows, test_rows = splits
-    if not train_rows:
-        raise InputError(f"{what} has no rows in a split train, but the splits {', '.join(found)}")
     if not test_rows:
         test_rows = train_rows[HELD_OUT - 1 :: HELD_OUT]
         del train_rows[HELD_OUT - 1 :: HELD_OUT]

@@ -102,7 +102,7 @@ def test_what_is_no_preference(row, words, tmp_path):
     line = error_line(preferences.read_preference, row, "--x rows.jsonl, line 3")
     assert line.startswith("--x rows.jsonl, line 3") and words in line
     file = written(tmp_path / "labels.jsonl", [pair(0), row])
-    assert error_line(read_labels, file).startswith(f"--label_dataset {file}, row 2, is no label: ")
+    assert error_line(read_labels, file).startswith(f"--label_dataset {file}, row 2, is no label; ")
 
 
 # ---- Files and the hub -----------------------------------------------------------------------------------------
@@ -214,12 +214,15 @@ def test_labels_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"question": "a", "answer": "b"}], "question, answer; docs/running.md"),
+        (
+            [{"question": "a", "answer": "b"}],
+            "row 1, is no label; docs/running.md lists the forms: KeyError: 'query'",
+        ),
         (
             [pair(0), {"query": "a", "sample0": "b", "sample1": "c", "best": 0}],
-            "row 2, is no label: KeyError: 'chosen'",
+            "KeyError: 'chosen'",
         ),
-        ([], "must hold objects"),
+        ([], "holds no rows"),
     ],
 )
 def test_labels_of_no_form(tmp_path, rows, words):
