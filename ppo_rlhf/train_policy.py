@@ -1672,11 +1672,11 @@ def load_reward_model(args: Args, tokenizer: PreTrainedTokenizerBase, device: to
         raise InputError(f"--rewards.trained_model {folder} has another tokenizer than {args.base_model}")
     dtype = weights_dtype(args, frozen=True)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
+    if args.dtype == "float64":
+        reward_model.double()  # the heads, too
     # Head, gain and bias, and what saving as a classifier changed in the language model.   train_reward.py#L292-L329
     with input_errors(f"{head_file} does not fit the model next to it"):
         reward_model.load_state_dict(load_file(head_file), strict=False)
-    if args.dtype == "float64":
-        reward_model.double()  # the heads, too
     prepare(reward_model.lm_backbone, args)
     return reward_model.requires_grad_(False).to(device)
 
