@@ -43,9 +43,10 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import files, label_files, processes, tools
+from ppo_rlhf.lib import files, processes, tools
 from ppo_rlhf.tldr.posts import to_texts
 from ppo_rlhf.train_policy import generate, keyed_generator, padded, trim_query, truncate_at
+from ppo_rlhf.train_reward import OPENAI_PAD_ID
 from ppo_rlhf.worlds import posts, tales
 
 SEED = 1  # of everything in the worlds; not the seed of a training run, so that all runs share them
@@ -224,8 +225,8 @@ def simulate_comparisons(folder: Path, sizes: Tales, device: torch.device) -> di
         rows = [
             {"query": query, **{f"sample{i}": ids for i, ids in enumerate(row)}, "best": choice}
             for query, row, choice in zip(
-                queries.masked_fill(queries == pad_id, label_files.OPENAI_PAD_ID).tolist(),
-                samples.masked_fill(samples == pad_id, label_files.OPENAI_PAD_ID).tolist(),
+                queries.masked_fill(queries == pad_id, OPENAI_PAD_ID).tolist(),
+                samples.masked_fill(samples == pad_id, OPENAI_PAD_ID).tolist(),
                 best.tolist(),
                 strict=True,
             )

@@ -1,4 +1,4 @@
-"""text_sources.py, label_files.py and models.py: texts, queries, label files, and what bad input gets."""
+"""Texts, queries, label files, and what bad input gets."""
 
 import copy
 import dataclasses

@@ -20,8 +20,8 @@ from test_problems import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.interoperability import hub_check
-from ppo_rlhf import train_both, train_policy
-from ppo_rlhf.lib import label_files, pretrained, text_sources
+from ppo_rlhf import train_both, train_policy, train_reward
+from ppo_rlhf.lib import pretrained, text_sources
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import all as tldr_all, posts
 
@@ -225,7 +225,7 @@ def test_texts(name, train, test):
 def test_labels_of_chapter_1(name):
     preset, (_, query_length, response_length) = train_both.PRESETS[name], LABELS[name]
     tokenizer = pretrained.load_tokenizer(preset.base_model)
-    labels = label_files.read_labels(preset.reward.label_dataset, preset.task, tokenizer)
+    labels = train_reward.read_labels(preset.reward.label_dataset, preset.task, tokenizer)
     assert labels.queries.shape == (2, query_length) and labels.samples.shape == (2, 4, response_length)
     assert labels.targets.tolist() == [3, 0] and labels.queries[0, :3].tolist() == [1, 2, 259]
 

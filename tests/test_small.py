@@ -28,8 +28,8 @@ from whole_runs import Whole
 
 import ppo_rlhf
 from benchmark import worlds
-from ppo_rlhf import train_both, train_policy, worlds as packaged
-from ppo_rlhf.lib import label_files, rewards, run
+from ppo_rlhf import train_both, train_policy, train_reward, worlds as packaged
+from ppo_rlhf.lib import rewards, run
 from ppo_rlhf.rlvr import policy as rlvr_policy
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.models import load_reward_model
@@ -295,7 +295,7 @@ def test_ppo_has_the_constants_of_the_preset():
         assert (getattr(module, name) if name.isupper() else flags[name]) == attrgetter(field)(args), name
     assert flags["updates"] == math.ceil(args.policy.ppo.total_episodes / args.policy.ppo.batch_size)
     assert 0 < args.reward.normalize_samples <= args.reward.rollout_batch_size  # so that one batch is all
-    assert args.task == train_policy.TASKS["tales"] and module.LABELS_PAD == label_files.OPENAI_PAD_ID
+    assert args.task == train_policy.TASKS["tales"] and module.LABELS_PAD == train_reward.OPENAI_PAD_ID
 
 
 def test_a_reward_model_is_kept_in_a_file(world, tmp_path, monkeypatch, capsys):

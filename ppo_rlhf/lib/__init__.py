@@ -9,7 +9,7 @@ pretrained.py, layers.py, precision.py       models before they are loaded, thei
 reward_model_files.py, classifiers.py        reward models as files; those from elsewhere
 chat_templates.py                            what stands around a query in chapters 2 and 3
 text_sources.py, published_texts.py          texts for chapter 1
-label_files.py, preferences.py               what people said
+preferences.py                               what people said
 data_files.py                                rows of files and of the hub
 reward_functions.py, rewards.py, tools.py    functions and tools of the user's; verifiers
 confined_worker.py                           a process for what isn't ours, such as reasoning_gym_calls.py
