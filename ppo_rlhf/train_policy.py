@@ -61,7 +61,7 @@ from ppo_rlhf.lib import (
     text_sources,
     traces,
 )
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
 from ppo_rlhf.lib.errors import InputError, flag, typed
 from ppo_rlhf.lib.pretrained import vocabulary_size
 
@@ -179,9 +179,9 @@ class PpoArgs(command_line.MemoryArgs):
     """the probability ratio is clipped to 1 +- this"""
     cliprange_value: PositiveFloat = 0.2
     """new values are clipped to old values +- this"""
-    gamma: NonNegativeFloat = 1.0
+    gamma: ZeroToOne = 1.0
     """discount per token"""
-    lam: NonNegativeFloat = 0.95
+    lam: ZeroToOne = 0.95
     """lambda of generalised advantage estimation"""
     whiten_rewards: bool = True
     """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""

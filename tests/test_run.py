@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from processes import read_by_nobody
 from runs import error_line
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from ppo_rlhf import train_policy
+from ppo_rlhf import judge, train_policy
 from ppo_rlhf.lib import command_line, errors, run as run_module
 from ppo_rlhf.lib.command_line import flag_value
 from ppo_rlhf.lib.errors import InputError, NumericalError, run_script
@@ -120,6 +121,14 @@ def test_a_current_folder_that_is_not_unicode_is_refused(tmp_path, monkeypatch):
 def test_the_last_preset_counts():
     words = ["--preset", "tldr", "--preset=a=b", "--preset-file", "x", "--presets=y"]
     assert flag_value(words, "--preset") == "a=b" and flag_value(words[3:], "--preset") is None
+
+
+@pytest.mark.parametrize("script", [judge, train_policy])
+def test_the_beginning_of_the_help_can_be_read_alone(script):
+    """That of train_policy.py is longer than what a stream holds back."""
+    with read_by_nobody(), pytest.raises(SystemExit) as end:
+        command_line.parse(script.Args, ["--help"], script.__doc__)
+    assert end.value.code == 0
 
 
 # ---- The script's own process ----------------------------------------------------------------------------------

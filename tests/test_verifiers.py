@@ -266,7 +266,7 @@ COLUMNS = [
         (lambda **kwargs: map(len, kwargs["completions"]), [6, 7]),
         (lambda completions, level: level, [3, None]),
         (lambda completions, **kwargs: kwargs["level"], [3, None]),
-        (lambda level, question: level, [3, None]),
+        (lambda queries, prompts, labels: map(str.endswith, queries, labels), [1, 0]),
         # A column counts more than another name of the answer.
         (lambda completions, solution, answer: [len(answer[0] + solution[0]), solution[1]], [8, None]),
         (lambda solution_str, **kwargs: len(kwargs["data_source"]), [0, 9]),

@@ -296,6 +296,8 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
     check_size(model, what, length, vocab_size)
     tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
     logits = model(input_ids=tokens).logits
+    if not logits.isfinite().all():
+        raise InputError(f"{what}: its logits are not finite, and neither may its weights be; load or train it again")
     cap = getattr(model.config, "final_logit_softcapping", None)
     columns = torch.arange(length, device=model.device)
     quarter, half = length // 4, length // 2

@@ -58,7 +58,7 @@ from ppo_rlhf.lib import (
     run,
     traces,
 )
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
@@ -129,9 +129,9 @@ class PpoArgs(command_line.MemoryArgs):
     """the probability ratio is clipped to 1 +- this"""
     cliprange_value: PositiveFloat = 0.2
     """new values are clipped to old values +- this"""
-    gamma: NonNegativeFloat = 1.0
+    gamma: ZeroToOne = 1.0
     """discount per token"""
-    lam: NonNegativeFloat = 0.95
+    lam: ZeroToOne = 0.95
     """lambda of generalised advantage estimation"""
     whiten_rewards: bool = False
     """scale the rewards of each minibatch to variance 1 (advantages always are)"""
