@@ -268,7 +268,7 @@ def args(tiny_world, tiny_reward) -> Args:
         f"--rewards.trained_model {tiny_reward} --rewards.monitor ppo_rlhf.worlds.tales:sentiment.gold_scores "
         f"--rewards.adaptive_kl.horizon 100 --ppo.total_episodes {UPDATES * BATCH - 16} --ppo.batch_size {BATCH} "
         f"--ppo.nminibatches {MINIBATCHES} --ppo.noptepochs {EPOCHS} --ppo.whiten_groups {GROUPS} --ppo.lr 0.01 "
-        f"--ppo.value_head_lr 0.03 --ppo.cliprange 0.05 --ppo.cliprange_value 0.05 --ppo.gamma 0.99 "
+        f"--ppo.value_head_lr 0.03 --ppo.cliprange 0.05 --ppo.cliprange_value 0.02 --ppo.gamma 0.99 "
         f"--ppo.local_micro_batch_size 8"
     )
     args = replace(parse_args(train_policy.PRESETS, words.split()), task=task_of(tiny_world))
@@ -523,3 +523,15 @@ def test_sample_continues_held_out_queries_as_training_does(finished, tiny_world
     for name, values in expected.items():
         of_rows = [row[name] for row in rows]
         assert of_rows == (values if isinstance(values[0], str) else pytest.approx(values, rel=1e-4, abs=1e-5)), name
+
+
+def test_each_part_of_many_queries_has_sampling_noise_of_its_own(finished, monkeypatch):
+    """The same query six times, two at a time: another text for each, and the first two as if they were alone."""
+    monkeypatch.setattr(sample, "AT_A_TIME", 2)
+    comparison = sample.Comparison(
+        sample.Args(policy=str(only(finished, "models/*/policy")), seed=4, temperature=3.0)
+    )
+    queries = comparison.queries(1) * 6
+    rows = comparison.rows(queries)
+    assert len({row["policy"] for row in rows}) == 6 and rows[:2] == comparison.rows(queries[:2])
+    assert rows[2:4] == comparison.rows(queries[:2], 1)
