@@ -29,7 +29,6 @@ REWRITTEN = {
     r"[{}]": "",
     r"\b(?:square|sq)\b\.? *([A-Za-z]+)": r"\1^2",
     r"\b(?:cubic|cu)\b\.? *([A-Za-z]+)": r"\1^3",
-    r"\b([A-Za-z]+) +squared\b": r"\1^2",
     r"\bmph\b": "mile/hour",
     r"\bper\b": "/",
 }
@@ -64,7 +63,7 @@ def decimals(expressions: list[Basic | MatrixBase]) -> int:
         walk = preorder_traversal(expression)
         for part in walk:
             if isinstance(part, Expr) and part.is_number:
-                walk.skip()  # 1/3000 in 1000/3000 is no number of its own
+                walk.skip()  # 10^{-4} in 5000 * 10^{-4} is no number of its own
                 size = abs(part.evalf(3))
                 if size.is_Float and 0 < size < 0.001:
                     places.append(-int(log(size, 10)))
