@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -209,6 +210,7 @@ class PPO:
 
         mask: for each token of a response, whether it is the policy's and learns; None: all of them. Nothing is
         appended: a text that ends needs `tokenizer.eos_token` at its end. Tokens after one in the middle count, too.
+        The score comes after the last token of the policy, on a step of its own.
         """
         contexts, tokens = self._tokens(queries, "queries"), self._tokens(responses, "responses")
         own = tokens != self.pad_id  # (batch, response_length)
@@ -221,6 +223,9 @@ class PPO:
         if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
         self._check_length(contexts.shape[1] + tokens.shape[1])
+        # Every response has a step after its last token, the longest one, too. Else numbers would depend on which
+        # responses are in one process.
+        tokens, own = F.pad(tokens, (0, 1), value=self.pad_id), F.pad(own, (0, 1))
         query_responses = torch.cat([contexts, tokens], dim=1)
         logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
         return self._make_batch(contexts, tokens, logprobs, values, own=own)
@@ -279,7 +284,7 @@ class PPO:
         """
         scores = self._checked_scores(batch, scores)
         args, ppo, rollout = self.args, self.args.ppo, batch.rollout
-        of_episodes = torch.tensor(scores).to(rollout.logprobs)  # (batch,)
+        of_episodes = torch.tensor(scores, dtype=torch.float64).to(rollout.logprobs)  # (batch,)
         kl_coef = self.controller.value
         rewards, non_score_rewards, kl = compute_rewards(
             of_episodes,
@@ -385,7 +390,9 @@ class PPO:
         encoded = []
         for number, row in enumerate(listed, 1):
             if isinstance(row, str):
-                tokens = [*start, *self.tokenizer.encode(row, add_special_tokens=False)]
+                tokens = self.tokenizer.encode(row, add_special_tokens=False)
+                if tokens[: len(start)] != start:  # what a chat template has made begins with it
+                    tokens = [*start, *tokens]
             else:
                 tokens = row.tolist() if hasattr(row, "tolist") else row  # of torch or numpy
             is_list = isinstance(tokens, list | tuple) and len(tokens) > 0

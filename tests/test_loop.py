@@ -1,5 +1,6 @@
 """ppo_rlhf/loop.py: it is chapter 2's update, takes batches from anywhere, and refuses what doesn't fit."""
 
+import copy
 import dataclasses
 import inspect
 import io
@@ -16,6 +17,7 @@ import torch
 from oracles import numbers
 from runs import error_line
 from test_foreign import classifier
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
@@ -38,7 +40,7 @@ from ppo_rlhf.train_policy import episode_noise
 SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
 QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
 NAMES = Path(__file__).with_name("names_elsewhere.json")  # what those releases call their arguments, verl's in short
-SCORES = [1.0, -2.0, 0.5, 3.0]
+SCORES = [1.1, -2.3, 0.7, 3.3]  # no numbers of float32
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +143,29 @@ def test_a_batch_from_elsewhere_is_read_as_one_that_was_generated(model):
         generated.stopped,
     )
     for name in ("logprobs", "values", "ref_logprobs"):
-        of_tokens = (getattr(batch.rollout, name)[generated.rollout.mask] for batch in (generated, read))
+        of_tokens = (getattr(batch.rollout, name)[batch.rollout.mask] for batch in (generated, read))
         assert_close(*of_tokens, rtol=1e-9, atol=1e-12)
+
+
+def test_a_response_has_the_same_values_alone_and_next_to_a_longer_one(model):
+    """The score is on the step after the last token, also of the longest, up to the last position of the model."""
+    ppo = PPO(model, **SIZES)
+    long = [3] * (64 - len(QUERIES[0]))
+    alone, beside = ppo.batch(QUERIES[:1], [[1, 2, 28]]), ppo.batch(QUERIES[:1] * 2, [[1, 2, 28], long])
+    for batch in (alone, beside):
+        counted = batch.rollout.value_mask[:, :4]
+        assert counted[0].all() and batch.rollout.value_mask[0].sum() == 4
+    assert beside.rollout.value_mask[1].sum() == len(long) + 1
+    assert_close(beside.rollout.values[0, :4], alone.rollout.values[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(model, tiny_tokenizer):
+    """As the output of a chat template does."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<eos> $A", None, [("<eos>", 28)])
+    batch = PPO(model, tokenizer=tokenizer, **SIZES).generate(["<eos>a cat", "a cat", [0, 27, 2, 0, 19]])
+    pad, words = 29, [0, 27, 2, 0, 19]
+    assert batch.rollout.queries.tolist() == [[28, *words], [28, *words], [*words, pad]]
 
 
 def test_advantages_skip_what_somebody_else_says():
@@ -164,8 +187,8 @@ def test_tokens_of_somebody_else_are_read_but_do_not_learn(model):
     ids = [[1, 2, 3, 4, 5], [6, 7, 8]] * 2
     mask = [[1, 0, 0, 1, 0], [1, 1, 1]] * 2
     batch = ppo.batch(QUERIES, ids, mask)
-    own = [[True, False, False, True, False], [True, True, True, False, False]] * 2
-    counted = [[True, False, False, True, True], [True, True, True, True, False]] * 2
+    own = [[True, False, False, True, False, False], [True, True, True, False, False, False]] * 2
+    counted = [[True, False, False, True, True, False], [True, True, True, True, False, False]] * 2
     assert batch.rollout.mask.tolist() == own and batch.rollout.value_mask.tolist() == counted
     metrics = ppo.step(batch, SCORES)
     assert metrics["objective/response_length"] == 2.5 and math.isfinite(metrics["objective/kl"])
@@ -182,7 +205,7 @@ def test_a_critic_from_a_classifier_says_what_the_classifier_says(model, tmp_pat
     ppo = PPO(model, critic=folder, **SIZES)
     ids = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 4, 7]]
     batch = ppo.batch(QUERIES, ids)
-    query = batch.rollout.query_responses[0, : -len(ids[0])]
+    query = batch.rollout.queries[0]
     query = query[query != ppo.pad_id].tolist()
     for place in range(3):
         row = torch.tensor([[*query, *ids[0][:place]]])
