@@ -10,6 +10,7 @@ language model with that head. Its values are those of TRL's model in eval mode.
 
 import copy
 import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def convert(args: Args) -> None:
 def load(folder: Path) -> tuple[PreTrainedModel, RewardModel]:
     """The language model, and a critic of its own whose value is the head's, both in float32 and eval mode.
 
-    Raises an InputError if the folder has no value head, weights that do not fit config.json, or a pickle with more
-    than tensors.
+    Raises an InputError if the folder has no value head, weights that do not fit config.json, parts elsewhere, or a
+    pickle with more than tensors.
     """
     with errors.input_errors(f"{folder} cannot be read as a model with a value head", *UNREADABLE):
         tensors = {name.removeprefix("pretrained_model."): tensor for name, tensor in read_tensors(folder).items()}
@@ -84,6 +85,12 @@ def load(folder: Path) -> tuple[PreTrainedModel, RewardModel]:
             ignore_mismatched_sizes=True,  # checked_model names them
         )
         policy = pretrained.checked_model(model, loading, {})
+        unknown = sorted(loading["unexpected_keys"])
+        if any(name.startswith("v_head.") for name in unknown):
+            raise OSError(f"its value head has more than v_head.summary: {', '.join(unknown[:3])}")
+    if unknown:  # such as masks that older versions of the library saved
+        few = ", ".join(unknown[:3])
+        errors.say(f"{folder}: left out, since its language model has no such tensors: {few}; {len(unknown)} in all")
     critic = RewardModel(copy.deepcopy(policy.base_model)).eval()
     critic.reward_head.load_state_dict(head)
     return policy, critic
@@ -97,6 +104,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             return read_file(folder / name)
         if index.is_file():
             parts = sorted(set(files.read_json(index)["weight_map"].values()))
+            if outside := [part for part in parts if Path(part).name != part]:
+                raise OSError(f"{index.name} names {outside[0]}; all parts must be in the folder itself")
             return {name: tensor for part in parts for name, tensor in read_file(folder / part).items()}
     raise OSError("it has neither model.safetensors nor pytorch_model.bin, nor an index of their parts")
 
@@ -106,7 +115,8 @@ def read_file(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return load_file(file)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # about forms of pickles
+            return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError) as error:
         raise OSError(f"{file.name} is no pickle of tensors alone; what else is in it could be code") from error
 

@@ -325,7 +325,7 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
                 temperature=openai.omit if args.temperature is None else args.temperature,
                 max_completion_tokens=args.max_completion_tokens,
             )
-            reply = str(answer.choices[0].message.content or "")
+            reply = written(answer.choices[0].message.content)
         # The last four errors come from reading an answer that does not follow the protocol.
         except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError) as error:
             said = error.__cause__ or error
@@ -348,6 +348,15 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
     return {text: known[key] for text, key in keys.items()}
+
+
+def written(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message, which some servers send in parts, such as thoughts and text."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    if not isinstance(content, str | None):
+        raise TypeError(f"the content of its message is a {type(content).__name__}, not a text")
+    return content or ""
 
 
 def read_cache(cache: Path) -> dict[str, str]:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +30,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import command_line, errors, pretrained, processes, reward_functions
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib.errors import InputError, NumericalError
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.policy import (
     Args,
@@ -108,6 +111,9 @@ class PPO:
         name = str(loaded.name_or_path if loaded else model)
         if loaded and tokenizer is None:
             raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
+        if getattr(loaded, "_hf_peft_config_loaded", False):
+            merged = "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
+            raise InputError(f"the model has adapters inside, which could not be saved; merge them: {merged}")
         lora = lora or models.LoraArgs()
         if lora.rank and reference is not None:
             raise InputError("with lora, the reference is the policy without its adapters; leave it out")
@@ -141,19 +147,24 @@ class PPO:
         self.args, self.task = checked(args), checked(task)
         self.accelerator = processes.make_accelerator()
         self.tokenizer = tokenizer or pretrained.load_tokenizer(name, trust_remote_code)
-        self.pad_id, self.stop_ids = pretrained.vocabulary_size(self.tokenizer), pretrained.end_ids(self.tokenizer)
+        self.pad_id = pretrained.vocabulary_size(self.tokenizer)
         # Every copy is made before the networks are joined, which changes how they read rows.
         weights = torch.float64 if dtype == "float64" else torch.float32
-        policy = loaded.to(weights).eval() if loaded else load_pretrained(name, weights, trust_remote_code)
+        if loaded:
+            policy = pretrained.as_if_loaded_here(loaded.to(weights))
+        else:
+            policy = load_pretrained(name, weights, trust_remote_code)
+        self.stop_ids = pretrained.end_ids(self.tokenizer, policy.generation_config)
         if isinstance(critic, RewardModel):
             value_model = models.critic_that_learns(critic.to(weights))
+            pretrained.as_if_loaded_here(value_model.lm_backbone)
         elif critic is None and loaded:
             value_model = models.with_new_head(copy.deepcopy(policy.base_model), seed)
         else:
             critic = self._checked("critic", critic or name)
             value_model = models.load_any_critic(critic, weights, seed, trust_remote_code)
         if isinstance(reference, PreTrainedModel):
-            frozen = copy.deepcopy(reference).to(weights).eval()
+            frozen = pretrained.as_if_loaded_here(copy.deepcopy(reference).to(weights))
             if frozen.get_input_embeddings().num_embeddings != policy.get_input_embeddings().num_embeddings:
                 raise InputError("reference has another number of token embeddings than the model")
         elif reference is not None:
@@ -169,6 +180,8 @@ class PPO:
             vocab_size=self.pad_id,
             device=self.accelerator.device,
         )
+        if not any(parameter.requires_grad for parameter in self.actor_critic.lm_backbone.parameters()):
+            raise InputError("no weight of the model learns, because requires_grad is False for all of them")
         parameters = [parameter for parameter in self.actor_critic.parameters() if parameter.requires_grad]
         self.optimizer = (optimizer or partial(adam, args=self.args.ppo))(parameters)
         if max_grad_norm is not None:
@@ -176,6 +189,8 @@ class PPO:
         self.controller = AdaptiveKLController(kl_coef, kl_target, kl_horizon)
         self.steps = 0
         self.draws = 0  # calls of generate, each with noise of its own
+        self.broken = ""  # why nothing can go on, if an update has not come to its end
+        self._rehearse()
 
     def _checked(self, what: str, model: str | Path) -> str:
         """A model that must have the policy's vocabulary."""
@@ -184,10 +199,26 @@ class PPO:
         pretrained.check_vocabulary(str(model), f"{what} {model}", self.args.base_model, self.args.trust_remote_code)
         return str(model)
 
+    def _rehearse(self) -> None:
+        """Try to save what `save` will save, but for the weights, before anything is trained."""
+        problem = ""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                self._save(Path(folder), weights=False)
+            except Exception as error:  # the library and a model's own code may raise anything
+                problem = f"the model could not be saved after training: {type(error).__name__}: {error}"
+        processes.fail_together(problem)
+
+    def _check_whole(self) -> None:
+        """Raise an InputError if an update has not come to its end: its weights are nobody's."""
+        if self.broken:
+            raise InputError(self.broken)
+
     # ---- Generate: steps 1 to 3 --------------------------------------------------------------------------------
 
     def generate(self, queries: Sequence[Text], response_length: int | None = None) -> Batch:
         """Sample a response to each query, up to a token that ends a text, or of response_length tokens."""
+        self._check_whole()
         contexts = self._tokens(queries, "queries")  # (batch, context_length)
         task = self.task
         if response_length is not None:
@@ -209,7 +240,9 @@ class PPO:
 
         mask: for each token of a response, whether it is the policy's and learns; None: all of them. Nothing is
         appended: a text that ends needs `tokenizer.eos_token` at its end. Tokens after one in the middle count, too.
+        The score comes after the last token of the policy, on a step of its own.
         """
+        self._check_whole()
         contexts, tokens = self._tokens(queries, "queries"), self._tokens(responses, "responses")
         own = tokens != self.pad_id  # (batch, response_length)
         if len(contexts) != len(tokens):
@@ -221,12 +254,16 @@ class PPO:
         if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
         self._check_length(contexts.shape[1] + tokens.shape[1])
+        # Every response has a step after its last token, the longest one, too. Else numbers would depend on which
+        # responses are in one process.
+        tokens, own = F.pad(tokens, (0, 1), value=self.pad_id), F.pad(own, (0, 1))
         query_responses = torch.cat([contexts, tokens], dim=1)
         logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
         return self._make_batch(contexts, tokens, logprobs, values, own=own)
 
     def _in_passes(self, function: Callable, tokens: Tensor, *others: Tensor, **more: Any) -> Any:
         """What a function of the actor-critic returns for rows of tokens, of which it gets a few at a time."""
+        self.actor_critic.eval()  # without dropout, also if the model that is trained in place was in use elsewhere
         with self.actor_critic.sampling():
             return packing.by_length(
                 function,
@@ -274,12 +311,16 @@ class PPO:
         """One update of PPO. scores: one for each response. Returns metrics under the names of chapter 2's script.
 
         Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
-        don't fit the batch, or if the batch is older than the last step. Raises a NumericalError if a metric is not
-        finite; the weights have changed by then.
+        don't fit the batch, or if the batch is older than the last step; then nothing has changed.
+
+        Raises a NumericalError before an optimiser step whose losses or gradients are not finite, and before the
+        first one if the ratio is not 1. After that, or any other exception within the update, such as that of Ctrl-C,
+        no method goes on but load_state_dict, with a state from before it.
         """
+        self._check_whole()
         scores = self._checked_scores(batch, scores)
         args, ppo, rollout = self.args, self.args.ppo, batch.rollout
-        of_episodes = torch.tensor(scores).to(rollout.logprobs)  # (batch,)
+        of_episodes = torch.tensor(scores, dtype=torch.float64).to(rollout.logprobs)  # (batch,)
         kl_coef = self.controller.value
         rewards, non_score_rewards, kl = compute_rewards(
             of_episodes,
@@ -293,22 +334,45 @@ class PPO:
             rollout, rewards=rewards, scores=of_episodes, kl=kl, non_score_rewards=non_score_rewards
         )
         rows = self._rows(len(scores))
+        minibatches = draw_minibatches(args.seed, self.steps, ppo.noptepochs, rows, ppo.nminibatches)
+        # From here on, the batch is spent.
+        self.broken = (
+            f"step {batch.step} did not come to its end, so the weights may be in the middle of its update; go on "
+            f"with load_state_dict and a state from before it, or with a new PPO"
+        )
+        self.steps += 1
+        self.actor_critic.eval()
         steps = ppo_update(
             self.actor_critic,
             self.optimizer,
             rollout=rollout,
-            minibatches=draw_minibatches(args.seed, self.steps, ppo.noptepochs, rows, ppo.nminibatches),
+            minibatches=minibatches,
             ppo=ppo,
             pad_id=self.pad_id,
             temperature=self.task.temperature,
             accelerator=self.accelerator,
+            before_step=partial(self._check_numbers, batch.step),
         )
         metrics = algorithm_metrics(rollout, steps, self.accelerator, kl_coef=kl_coef, more={})
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
-        processes.check_update(metrics, self.steps, args.dtype, gap="val/first_ratio_gap")
         self.controller.update(metrics["objective/kl"], len(scores) * self.accelerator.num_processes)
-        self.steps += 1
+        self.broken = ""
         return metrics
+
+    def _check_numbers(self, step: int, optimizer_step: int, shares: dict[str, Tensor]) -> None:
+        """Raise a NumericalError, on every process, if the numbers of an optimiser step of this step are impossible.
+
+        shares: as ppo_update has them.
+        """
+        means = processes.sum_over_processes(shares, self.accelerator)
+        where = f"before optimiser step {optimizer_step + 1} of step {step}"
+        if wrong := [f"{name} is {mean}" for name, mean in means.items() if not math.isfinite(mean)]:
+            raise NumericalError(f"{', '.join(wrong[:4])} {where}; a lower lr may prevent it")
+        gap = math.sqrt(means["square_of_ratio_minus_1"])
+        if optimizer_step == 0 and gap > processes.FIRST_RATIO_TOLERANCE[self.args.dtype]:
+            raise NumericalError(
+                f"the ratio is off 1 by {gap:.2g} {where}: the model that learns is not the one that read the batch"
+            )
 
     def _checked_scores(self, batch: Batch, scores: Sequence[float]) -> list[float]:
         """Finite numbers, one for each response of a batch that is made with today's policy."""
@@ -337,6 +401,7 @@ class PPO:
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` of a PPO that was made in the same way needs to go on with the same numbers."""
+        self._check_whole()
         return {
             "actor_critic": self.actor_critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -354,16 +419,22 @@ class PPO:
             self.reference.lm_backbone.load_state_dict(state["reference"])
         self.controller.value = state["kl_coef"]
         self.steps, self.draws = state["steps"], state["draws"]
+        self.broken = ""
 
     def save(self, folder: str | Path) -> None:
         """Save the policy as an ordinary causal language model, adapters merged in, and the critic in `critic` there.
 
         Training may go on. sample.py continues texts with what is saved.
         """
-        # Adapters are merged into a copy.
-        policy, adapters = self.actor_critic.lm_backbone, self.reference.adapters
-        if adapters is not None:
-            policy, adapters = copy.deepcopy((policy, adapters))
+        self._check_whole()
+        self._save(Path(folder))
+
+    def _save(self, folder: Path, *, weights: bool = True) -> None:
+        """weights: whether theirs are saved, too."""
+        # What is saved gets the generation_config of the sampler. A model that is trained in place keeps its own.
+        policy, adapters = copy.copy(self.actor_critic.lm_backbone), self.reference.adapters
+        if adapters is not None and weights:  # they are merged into a copy
+            policy, adapters = copy.deepcopy((self.actor_critic.lm_backbone, adapters))
         info = {
             "base_model": self.args.base_model,
             "task": dataclasses.asdict(self.task),
@@ -371,8 +442,15 @@ class PPO:
             "function": "",
             "reward_model": "",
         }
-        models.save_policy(Path(folder), policy, adapters, tokenizer=self.tokenizer, info=info)
-        models.save_critic(Path(folder, "critic"), self.actor_critic.critic, tokenizer=self.tokenizer, info=info)
+        models.save_policy(folder, policy, adapters, tokenizer=self.tokenizer, info=info, weights=weights)
+        models.save_critic(
+            folder / "critic",
+            self.actor_critic.critic,
+            tokenizer=self.tokenizer,
+            info=info,
+            trust_remote_code=self.args.trust_remote_code,
+            weights=weights,
+        )
 
     # ---- Texts and token ids -----------------------------------------------------------------------------------
 
@@ -385,7 +463,9 @@ class PPO:
         encoded = []
         for number, row in enumerate(listed, 1):
             if isinstance(row, str):
-                tokens = [*start, *self.tokenizer.encode(row, add_special_tokens=False)]
+                tokens = self.tokenizer.encode(row, add_special_tokens=False)
+                if tokens[: len(start)] != start:  # what a chat template has made begins with it
+                    tokens = [*start, *tokens]
             else:
                 tokens = row.tolist() if hasattr(row, "tolist") else row  # of torch or numpy
             is_list = isinstance(tokens, list | tuple) and len(tokens) > 0

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mistakes
+import numpy as np
 import our_adapter
 import pytest
 import torch
@@ -123,23 +125,6 @@ def test_what_correct_code_does_not_take_is_left_out(function):
     assert report.ok and report.cases >= 2 and set(report.left_out) == LEFT_OUT[function], report
 
 
-class Loss(torch.nn.Module):
-    def forward(self, new_logprobs, logprobs, advantages):
-        return (new_logprobs - logprobs) * advantages
-
-
-def hidden(*args, **kwargs):
-    return forms.policy_loss(*args, **kwargs)
-
-
-@pytest.mark.parametrize("function", [Loss(), hidden], ids=lambda x: getattr(x, "__name__", x))
-def test_a_function_without_names_for_its_arguments_is_refused(function):
-    report = report_of("policy_loss", function)
-    lines = set(report.failed.values())
-    assert report.cases and not report.matches and len(lines) == 1, report
-    assert "wrap it in a function of (new_logprobs, logprobs, advantages, mask," in lines.pop()
-
-
 FLOAT_MASKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[2]
 
 
@@ -149,6 +134,194 @@ def test_the_page_s_adapter_for_float_masks_matches():
     exec(FLOAT_MASKS, namespace)
     report = report_of("value_loss", namespace["value_loss"])
     assert report.ok and not report.left_out, report
+
+
+# ---- Ways to call ----------------------------------------------------------------------------------------------
+
+
+def mapped(change: Callable, x: Any, kind: type) -> Any:
+    """Lists and tuples with each part of a kind changed."""
+    if isinstance(x, list | tuple):
+        return type(x)(mapped(change, part, kind) for part in x)
+    return change(x) if isinstance(x, kind) else x
+
+
+def of_arrays(function: Callable) -> Callable:
+    """It computes with tensors inside, but raises an error if it gets one."""
+
+    def inner(**given):
+        if any(isinstance(x, torch.Tensor) for x in [*given.values(), *given.get("losses", [])]):
+            raise TypeError("no tensors, please")
+        given = {name: mapped(torch.from_numpy, x, np.ndarray) for name, x in given.items()}
+        return mapped(torch.Tensor.numpy, function(**given), torch.Tensor)
+
+    return functools.wraps(function)(inner)
+
+
+def of_annotated_arrays(function: Callable) -> Callable:
+    """It also takes tensors, of which it makes something else."""
+
+    def inner(**given):
+        given = {name: mapped(torch.zeros_like, x, torch.Tensor) for name, x in given.items()}
+        given = {name: mapped(torch.from_numpy, x, np.ndarray) for name, x in given.items()}
+        return function(**given)
+
+    parameters = inspect.signature(function).parameters.values()
+    inner.__signature__ = inspect.Signature([x.replace(annotation="np.ndarray | None") for x in parameters])
+    return inner
+
+
+def returning(kind: type, function: Callable) -> Callable:
+    """It returns its results and metrics."""
+
+    def inner(**given):
+        returned = function(**given)
+        return kind([*(returned if isinstance(returned, tuple) else [returned]), {"loss": 3.0}])
+
+    return functools.wraps(function)(inner)
+
+
+def in_a_pair(function: Callable) -> Callable:
+    return functools.wraps(function)(lambda **given: (function(**given), {"loss": 3.0}))
+
+
+def positional(function: Callable, prefix: str = "") -> Callable:
+    names = [prefix + name for name in inspect.signature(function).parameters]
+    found = eval(f"lambda {', '.join(names)}, /: function({', '.join(names)})", {"function": function})
+    found.__defaults__ = function.__defaults__
+    return found
+
+
+class Object:
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def __call__(self, *args, scale, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Compiled(Object):
+    __signature__ = "cannot be read"
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.forward = function
+
+
+def decorated(function: Callable) -> Callable:
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+WAYS = {
+    "arrays": of_arrays,
+    "annotated arrays": of_annotated_arrays,
+    "a tuple with metrics": functools.partial(returning, tuple),
+    "a list with metrics": functools.partial(returning, list),
+    "a tuple in a tuple": in_a_pair,
+    "**kwargs": lambda function: lambda **kwargs: function(**kwargs),
+    "*args, **kwargs": decorated,
+    "*args": lambda function: lambda *args: function(*args),
+    "positional-only": positional,
+    "positional-only, other names": functools.partial(positional, prefix="my_"),
+    "positional-only, decorated": lambda function: decorated(positional(function)),
+    "positional-only, *args": lambda function: lambda x, /, *args: function(x, *args),
+    "no signature": Compiled,
+    "partial of an object": lambda function: functools.partial(Object(function), scale=2.0),
+    "module": Module,
+}
+CALLED = {
+    "whiten": "not scaled",
+    "policy_loss": "mean of each part",
+    "group_advantages": "over the batch",
+    "gae": "without lambda",
+    "accumulate": "mean of means",
+    "rejection_mask": "of tokens for sequences",
+    "adam_step": "counts from 0",
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_of_calling_hides_neither_correct_code_nor_a_mistake(way, name):
+    report = report_of(name, WAYS[way](getattr(forms, name)))
+    assert report.ok and report.cases == len(cases.all_cases()[name]) and not report.left_out, report
+    (fault,) = [fault for fault in faults.of(name) if fault.name == CALLED[name]]
+    report = report_of(name, WAYS[way](fault.compiled))
+    assert not report.ok and report.cases and fault in report.diagnoses, report
+
+
+@pytest.mark.parametrize("way", ["**kwargs", "*args, **kwargs", "*args", "no signature", "partial of an object"])
+def test_an_argument_that_a_hidden_function_lacks_is_left_out(way):
+    def few(new_logprobs, logprobs, advantages, mask, cliprange):
+        return forms.policy_loss(new_logprobs, logprobs, advantages, mask, cliprange)
+
+    def sized(scores, group_size):
+        return forms.group_advantages(scores, None, group_size, "grpo")
+
+    report = report_of("policy_loss", WAYS[way](few))
+    assert report.ok and set(report.left_out) == {"no cliprange_high", "no dual_clip", "no tokens"}, report
+    report = report_of("policy_loss", WAYS[way](lambda new, logprobs, advantages, mask, cliprange: new.sum()))
+    assert not report.ok
+    if "*args" not in way and way != "no signature":
+        assert report_of("group_advantages", WAYS[way](sized)).ok
+
+
+def test_a_value_that_is_refused_is_not_left_out():
+    """The function takes the argument, so an error that names it is a mistake inside."""
+
+    def policy_loss(**arguments):
+        return (forms.policy_loss if arguments["dual_clip"] is None else forms.gspo_loss)(**arguments)
+
+    report = report_of("policy_loss", policy_loss)
+    assert not report.ok and not report.left_out
+    assert all("unexpected keyword argument 'dual_clip'" in line for line in report.failed.values()), report
+
+
+def test_of_two_errors_that_of_the_right_kind_of_argument_is_shown():
+    def whiten(values, mask, keep_mean):
+        return values.astype(float).reshape(3, 1_000)
+
+    def rejection_mask(logprobs, sampler_logprobs, mask, kind, low, high):
+        return logprobs.log_softmax(7)
+
+    for function, words in ((whiten, "cannot reshape array"), (rejection_mask, "Dimension out of range")):
+        (line, *_) = report_of(function.__name__, function).failed.values()
+        assert words in line, line
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_cannot_be_called_is_no_wrong_number(tmp_path, monkeypatch, capsys):
+    traced = torch.jit.trace(lambda x, y: x - y, (torch.ones(2), torch.ones(2)))
+    refusals = {
+        "kl_estimate": (
+            traced,
+            "torch.jit is not supported; wrap it in a Python function of (logprobs, ref_logprobs,",
+        ),
+        "token_logprobs": (lambda x, y: x, "it takes x, y; the arguments of token_logprobs are logits, tokens,"),
+        "gae": (
+            lambda values, rewards, *args: 0,
+            "because of *args, its arguments must have the order rewards, values,",
+        ),
+    }
+    for name, (function, words) in refusals.items():
+        report = report_of(name, function)
+        assert not report.ok and not report.cases and not report.failed and words in report.refused, report
+    Path(tmp_path / "adapter.py").write_text(
+        "def entropy(x): return x\nfrom ppo_rlhf.check.forms import has_stop, truncate"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
+    assert command.main() == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "entropy 0 0 - not called No number of it is known, because it cannot be called: it takes x;" in shown
+    with Path("adapter.py").open("a") as file:
+        file.write("\ndef has_stop(responses, stop_id, after): return responses[:, 0] == stop_id\n")
+    assert command.main() == 1
 
 
 # ---- What must not pass unseen -----------------------------------------------------------------------------------
@@ -205,7 +378,6 @@ def gae(rewards, values, mask, gamma, lam): return rewards[:, :1], values[:, :1]
 def truncate(responses, stop_id, pad_id, after): responses[:] = 0; return responses
 def response_mask(responses, stop_id): sys.exit(0)
 def entropy(logits): return "many"
-def token_logprobs(x, y): return x
 def value_loss(new_values, values, returns): print("noise"); return None
 def kl_controller(kl_coef, kl, target, episodes, horizon):
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * episodes / horizon)
@@ -223,7 +395,6 @@ def test_what_raises_or_ends_is_a_row(tmp_path):
         "truncate": "it changed its argument responses",
         "response_mask": "raises SystemExit: 0 (adapter.py, line 8)",
         "entropy": "it returned str, which holds no numbers",
-        "token_logprobs": "it takes x, y; the arguments of token_logprobs are logits, tokens, temperature",
         "value_loss": "it returned None",
     }
     for name, words in said.items():

@@ -332,7 +332,10 @@ def wrapped(function):
         # Names count more than places.
         (lambda completions, prompts, answer: prompts, "rqa", {}),
         (lambda completions, scale=1.0, answer=None: scale, "r", {"answer": "a"}),
-        (lambda *texts, answers, scale=1.0: answers, "", {"answers": "a"}),
+        (lambda *texts, response, scale=1.0: response, "", {"response": "r"}),
+        # OpenRLHF's queries are prompt and response.
+        (lambda queries, prompts, labels: labels, ["qr", "q", "a"], {}),
+        (lambda labels, queries, responses: labels, "aqr", {}),
     ],
 )
 def test_a_function_gets_what_its_parameters_are_named_after(function, positional, by_name):
@@ -342,10 +345,27 @@ def test_a_function_gets_what_its_parameters_are_named_after(function, positiona
     assert given.kwargs == {name: [text] for name, text in by_name.items()}
 
 
+# What sees no response: it would score all alike, and train on that.
+BLIND = [
+    lambda prompts: [1.0, 2.0],
+    lambda queries, labels: [1.0, 2.0],
+    lambda prompts, outputs=None: [1.0, 2.0],
+    lambda *texts, answers: [1.0, 2.0],
+]
+
+
+async def scores_later(queries=(), responses=()):
+    return [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("error")  # also that nobody awaited a coroutine
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda texts: texts, "too many positional arguments"),
+        *[(function, "none of its arguments gets the responses") for function in BLIND],
+        (scores_later, "it is async"),
+        (lambda solution_str: scores_later(), "it is async"),
         (lambda q, r: [1.0], "returned 1 scores for 2 responses"),
         (lambda q, r: "12", "returned a str"),
         (lambda q, r: [1e300, 1.0], "returned 1e+300 for text 1"),  # infinite in float32

@@ -114,6 +114,41 @@ def test_the_derivation_computes_what_algebra_computes(changes):
         assert differences_from_algebra(changes, seed) < 1e-6
 
 
+BY_HAND = {  # the KL in the loss, shares of the policy loss and of the KL loss
+    # k3 of 1/2 under the reference and 1/4 under the policy is 2 - 1 - ln 2. Both advantages are 3.
+    "k3 none": (1 - math.log(2), -1.5 / 2, 0.1 * (1 - math.log(2)) / 2),
+    # The ratio of new to old is (1/4) / (1/2).
+    "k3+ none": ((1 - math.log(2)) / 2, -1.5 / 2, 0.1 * (1 - math.log(2)) / 2 / 2),
+    "k1+ none": (-math.log(2) / 2, -1.5 / 2, -0.1 * math.log(2) / 2 / 2),
+    # The weight is 4.
+    "k3+ decoupled": ((1 - math.log(2)) / 2, 4 * -1.5 / 2, 4 * 0.1 * (1 - math.log(2)) / 2 / 2),
+    # The ratio of new to the sampler is (1/4) / (2/5), within the lower bound of 1/2. The weight is in it already.
+    "k3+ bypass": ((1 - math.log(2)) * 0.625, 0.625 * -3 / 2, 0.1 * (1 - math.log(2)) * 0.625 / 2),
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_ratio_and_weight_of_a_loss_by_hand(kind):
+    """Both tokens have the same numbers, and only the last one is scored."""
+    estimator, correction = kind.split()
+    ppo = {"advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten_advantages": False, "cliprange_low": 0.5}
+    penalty = {"kl_coef": 0.0, "kl_loss_coef": 0.1, "kl_loss_estimator": estimator}
+    args = {"ppo": ppo | {"cliprange_high": 0.5}, "rewards": penalty, "correction": correction}
+    settings, one = derivation.settings_of(args, "rlvr_policy"), [0.0, 0.0]
+    logs = {"logprobs": 1 / 2, "ref_logprobs": 1 / 2, "sampler_logprobs": 2 / 5}
+    tokens = {name: [math.log(p)] * 2 for name, p in logs.items()} | {"values": one, "weights": [4.0, 4.0]}
+    episode = {
+        "places": [0, 1],
+        "tokens": tokens,
+        "epochs": {"new_logprobs": [[math.log(1 / 4)] * 2], "new_values": [one]},
+        "statistics": {"kl_coef": 0.0, "tokens": 2},
+        "numbers": {"scores": 3.0, "verifier": 3.0, "groups": 0},
+    }
+    for token in derivation.derive(episode, settings, derivation.steps_of(settings)):
+        found = (token["kl_loss"], token["share"], token["kl_share"])
+        assert found == pytest.approx(BY_HAND[kind], rel=1e-12), kind
+
+
 def test_each_place_of_a_step_exists():
     """File, function and mark."""
     for row in derivation.TABLE["step"]:

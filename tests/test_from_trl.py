@@ -1,6 +1,7 @@
 """Models with a value head, in the forms that TRL 0.11.4 saves: ours give the same values and log-probs."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def saved(tiny_models, tiny_tokenizer, tmp_path) -> tuple[Path, Tensors, PreTrai
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @torch.no_grad()
-def test_values_and_logits_are_the_same(name, parts, prefix, saved, tmp_path):
+def test_values_and_logits_are_the_same(name, parts, prefix, saved, tmp_path, capsys):
     folder, tensors, model, head = saved
+    tensors |= {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}  # of older versions
     write(folder, {prefix * ("v_head" not in key) + key: tensor for key, tensor in tensors.items()}, name, parts)
     tokens = torch.randint(26, (4, 11), generator=torch.Generator().manual_seed(1))
     output = model(tokens, output_hidden_states=True)
@@ -64,6 +66,7 @@ def test_values_and_logits_are_the_same(name, parts, prefix, saved, tmp_path):
     logprobs = output.logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(-1)  # (4, 10)
 
     from_trl.convert(from_trl.Args(folder=folder, output=tmp_path / "new"))
+    assert "no such tensors: transformer.h.0.attn.masked_bias; 1 in all" in capsys.readouterr().out
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "new/policy")
     critic = load_reward_model(tmp_path / "new/value", torch.float32)
     ours = ActorCritic(policy, critic, 29)(tokens, tokens[:, 5:], 29, 1.0)
@@ -71,12 +74,15 @@ def test_values_and_logits_are_the_same(name, parts, prefix, saved, tmp_path):
     torch.testing.assert_close(ours[2], values[:, 4:-1], rtol=0, atol=1e-6)
 
 
-def test_a_pickle_with_code_is_refused_and_not_run(saved, tmp_path):
+@pytest.mark.filterwarnings("error:Detected pickle protocol")
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_pickle_with_code_is_refused_and_not_run(raw, saved, tmp_path):
     folder, tensors, *_ = saved
-    torch.save(tensors | {"code": Hostile(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    file, content = folder / "pytorch_model.bin", tensors | {"code": Hostile(tmp_path / "ran")}
+    file.write_bytes(pickle.dumps(content, protocol=5)) if raw else torch.save(content, file)
     line = error_line(from_trl.load, folder)
     assert "pytorch_model.bin is no pickle of tensors alone" in line and not (tmp_path / "ran").exists()
-    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    pickle.loads(file.read_bytes()) if raw else torch.load(file, weights_only=False)
     assert (tmp_path / "ran").exists()
 
 
@@ -90,6 +96,7 @@ HEAD = "v_head.summary.weight"
         (lambda tensors: tensors.update({HEAD: torch.zeros(1, 15)}), "(1, 15)"),
         (lambda tensors: tensors.pop("transformer.h.1.mlp.c_fc.weight"), "lack transformer.h.1.mlp.c_fc.weight"),
         (lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(9, 16)}), "(9, 16)"),
+        (lambda tensors: tensors.setdefault("v_head.dense.weight", torch.zeros(9)), "more than v_head.summary: v_h"),
     ],
 )
 def test_what_is_no_such_model_is_refused(change, words, saved, tmp_path):
@@ -107,6 +114,11 @@ def test_other_mistakes_are_refused(saved, tokenizer_with_a_hole, tmp_path):
         return error_line(from_trl.convert, from_trl.Args(**{"folder": folder, "output": tmp_path / "new"} | others))
 
     assert "neither model.safetensors nor" in line()
+    write(folder, tensors, "pytorch_model.bin", parts=3)
+    index, part = folder / "pytorch_model.bin.index.json", "pytorch_model-00002-of-00003.bin"
+    (folder / part).rename(tmp_path / part)
+    index.write_text(index.read_text().replace(part, f"../{part}"))
+    assert f"pytorch_model.bin.index.json names ../{part}; all parts must be in the folder" in line()
     write(folder, tensors, "model.safetensors")
     assert "name a new folder" in line(output=tmp_path)
     tokenizer_with_a_hole.save_pretrained(tmp_path / "larger")  # 30 tokens

@@ -172,6 +172,17 @@ def test_a_summary_cannot_end_its_block(server):
     assert results() == [1.0, 0.0]
 
 
+def test_the_text_of_a_reply_in_parts_counts(server):
+    def parts(number: int, text: str) -> list[dict[str, str]]:
+        verdict = truth(number, text)
+        pieces = [{"type": "text", "text": part} for part in (verdict[:9], verdict[9:])]
+        return [*pieces, {"type": "thinking", "thinking": "Preferred: A"}]
+
+    server.behave = parts
+    ask(server)
+    assert results() == OUTCOMES[:3]
+
+
 def test_what_has_no_verdict_is_left_out(server):
     server.behave = lambda number, text: "A, I guess." if "Post 1." in text else truth(number, text)
     report = ask(server)
@@ -194,7 +205,12 @@ def test_without_a_key_and_without_a_temperature(server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reason", "said"), [("wrong key", (401, '{"error": {"message": "wrong key"}}')), ("JSONDecodeError", (200, "{"))]
+    ("reason", "said"),
+    [
+        ("wrong key", (401, '{"error": {"message": "wrong key"}}')),
+        ("JSONDecodeError", (200, "{")),
+        ("is a dict, not a text", {"text": "Preferred: A"}),
+    ],
 )
 def test_what_may_pass_is_asked_again_and_another_answer_ends_in_a_line(server, reason, said):
     """What was paid for is kept."""

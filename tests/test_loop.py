@@ -1,5 +1,6 @@
 """ppo_rlhf/loop.py: it is chapter 2's update, takes batches from anywhere, and refuses what doesn't fit."""
 
+import copy
 import io
 import json
 import math
@@ -7,31 +8,37 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from oracles import numbers
+from peft import LoraConfig
 from runs import error_line
 from test_foreign import classifier
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
 )
 from whole_runs import Whole
 
 from ppo_rlhf.lib import processes
 from ppo_rlhf.lib.command_line import parse_args
-from ppo_rlhf.loop import PPO
-from ppo_rlhf.tldr import models, policy, posts
+from ppo_rlhf.lib.errors import NumericalError
+from ppo_rlhf.loop import PPO, Batch
+from ppo_rlhf.tldr import models, packing, policy, posts
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.train_policy import episode_noise
 
 SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
 QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
-SCORES = [1.0, -2.0, 0.5, 3.0]
+SCORES = [1.1, -2.3, 0.7, 3.3]  # no numbers of float32
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +124,10 @@ def test_two_processes_are_one(tiny_world, tmp_path):
     script, words = str(Path(__file__).with_name("loop_run.py")), [f"{tiny_world}/model", "metrics.json"]
     runs = [Whole(tmp_path / str(count), script, words, count).made() for count in (1, 2)]
     one, two = (json.loads((run.folder / "metrics.json").read_text()) for run in runs)
+    assert "loss/value_avg is nan" in one[-1]["error"] and one[-1].pop("error") == two[-1].pop("error")
     for row, other in zip(one, two, strict=True):
         assert row == pytest.approx(other, rel=1e-7, abs=1e-9)
+    assert abs(one[1]["objective/kl"] / 0.03 - 1) < 0.1  # within the clip range of the controller
 
 
 # ---- Batches from elsewhere ------------------------------------------------------------------------------------
@@ -134,8 +143,29 @@ def test_a_batch_from_elsewhere_is_read_as_one_that_was_generated(model):
         generated.stopped,
     )
     for name in ("logprobs", "values", "ref_logprobs"):
-        of_tokens = (getattr(batch.rollout, name)[generated.rollout.mask] for batch in (generated, read))
+        of_tokens = (getattr(batch.rollout, name)[batch.rollout.mask] for batch in (generated, read))
         assert_close(*of_tokens, rtol=1e-9, atol=1e-12)
+
+
+def test_a_response_has_the_same_values_alone_and_next_to_a_longer_one(model):
+    """The score is on the step after the last token, also of the longest, up to the last position of the model."""
+    ppo = PPO(model, **SIZES)
+    long = [3] * (64 - len(QUERIES[0]))
+    alone, beside = ppo.batch(QUERIES[:1], [[1, 2, 28]]), ppo.batch(QUERIES[:1] * 2, [[1, 2, 28], long])
+    for batch in (alone, beside):
+        counted = batch.rollout.value_mask[:, :4]
+        assert counted[0].all() and batch.rollout.value_mask[0].sum() == 4
+    assert beside.rollout.value_mask[1].sum() == len(long) + 1
+    assert_close(beside.rollout.values[0, :4], alone.rollout.values[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(model, tiny_tokenizer):
+    """As the output of a chat template does."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<eos> $A", None, [("<eos>", 28)])
+    batch = PPO(model, tokenizer=tokenizer, **SIZES).generate(["<eos>a cat", "a cat", [0, 27, 2, 0, 19]])
+    pad, words = 29, [0, 27, 2, 0, 19]
+    assert batch.rollout.queries.tolist() == [[28, *words], [28, *words], [*words, pad]]
 
 
 def test_advantages_skip_what_somebody_else_says():
@@ -157,8 +187,8 @@ def test_tokens_of_somebody_else_are_read_but_do_not_learn(model):
     ids = [[1, 2, 3, 4, 5], [6, 7, 8]] * 2
     mask = [[1, 0, 0, 1, 0], [1, 1, 1]] * 2
     batch = ppo.batch(QUERIES, ids, mask)
-    own = [[True, False, False, True, False], [True, True, True, False, False]] * 2
-    counted = [[True, False, False, True, True], [True, True, True, True, False]] * 2
+    own = [[True, False, False, True, False, False], [True, True, True, False, False, False]] * 2
+    counted = [[True, False, False, True, True, False], [True, True, True, True, False, False]] * 2
     assert batch.rollout.mask.tolist() == own and batch.rollout.value_mask.tolist() == counted
     metrics = ppo.step(batch, SCORES)
     assert metrics["objective/response_length"] == 2.5 and math.isfinite(metrics["objective/kl"])
@@ -169,25 +199,64 @@ def test_tokens_of_somebody_else_are_read_but_do_not_learn(model):
 # ---- What it starts from, and what it leaves -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("architecture", [*packing.TRIED, "gemma2"])
+def test_a_loaded_model_learns_as_its_folder_does_bit_for_bit(tiny_models, tiny_tokenizer, tmp_path, architecture):
+    """Also if it learned elsewhere before; it is policy, critic and reference, and ends texts with several tokens.
+
+    Token 0, which begins, ends and pads, is in queries, so its embedding learns.
+    """
+    model = tiny_models(architecture, rows=32)
+    zeros = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    dropout = dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.5)
+    vars(model.config).update(zeros | {name: rate for name, rate in dropout.items() if hasattr(model.config, name)})
+    model.generation_config.update(**zeros | {"eos_token_id": [0, 7]})
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    attention = "sdpa" if architecture == "gpt2" else "flex_attention"  # which GPT-2 doesn't have
+    odd = {"return_dict": False, "output_hidden_states": True, "attn_implementation": attention}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **odd).train()
+    of_loaded, metrics, weights = PPO(loaded, tokenizer=tokenizer, reference=loaded, **SIZES), [], []
+    for ppo in (PPO(tmp_path, **SIZES), PPO(tmp_path, tokenizer=tokenizer, **SIZES), of_loaded):
+        assert ppo.stop_ids == (0, 7, 28)
+        metrics.append([])
+        for _ in range(2):
+            ppo.actor_critic.train()
+            batch = ppo.generate(QUERIES)
+            ppo.actor_critic.train()
+            metrics[-1].append(ppo.step(batch, SCORES))
+        weights.append(weights_of(ppo.actor_critic))
+    assert metrics[0] == metrics[1] == metrics[2] and metrics[0][1]["objective/kl"] > 0
+    assert same(weights[0], weights[1]) and same(weights[0], weights[2])
+    assert same(weights_of(loaded), weights_of(of_loaded.actor_critic.lm_backbone))  # it is trained in place
+
+
 def test_a_critic_from_a_classifier_says_what_the_classifier_says(model, tmp_path):
     folder = classifier("gpt2", tmp_path, AutoTokenizer.from_pretrained(model), ["LABEL_0"], 0)
     judge = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
     ppo = PPO(model, critic=folder, **SIZES)
     ids = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 4, 7]]
     batch = ppo.batch(QUERIES, ids)
-    query = batch.rollout.query_responses[0, : -len(ids[0])]
+    query = batch.rollout.queries[0]
     query = query[query != ppo.pad_id].tolist()
     for place in range(3):
         row = torch.tensor([[*query, *ids[0][:place]]])
         assert batch.rollout.values[0, place].item() == pytest.approx(judge(row).logits.item(), abs=1e-9)
 
 
-def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path):
-    ppo = PPO(AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model), **SIZES)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path, rank):
+    given, lora = AutoModelForCausalLM.from_pretrained(model).requires_grad_(not rank), models.LoraArgs(rank=rank)
+    own = given.generation_config.to_dict()
+    given.config.pad_token_id = 99  # has no embedding
+    ppo = PPO(given, tokenizer=AutoTokenizer.from_pretrained(model), lora=lora, **SIZES)
     ppo.step(ppo.generate(QUERIES), SCORES)
+    before = weights_of(ppo.actor_critic)
     ppo.save(tmp_path / "mine")
+    assert same(before, weights_of(ppo.actor_critic)) and given.generation_config.to_dict() == own
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     row = torch.tensor([[1, 2, 3]])
+    assert again.config.pad_token_id is None
     assert_close(again(row).logits, ppo.actor_critic.lm_backbone(row).logits)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     second = PPO(tmp_path / "mine", critic=tmp_path / "mine/critic", reference=loaded, **SIZES)
@@ -247,9 +316,74 @@ def test_a_state_goes_on_with_the_same_numbers(model):
 # ---- What is refused -------------------------------------------------------------------------------------------
 
 
+def weights_change(ppo: PPO, batch: Batch) -> None:
+    next(ppo.actor_critic.parameters()).data.mul_(1.1)
+
+
+def values_are_lost(ppo: PPO, batch: Batch) -> None:
+    batch.rollout.values[0, 0] = math.nan
+
+
+def weights_are_lost(ppo: PPO, batch: Batch) -> None:
+    """After the first of four optimiser steps."""
+    ppo.optimizer.register_step_post_hook(lambda *_: next(ppo.actor_critic.parameters()).data.fill_(math.nan))
+
+
+def somebody_interrupts(ppo: PPO, batch: Batch) -> None:
+    """The third optimiser step."""
+
+    def interrupt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if max(state["step"] for state in [{"step": 0}, *optimizer.state.values()]) == 2:
+            raise KeyboardInterrupt("here")
+
+    ppo.optimizer.register_step_pre_hook(interrupt)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words", "optimizer_steps"),
+    [
+        (weights_change, NumericalError, "the ratio is off 1 by .* before optimiser step 1 of step 0", 0),
+        (values_are_lost, NumericalError, "loss/value_avg is nan.* before optimiser step 1 of step 0", 0),
+        (weights_are_lost, NumericalError, "loss/policy_avg is nan.* before optimiser step 2 of step 0", 1),
+        (somebody_interrupts, KeyboardInterrupt, "here", 2),
+    ],
+)
+def test_nothing_goes_on_after_half_an_update_but_from_a_state_of_before(
+    model, tmp_path, spoil, error, words, optimizer_steps
+):
+    ppo, whole = PPO(model, **SIZES), PPO(model, **SIZES)
+    state, batch = copy.deepcopy(ppo.state_dict()), ppo.generate(QUERIES)
+    expected = whole.step(whole.generate(QUERIES), SCORES)
+    spoil(ppo, batch)
+    before = weights_of(ppo.actor_critic)
+    with pytest.raises(error, match=words):
+        ppo.step(batch, SCORES)
+    made = [int(state["step"]) for state in ppo.optimizer.state.values()] or [0]
+    assert ppo.steps == 1 and max(made) == optimizer_steps
+    assert same(before, weights_of(ppo.actor_critic)) == (optimizer_steps == 0)
+    for call in (
+        partial(ppo.generate, QUERIES),
+        partial(ppo.batch, QUERIES, QUERIES),
+        partial(ppo.step, batch, SCORES),
+        partial(ppo.save, tmp_path / "mine"),
+        ppo.state_dict,
+    ):
+        assert "step 0 did not come to its end" in error_line(call)
+    assert not (tmp_path / "mine").exists()
+    fresh = PPO(model, **SIZES) if spoil in (weights_are_lost, somebody_interrupts) else ppo  # without the hook
+    fresh.load_state_dict(state)
+    assert fresh.step(fresh.generate(QUERIES), SCORES) == expected
+
+
 def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tiny_models):
     ppo = PPO(model, **SIZES)
     batch, before = ppo.generate(QUERIES), weights_of(ppo.actor_critic)
+    tokenizer = ppo.tokenizer
+    with_adapters, not_json = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
+    with_adapters.add_adapter(LoraConfig(fan_in_fan_out=True))
+    not_json.config.note = object()
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    of_pictures = CLIPModel(CLIPConfig(text_config=sizes, vision_config=sizes | {"image_size": 8, "patch_size": 8}))
     wrong = {
         "score 2 is nan": partial(ppo.step, batch, [1.0, math.nan, 0.0, 0.0]),
         "3 scores for 4 responses": partial(ppo.step, batch, [1.0, 2.0, 3.0]),
@@ -281,6 +415,10 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "is a Linear": partial(PPO, torch.nn.Linear(1, 1)),
         "needs its tokenizer": partial(PPO, AutoModelForCausalLM.from_pretrained(model)),
         "no such folder": partial(PPO, "./nowhere"),
+        "the model has adapters inside": partial(PPO, with_adapters, tokenizer=tokenizer),
+        "no weight of the model learns": partial(PPO, tiny_models("gpt2").requires_grad_(False), tokenizer=tokenizer),
+        "could not be saved after training: TypeError": partial(PPO, not_json, tokenizer=tokenizer),
+        "a CLIPModel reads more than texts": partial(PPO, of_pictures, tokenizer=tokenizer),
     }
     for words, call in wrong.items():
         assert words in error_line(call)

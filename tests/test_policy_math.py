@@ -204,6 +204,7 @@ STATES = {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_
         ("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2}, "gives other logits"),  # its positions are columns
         ("granite", HEADS | {"logits_scaling": 8.0}, "gives other logits"),
         ("mamba2", STATES, "gives other logits"),
+        ("gpt2", {"layer_norm_epsilon": math.nan}, "its logits are not finite"),
     ],
 )
 def test_models_that_read_otherwise_are_refused(architecture, sizes, message):

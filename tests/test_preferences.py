@@ -198,12 +198,14 @@ def test_labels_of_one_split_hold_out_every_fiftieth(on_hub):
 
 
 def test_labels_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path):
-    rows = [pair(0), pair(1, " " + "o" * 8), pair(2, " No."), pair(3), pair(4, " " + "o" * 7), pair(5)]
+    long = " " + "o" * 8
+    rows = [pair(0), pair(1, long), pair(2, " No."), pair(3), pair(4, long[:-1]), pair(5)]
+    rows.insert(2, pair(1) | {"rejected": long})
     file = tmp_path / "labels.jsonl"
     written(file, rows)
     labels = read_labels(str(file), num_train=2, longest=10)
     assert [query for query, _, _ in texts_of_labels(labels)] == ["0?", "3?", "4?", "5?"]  # two tokens and eight fit
-    assert labels.left_out == {"too_long": 1, "identical": 1} and labels.held_out == 2
+    assert labels.left_out == {"too_long": 2, "identical": 1} and labels.held_out == 2
     for held_out, left in ((5, 3), (2, 2)):
         file.with_suffix(".meta.json").write_text(json.dumps({"held_out": held_out}))
         assert read_labels(str(file), num_train=1, longest=10).held_out == left

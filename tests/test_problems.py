@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +212,35 @@ def test_without_a_network_one_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", not_there)
     line = error_line(Path("gsm8k"))
     assert line.startswith("--task.problems gsm8k") and "--preset sums" in line
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------
+
+
+def test_standard_errors_are_those_of_the_run_s_own_verifier_over_problems():
+    """Samples of one problem are alike, so they count as one: their means are 1, 1/2, 0 and 1."""
+    held_out = problems.Problems(
+        prompts=[[1]] * 4,
+        texts="abcd",
+        answers="wxyz",
+        kinds=[""] * 4,
+        messages=[],
+        too_long=0,
+        unscorable=0,
+        empty=0,
+    )
+
+    def solved(*right: list[float]) -> problems.Solved:
+        one = torch.ones(4)
+        return problems.Solved(texts=["t"] * 4, lengths=one.long(), stopped=one, right=torch.tensor(right).double())
+
+    greedy = solved([1, 1], [1, 1], [1, 0], [0, 0])
+    samples = [solved([1, 0], [1, 0], [0, 0], [1, 0]), solved([1, 0], [0, 0], [0, 0], [1, 0])]
+    means, _ = problems.evaluation(held_out, "kind", ["first", "second"], greedy, samples)
+    assert (means["eval/first"], means["eval/second"], means["eval/mean@2"]) == (0.75, 0.5, 0.625)
+    assert means["eval/standard_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
+    # Squares of the distances from 5/8: 9/64, 1/64, 25/64 and 9/64; their sum over 3 is the variance.
+    assert means["eval/mean_standard_error"] == pytest.approx(math.sqrt(44 / 64 / 3 / 4))
 
 
 # ---- Batches ---------------------------------------------------------------------------------------------------

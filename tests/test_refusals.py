@@ -486,6 +486,7 @@ def test_a_number_outside_its_bounds_is_refused_by_its_name(script, tmp_path):
     command_line.check_bounds(args)
     for name, kind, bounds in numbers(args):
         assert bounds or re.sub(r"^(sft|reward|policy)\.", "", name) in ANY_NUMBER, f"--{name} has no bound"
+        assert Le(1) in bounds or not name.endswith(("gamma", "lam")), f"--{name} may be above 1"
         for value in outside(kind, bounds):
             with pytest.raises(InputError, match=rf"^--{name} is .*; it must be [^\n]*$"):
                 command_line.check_bounds(with_value(args, name, value))

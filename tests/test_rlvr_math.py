@@ -138,16 +138,17 @@ class Numbered(list):
 
 
 def test_the_rows_of_a_group_are_of_one_problem():
+    """Those of every round have numbers of their own, because what is left over may meet the next round."""
     ppo, seen = PpoArgs(samples_per_prompt=3, advantage="remax"), []
-    for rank in range(2):
+    for round_number, rank in itertools.product((2, 3), range(2)):
         process = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
         setup = setup_of(Args(ppo=ppo), 0, process)
         setup.problems, setup.sizes = Numbered(range(10)), SimpleNamespace(local_batch=6)
-        draw = draw_problems(setup, 2, rank)
+        draw = draw_problems(setup, round_number, rank)
         sampled, greedy = (request.contexts[:, 0] for request in draw.requests)
         assert sampled.equal(draw.problems) and greedy.equal(draw.problems[::3])
         seen += zip(draw.groups.tolist(), draw.problems.tolist(), strict=True)
-    assert len(set(seen)) == 4 and sorted(seen)[::3] == sorted(set(seen))
+    assert len({group for group, _ in seen}) == len(set(seen)) == 8 and sorted(seen)[::3] == sorted(set(seen))
 
 
 def test_a_response_ends_at_the_first_of_its_stop_ids():
@@ -164,6 +165,7 @@ def test_a_response_ends_at_the_first_of_its_stop_ids():
         (RewardsArgs(missing_stop="replace", missing_stop_penalty=2.0), [1, -2]),
         (RewardsArgs(missing_stop="subtract", missing_stop_penalty=2.0), [1, -1]),
         (RewardsArgs(overlong_buffer=4), [0.5, 0]),
+        (RewardsArgs(missing_stop="replace", missing_stop_penalty=2.0, overlong_buffer=4), [0.5, -3]),
     ],
 )
 def test_what_does_not_end_or_is_long_is_punished(shaping, expected):

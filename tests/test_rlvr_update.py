@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from oracles import on_processes
 from test_rlvr_math import ALONE, batch_from, numbers, rollout_of, setup_of
 from torch.testing import assert_close
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.rlvr import algebra, policy as rlvr_policy, problems
+from ppo_rlhf.lib import pretrained
+from ppo_rlhf.rlvr import algebra, metrics, policy as rlvr_policy, problems
 from ppo_rlhf.rlvr.algebra import Rollout
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs, ppo_sizes
 from ppo_rlhf.rlvr.policy import ActorCritic, Correction, Reference, update
@@ -156,6 +158,24 @@ def test_what_the_sampler_recorded_is_not_read_again(tiny_models):
     )
     assert_close(found[:3], (recorded.masked_fill(~mask, 0), values, reference.logprobs(*rows, PAD)))
     assert not read
+
+
+def test_policy_and_reference_begin_as_the_same_distribution(tiny_models, tiny_tokenizer, tmp_path):
+    """At the temperature that samples, or the KL would not be 0 before the first update."""
+    model = tiny_models("gpt2")
+    for part in (model, tiny_tokenizer):
+        part.save_pretrained(tmp_path)
+    tokenizer = pretrained.load_tokenizer(str(tmp_path))
+    task = problems.TaskArgs(prompt_length=CONTEXT, response_length=RESPONSE, temperature=TEMPERATURE)
+    args = Args(base_model=str(tmp_path), task=task, ppo=PpoArgs(advantage="grpo"), rewards=RewardsArgs(kl_coef=0.1))
+    actor_critic, reference, _ = rlvr_policy.load_networks(args, tokenizer, Accelerator(cpu=True))
+    tokens = torch.randint(26, (4, CONTEXT + RESPONSE), generator=torch.Generator().manual_seed(1))
+    rows = (tokens, tokens[:, CONTEXT:], torch.ones(4, RESPONSE).bool(), PAD)
+    with torch.no_grad():
+        logprobs = (model.eval()(tokens).logits[:, CONTEXT - 1 : -1] / TEMPERATURE).log_softmax(2)
+        expected = logprobs.gather(2, rows[1].unsqueeze(2)).squeeze(2)
+        for found in (actor_critic(*rows)[0], reference.logprobs(*rows)):
+            assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------
@@ -362,6 +382,17 @@ def test_a_step_is_that_of_its_minibatch_alone(tiny_models):
     assert abs(first / second - 1) > 0.01
     scaled = dataclasses.replace(batch, weights=2 * batch.weights, advantages=3 * batch.advantages)
     assert_close(steps_of(scaled, halves)["policy/grad_norm"], 6 * steps["policy/grad_norm"])
+
+
+def test_an_epoch_is_when_as_many_prompts_were_drawn_as_there_are():
+    """Four rounds of six responses, three to a prompt: 8 prompts of 12."""
+    setup = SimpleNamespace(
+        args=Args(ppo=PpoArgs(samples_per_prompt=3)), sizes=SimpleNamespace(batch=6), problems=range(12)
+    )
+    clock = SimpleNamespace(seconds=lambda: 2.0)
+    found = metrics.run_metrics(setup, clock, 1, kl_coef=0.0, rounds=2, all_rounds=4, training=1.0)
+    assert found["epoch"] == pytest.approx(8 / 12)
+    assert (found["episode"], found["train/used_episodes"], found["eps"]) == (24, 12, 12.0)
 
 
 def test_the_critic_learns_alone_during_its_warm_up(tiny_models):

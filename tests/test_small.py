@@ -53,7 +53,7 @@ PPO = {
     "minibatches": ("policy.ppo.nminibatches", None),
     "lr": ("policy.ppo.lr", 1e-3),
     "clip": ("policy.ppo.cliprange", 0.01),
-    "value_clip": ("policy.ppo.cliprange_value", 0.01),
+    "value_clip": ("policy.ppo.cliprange_value", 0.02),
     "value_coef": ("policy.ppo.vf_coef", None),
     "gamma": ("policy.ppo.gamma", 0.97),
     "lam": ("policy.ppo.lam", None),

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from golden_models import load_json
 from oracles import double, masks_of, numbers, on_processes, spoil
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.processes import map_rows
+from ppo_rlhf.lib.command_line import parse_args
+from ppo_rlhf.lib.processes import make_accelerator, map_rows
+from ppo_rlhf.tldr import policy, posts
 from ppo_rlhf.tldr.models import cosine_lr
 from ppo_rlhf.tldr.policy import compute_gae, compute_rewards, policy_loss, posts_of_update, value_loss
 from ppo_rlhf.tldr.posts import trim_padding
@@ -133,3 +136,42 @@ def test_columns_that_are_padding_in_every_row_go():
     left, right = torch.tensor([[PAD, PAD, 1], [PAD, PAD, 1]]), torch.tensor([[2, PAD, PAD], [3, 4, PAD]])
     assert trim_padding(left, right, pad_id=PAD).tolist() == [[PAD, 1, 2, PAD], [PAD, 1, 3, 4]]
     assert trim_padding(torch.full((2, 4), PAD), pad_id=PAD).tolist() == [[PAD], [PAD]]
+
+
+# ---- The scale of a function ------------------------------------------------------------------------------------
+
+
+def test_the_scale_of_a_function_is_that_of_training_and_holds_in_evaluations(tiny_models, tiny_tokenizer):
+    """Its texts are sampled at the temperature of training, whatever that of evaluations is."""
+    networks = SimpleNamespace(lm_backbone=tiny_models("gpt2").eval(), sampling=torch.no_grad)
+    ids = posts.TaskIds(pad=PAD, stops=(EOS,), eos=EOS)
+    rows = posts.Posts(queries=torch.tensor([[1, 2]] * 8), references=torch.tensor([[5, 6, EOS]] * 8), too_long=0)
+
+    def setup(temperature: float, eval_temperature: float) -> policy.Setup:
+        words = (
+            f"--task.temperature {temperature} --task.eval_temperature {eval_temperature} --task.response_length 3"
+        )
+        args = parse_args(policy.PRESETS, f"{words} --task.query_length 2 --rewards.normalize_samples 8".split())
+        return policy.Setup(
+            args=args,
+            sizes=policy.ppo_sizes(args.ppo, 1),
+            tokenizer=tiny_tokenizer,
+            ids=ids,
+            train_posts=rows,
+            held_out={},
+            monitor={},
+            score=lambda queries, responses, references: responses.double().sum(1),
+            accelerator=make_accelerator(),
+        )
+
+    def scores(*temperatures: float) -> list[float]:
+        return policy.scores_of_base_model(setup(*temperatures), networks).tolist()
+
+    assert len(scores(1.0, 0.01)) == 8 and scores(1.0, 0.01) == scores(1.0, 3.0) != scores(0.01, 3.0)
+    of_run = setup(1.0, 0.01)
+    raw, _ = policy.evaluate_policy(of_run, networks, rows, 0)
+    of_run.scale.mean, of_run.scale.std = 9.0, 4.0
+    means, found = policy.evaluate_policy(of_run, networks, rows, 0)
+    assert means["eval/scores"] == pytest.approx((raw["eval/scores"] - 9) / 4)
+    assert raw["eval/reference_scores"] == 39 and means["eval/reference_scores"] == (39 - 9) / 4
+    assert found[0]["reference_scores"] == (39 - 9) / 4

@@ -3,6 +3,7 @@
 import json
 import lzma
 import math
+import signal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,11 @@ from golden_models import golden, load_json
 from hypothesis import given, settings, strategies as st
 from runs import error_line
 
+from ppo_rlhf import judge
 from ppo_rlhf.lib import reward_functions, rewards
 from ppo_rlhf.lib.confined_worker import SLOW, Worker
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.rlvr import problems
+from ppo_rlhf.rlvr import problem_rows, problems
 
 TABLES = load_json("verl/scorers")
 
@@ -84,11 +86,43 @@ def test_the_last_box(text, expected):
     assert rewards.last_boxed(text) == expected
 
 
-def test_a_great_many_boxes_and_spaces_take_no_time():
+def test_a_great_many_boxes_have_a_content():
     assert rewards.last_boxed(r"\boxed{" * 5_000 + "}" * 5_000) == ""
     assert rewards.last_boxed(r"\boxed{" * 20_000) is None
     assert rewards.last_boxed(r"\boxed a{" * 20_000) == "a"
-    assert rewards.plain_mathematics(" ." * 50_000 + "x").endswith("x")
+
+
+# What a policy that has collapsed repeats.
+REPEATED = [*"\\{}([#$.,7x \n\xb2\u2212", "\u0301\u0327"]
+REPEATED += ["1 ", "1,", "1.", "1:", "1/2", "1,111", "1e", "0x", r"\,", r",\!"]
+REPEATED += [r"\$", r"\quad", r"\text{", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed a{", "####", "#### "]
+REPEATED += ["<think>", "<answer>", "</answer>"]
+READERS = [rewards.gsm8k_strict, rewards.gsm8k_flexible, rewards.boxed, rewards.exact, rewards.think_answer]
+READERS += [lambda response, answer: judge.parse_verdict(response)]
+READERS += [lambda response, answer: problem_rows.ARITHMETIC.fullmatch(response)]
+LETTERS, SECONDS = 100_000, 5  # a linear pattern takes up to 0.2 seconds, a quadratic one 20
+
+
+@pytest.mark.parametrize("repeated", REPEATED)
+def test_long_texts_are_read_in_linear_time(repeated, monkeypatch):
+    """Processor time is limited, which does not depend on what else the machine does."""
+    monkeypatch.setattr(rewards, "same_mathematics", lambda gold, content: False)
+    if repeated.isascii():
+        monkeypatch.setattr(rewards, "LONGEST", math.inf)  # only unicodedata.normalize needs the limit
+
+    def stop(*_):
+        raise AssertionError("it takes too long")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    row = repeated * (LETTERS // len(repeated))
+    try:
+        for text in (f"{row}boxed", rf"\boxed{{5{row}x}}", rf"\boxed{row}{{5}}", f"#### {row}<answer>"):
+            for reader in READERS:
+                signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+                reader(text, "12:30")
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 EQUAL = "ppo_rlhf.lib.math_verify_calls:equal"
@@ -156,6 +190,11 @@ def test_only_what_follows_the_thoughts_is_an_answer(verifier, form):
 )
 def test_which_answers_a_response_can_give(verifier, answer, expected):
     assert rewards.can_be_right(verifier, answer) is expected
+
+
+@pytest.mark.parametrize(("verifier", "expected"), [("reasoning_gym", [0, 0, 1]), ("mine:half", [0, 1, 1])])
+def test_less_than_a_point_is_no_correct_response_of_reasoning_gym(verifier, expected):
+    assert rewards.is_right(torch.tensor([0.0, 0.5, 1.0]), verifier).tolist() == expected
 
 
 # ---- Any text --------------------------------------------------------------------------------------------------
@@ -266,7 +305,7 @@ COLUMNS = [
         (lambda **kwargs: map(len, kwargs["completions"]), [6, 7]),
         (lambda completions, level: level, [3, None]),
         (lambda completions, **kwargs: kwargs["level"], [3, None]),
-        (lambda level, question: level, [3, None]),
+        (lambda queries, prompts, labels: map(str.endswith, queries, labels), [1, 0]),
         # A column counts more than another name of the answer.
         (lambda completions, solution, answer: [len(answer[0] + solution[0]), solution[1]], [8, None]),
         (lambda solution_str, **kwargs: len(kwargs["data_source"]), [0, 9]),

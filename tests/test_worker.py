@@ -55,6 +55,16 @@ def test_what_waits_is_ended_too(scorer):
     assert hasty.ask("os.kill(os.getpid(), signal.SIGSTOP)") == (None, SLOW)
 
 
+def test_a_worker_may_wait_for_the_next_request(scorer):
+    """For longer than a request may take."""
+    hasty = Worker("careless:score", computing=1, seconds=1)
+    assert hasty.ask("1 + 1") == (2, "")
+    with pytest.raises(subprocess.TimeoutExpired):
+        hasty.process.wait(2)
+    assert hasty.ask("1 + 2") == (3, "")
+    hasty.close()
+
+
 def test_there_is_no_network(scorer):
     try_it = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x50000000))"
     if subprocess.run([sys.executable, "-c", try_it], stderr=subprocess.DEVNULL, check=False).returncode:

@@ -7,7 +7,8 @@
     python -m ppo_rlhf.check --exercise 7          # writes a broken function, and says later whether it is fixed
 
 The adapter's code runs in a process of its own, which is stopped if a call takes longer than two minutes. Exit
-status: 0 if everything matches, 1 if something does not, 2 if the adapter cannot be used or ends its process.
+status: 0 if everything matches, 1 if something does not, 2 if nothing is wrong but a function cannot be called, or
+if the adapter cannot be used or ends its process.
 """
 
 import argparse
@@ -140,6 +141,8 @@ def print_table(reports: list[Report], others: list[str], failed_only: bool, *, 
 
 
 def remarks(report: Report) -> Iterator[str]:
+    if report.refused:
+        yield "not called"
     if report.left_out:
         reasons = [f"{reason}: {count}" for reason, count in report.left_out.items()]
         yield f"{sum(report.left_out.values())} left out ({', '.join(reasons)})"
@@ -150,7 +153,10 @@ def remarks(report: Report) -> Iterator[str]:
 
 
 def findings(report: Report, solve: bool) -> Iterator[str]:
-    """Lines about a function whose numbers do not match."""
+    """Lines about a function whose numbers do not match, or which has none."""
+    if report.refused:
+        yield f"No number of it is known, because it cannot be called: {report.refused}."
+        return
     if not report.cases:
         yield f"Nothing could be compared. {report.function}{inspect.signature(getattr(forms, report.function))}"
         return
@@ -263,13 +269,15 @@ def main() -> int:
             return 0 if print_case(args.adapter, args.case, args.python) else 1
         answers, others = ask(args.adapter, python=args.python)
         reports = [diagnosis.judge(name, found) for name, found in answers.items()]
-        if not any(report.cases for report in reports):
+        if not any(report.cases or report.refused for report in reports):
             raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     print_table(reports, others, args.quiet)
-    return 0 if all(report.ok for report in reports) else 1
+    if all(report.ok or report.refused for report in reports):
+        return 2 if any(report.refused for report in reports) else 0
+    return 1
 
 
 if __name__ == "__main__":

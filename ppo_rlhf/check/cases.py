@@ -143,6 +143,7 @@ def pull(function: Callable, arguments: Arguments) -> Tensor:
     return torch.autograd.grad(values.sum(), logprobs)[0].sign()
 
 
+@torch.enable_grad()  # the gradient is that of the log-probs here, also if the rewards are arrays
 def gradient_in_reward(function: Callable, arguments: Arguments) -> Tensor:
     """Gradient (4, 3) of the penalty: over all sequences, grad log p of a token times minus its rewards to go."""
     logits = arguments["logits"].detach().requires_grad_()

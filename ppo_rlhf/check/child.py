@@ -45,7 +45,7 @@ def others(module: ModuleType) -> list[str]:
 def answer(function: Callable, case: cases.Case) -> Answer:
     try:
         return calls.outputs_of(function, case)
-    except calls.LeftOut as reason:
+    except (calls.LeftOut, calls.Refused) as reason:
         return reason
     except calls.Wrong as reason:
         return str(reason)

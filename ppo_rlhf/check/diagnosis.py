@@ -42,6 +42,8 @@ class Report:
     """faults whose numbers these are"""
     missing: str = ""
     """result that the function doesn't give, such as the returns of gae"""
+    refused: str = ""
+    """why the function cannot be called"""
     unseen: str = ""
     """what could not be checked, and how it can be"""
 
@@ -99,6 +101,9 @@ def answer_of(function: Callable, case: Case) -> Answer:
 def judge(function: str, answers: dict[int, Answer]) -> Report:
     """The report of a function. answers: by the index of a case."""
     all_cases = cases.all_cases()[function]
+    for answer in answers.values():
+        if isinstance(answer, calls.Refused):  # in all cases, because they have one signature
+            return Report(function=function, refused=str(answer))
     report, failed = Report(function=function), {}
     reasons = [str(answer) for answer in answers.values() if isinstance(answer, calls.LeftOut)]
     answers = {index: answer for index, answer in answers.items() if not isinstance(answer, calls.LeftOut)}

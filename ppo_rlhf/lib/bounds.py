@@ -6,9 +6,10 @@ temperature: Annotated[float, Ge(0.01)] = 0.7
 
 from typing import Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 PositiveInt = Annotated[int, Gt(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
+ZeroToOne = Annotated[float, Ge(0), Le(1)]

@@ -137,12 +137,16 @@ def parse(cls: type[Args], argv: list[str] | None = None, description: str | Non
     cannot be copied.
     """
     try:
-        args = tyro.cli(cls, args=argv, description=COMMAND.sub("", description or ""), **options)
-    except SystemExit as end:
-        if end.code == 0 and (commands := COMMAND.findall(description or "")):
-            print("".join(commands).rstrip())
-        sys.stdout.flush()  # run_script ends quietly if nobody reads it any more
-        raise
+        try:
+            args = tyro.cli(cls, args=argv, description=COMMAND.sub("", description or ""), **options)
+        except SystemExit as end:
+            if end.code == 0 and (commands := COMMAND.findall(description or "")):
+                print("".join(commands).rstrip())
+            sys.stdout.flush()
+            raise
+    except BrokenPipeError:  # the reader of --help, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
     check_bounds(args)
     return args
 

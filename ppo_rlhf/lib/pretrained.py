@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.activations import ACT2FN, NewGELUActivation
 from transformers.initialization import no_init_weights
 
 from ppo_rlhf import worlds
@@ -134,6 +135,9 @@ def drop_outside_ids(config: PreTrainedConfig | GenerationConfig, vocab_size: in
             setattr(config, name, None)
 
 
+OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # settings of a model
+
+
 def read_config(path: str, revision: str | None, trust_remote_code: bool, *, auto_class: type) -> PreTrainedConfig:
     """The configuration of a model, which outputs no more than hidden states and names no special token without an
     embedding. Raises an OSError if its weights cannot be read here.
@@ -143,8 +147,7 @@ def read_config(path: str, revision: str | None, trust_remote_code: bool, *, aut
     if auto_class is AutoModelForCausalLM and (Path(path) / "ppo_rlhf.json").is_file():
         # Where embeddings are tied, the library would make a language model of a reward model.
         check_kind(Path(path), f"{flag('base_model')} {path}", "policy", "sft model")
-    outputs = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code, **outputs)
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code, **OUTPUTS)
     if not hasattr(config, "hidden_size"):
         raise OSError("it reads more than texts; save its language model alone")
     if getattr(config, "attn_logit_softcapping", None):
@@ -204,6 +207,30 @@ def checked_model(
     for name, value in own_settings.items():
         setattr(model.config, name, value)
     return model
+
+
+def as_if_loaded_here(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model that somebody has loaded, in place, compute what it would if `load_pretrained` had loaded it.
+
+    See there and in `read_config` for the reasons. Dropout is off while the model is in eval mode.
+    """
+    config = model.config
+    if not hasattr(config, "hidden_size"):
+        raise InputError(f"a {type(model).__name__} reads more than texts; give its language model alone")
+    for name, value in OUTPUTS.items():
+        setattr(config, name, value)
+    text_config = config.get_text_config(decoder=True)
+    drop_outside_ids(text_config, getattr(text_config, "vocab_size", sys.maxsize))
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    elif config._attn_implementation == "flex_attention" and not torch.cuda.is_available():
+        model.set_attn_implementation("sdpa")
+    for part in list(model.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(part, name, ACT2FN["gelu_pytorch_tanh"])
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
 
 
 @contextlib.contextmanager
@@ -296,6 +323,8 @@ def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size
     check_size(model, what, length, vocab_size)
     tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
     logits = model(input_ids=tokens).logits
+    if not logits.isfinite().all():
+        raise InputError(f"{what}: its logits are not finite, and neither may its weights be; load or train it again")
     cap = getattr(model.config, "final_logit_softcapping", None)
     columns = torch.arange(length, device=model.device)
     quarter, half = length // 4, length // 2

@@ -157,7 +157,7 @@ def scores_of(
             function = text_by_text(function)
         arguments = arguments_of(function, queries, responses, references, rows=rows)
         with contained():
-            returned = function(*arguments.args, **arguments.kwargs)
+            returned = called(function, arguments)
         if isinstance(returned, str | dict):  # a loop over them would give numbers, but no scores
             raise TypeError(
                 f"it returned a {type(returned).__name__}; it must return a list, one number per response"
@@ -197,7 +197,17 @@ NAMES = {
     "ground_truth": 2,
     "solutions": 2,
     "solution": 2,
+    "labels": 2,
 }
+
+
+def called(function: Callable, arguments: inspect.BoundArguments) -> Any:
+    """What a function returns. Raises a TypeError if it has to be awaited."""
+    returned = function(*arguments.args, **arguments.kwargs)
+    if inspect.iscoroutine(returned):
+        returned.close()  # else Python warns that nobody awaits it
+        raise TypeError("it is async; write it with def")
+    return returned
 
 
 class JsonText(str):
@@ -212,8 +222,9 @@ def arguments_of(
     If any of its parameters is named after an entry of NAMES or a column of the rows, or if it takes nothing but
     **kwargs, each parameter gets what its name says, in whatever order they come, and **kwargs gets all the others. A
     column counts more than another name of the answer. If no parameter has such a name, the function gets queries and
-    responses by position and, with a third positional parameter, the references. Raises a TypeError if the function
-    cannot be called like that.
+    responses by position and, with a third positional parameter, the references. As in OpenRLHF, `queries` are the
+    texts of prompt and response where the function also has a parameter `prompts`. Raises a TypeError if the function
+    cannot be called like that, or would see no response.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
@@ -225,6 +236,10 @@ def arguments_of(
             for name in asked(signature, NAMES):
                 if NAMES[name] < 2 or name not in columns:
                     given[name] = list(texts[NAMES[name]])
+            if {"queries", "prompts"} <= signature.parameters.keys():
+                given["queries"] = [query + response for query, response in zip(*texts[:2], strict=True)]
+            elif all(NAMES.get(name) != 1 for name in given):
+                raise TypeError("none of its arguments gets the responses")
             return signature.bind(**given)
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return signature.bind(*map(list, texts[: 3 if len(positional) > 2 else 2]))
@@ -269,7 +284,7 @@ def text_by_text(function: Callable) -> Callable:
                 arguments = signature.bind(**{name: given[name] for name in asked(signature, given)})
             except TypeError as error:
                 raise TypeError(f"{error}; a function of solution_str is called with {', '.join(given)}") from error
-            score = function(*arguments.args, **arguments.kwargs)
+            score = called(function, arguments)
             scores.append(score["score"] if isinstance(score, dict) else score)
         return scores
 

@@ -107,7 +107,8 @@ def last_boxed(text: str) -> str | None:
     Only where no box has braces, the word after the last \\boxed is its content, without the punctuation at its end.
     """
     text, opened, boxes = conclusion(text), [], {}
-    for mark in re.finditer(r"(\\+(?:boxed|fbox)\s*{)|\\.|([{}])", text, re.DOTALL):  # \{ and \} are no braces
+    # \{ and \} are no braces. A run of backslashes is read once, from its first one.
+    for mark in re.finditer(r"((?<!\\)\\+(?:boxed|fbox)\s*{)|\\.|([{}])", text, re.DOTALL):
         if mark[1] or mark[2] == "{":
             opened.append(mark)
         elif mark[2] and opened and (begin := opened.pop())[1]:
@@ -136,19 +137,30 @@ def words(text: str) -> list[str]:
     return sorted(parts) if all(part.isalnum() and not part[0].isdigit() for part in parts) else []
 
 
-# 2:30, 2:30 pm, 5 am, 2024-05-01, 5 7 4, 1.2.0
-AM_OR_PM = r"\s*(?i:\\(?:text|mathrm)\s*{\s*[ap]\.?m\.?\s*}|[ap]\.?m\.?)"
-TIMES_AND_DATES = (
-    rf"[0-9]+(?:\s*[:-]\s*[0-9]+|\s+[0-9]+)+(?:{AM_OR_PM})?|[0-9]+{AM_OR_PM}" + r"|[0-9]+(?:\.[0-9]+){2,}"
+# What is compared digit by digit, because math-verify would calculate with its parts.
+# Anywhere in a text: 5 7 4, 1.2.0, 2024-05-01, 5/1/2024, and a literal that REWRITTEN doesn't know, such as 0b12
+ROWS_AND_DATES = re.compile(
+    r"[0-9] [0-9]|[0-9]\.[0-9]+\.[0-9]|[0-9]{4}([-/])[0-9]{1,2}\1[0-9]|[0-9]([-/])[0-9]{1,2}\2[0-9]{4}"
+    r"|(?<![\w.])0[xXoObB][0-9a-fA-F]"
 )
+# An answer as a whole: 2:30, 2:30 pm, 5 am, 3-1, 5/1/24
+AM_OR_PM = r"\s*(?i:\\(?:text|mathrm)\s*{\s*[ap]\.?m\.?\s*}|[ap]\.?m\.?)"
+TIMES = re.compile(rf"[0-9]+(?:(?:\s*[:-]\s*[0-9]+)+(?:{AM_OR_PM})?|{AM_OR_PM}|(?:/[0-9]+){{2,}})")
+BASES = re.compile(r"[0-9]\s*_")  # 110_2
+
+LONGEST = 10_000  # characters of a box that is compared as mathematics
 
 REWRITTEN = {  # what math-verify doesn't read, or reads as something else
     rf"[{DASHES}]": "-",
     r"\A(?:\\[,;:!])+|(?<![.\s,;:!])(?:\\[,;:!]|[.\s])+\Z": "",  # thin spaces around, and a full stop
     r"\A\\(?:text|textbf|mathrm|mathbf|mbox)\s*{([^{}]*)}\Z": r"\1",
+    r"\\(?:text|mathrm|mbox)\s*{\s*(\\?\$)\s*}": r"\1",
+    r"{:}": ":",
     "\xb0": r"^\\circ",  # the sign of degrees
-    r"\b0[xX][0-9a-fA-F]{1,16}\b": lambda found: str(int(found[0], 16)),
-    r"(?<=[0-9])[eE]\+?([0-9]{1,3})\Z": r"\\cdot10^{\1}",
+    r"\b0(?:[xX][0-9a-fA-F]{1,64}|[oO][0-7]{1,64}|[bB][01]{1,64})\b": lambda found: str(int(found[0], 0)),
+    r"(?<=[0-9])_\s*(?:{\s*10\s*}|10(?![0-9]))": "",  # the base of ordinary numbers
+    r"(?<=[0-9])_\s*{\s*([0-9]+)\s*}": r"_\1",
+    r"(?<=[0-9])[eE]\+?(-?[0-9]{1,3})\Z": r"\\cdot10^{\1}",
     r"(?<=[0-9])i\b": " i",
     "([\u2070\xb9\xb2\xb3\u2074-\u2079]+)": r"^{\1}",  # raised digits
     "([\xbc-\xbe\u2150-\u215e])": r"{\1}",  # fractions in one character
@@ -164,6 +176,7 @@ def plain_mathematics(text: str) -> str:
         marks += r"|[,\s]"
     thousands = rf"(?<![0-9.])[1-9][0-9]{{0,2}}(?:(?:{marks})[0-9]{{3}})+(?![0-9])"
     text = re.sub(thousands, lambda found: re.sub(r"\D", "", found[0]), text)
+    text = re.sub(r"(?<=[0-9])(?:\s|~|\\[ ,;:]|\\q?quad)+(?=[0-9])", " ", text)
     return unicodedata.normalize("NFKC", text).replace("\u2044", "/")
 
 
@@ -172,9 +185,11 @@ def boxed(response: str, answer: str) -> float:
 
     answer: mathematics or words, with a box around it or without.
     """
-    gold = last_boxed(answer)
+    gold, content = last_boxed(answer), last_boxed(response)
+    if content is None or len(content) > LONGEST:
+        return 0.0
     gold = plain_mathematics(answer if gold is None else gold)
-    content = plain_mathematics(last_boxed(response) or "")
+    content = plain_mathematics(content)
     if not content:
         return 0.0
     # Spaces count only between digits.
@@ -183,8 +198,12 @@ def boxed(response: str, answer: str) -> float:
     # [V19] Words are compared letter by letter. As mathematics they would be products, and `on` would equal `no`.
     if words(content) and words(gold):
         return float(words(content) == words(gold))
-    # [V19] 1:15 isn't 2:30, although math-verify divides.
-    if re.fullmatch(TIMES_AND_DATES, content) and re.fullmatch(TIMES_AND_DATES, gold):
+    # [V19] 6 isn't `1 2 3`, 2018 isn't 2024-05-01, and 1:15 isn't 2:30, although math-verify calculates so.
+    if ROWS_AND_DATES.search(content) or ROWS_AND_DATES.search(gold):
+        return 0.0
+    # [V19] 0.4 isn't 12:30, and 11 isn't 11_2. But 7:32 may be a ratio, so 7/32, with the same digits, may equal it.
+    other_digits = re.sub("[^0-9]", "", content) != re.sub("[^0-9]", "", gold)
+    if (TIMES.fullmatch(gold) or BASES.search(gold)) and (TIMES.fullmatch(content) or other_digits):
         return 0.0
     # [V19] An answer that isn't mathematics, or takes too long, is wrong.   reward_score/math_verify.py#L20-L40
     return float(same_mathematics(gold, content))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.lib import classifiers, command_line, processes
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
 from ppo_rlhf.lib.errors import InputError, flag, typed
 from ppo_rlhf.rlvr import algebra, problem_rows, problems
 from ppo_rlhf.tldr import models
@@ -131,11 +131,11 @@ class PpoArgs(command_line.MemoryArgs):
     """estimator of the advantages; only gae has a critic"""
     whiten_advantages: bool | None = None
     """scale the advantages of the batch to mean 0 and variance 1; None: as the estimator needs"""
-    gamma: NonNegativeFloat = 1.0
+    gamma: ZeroToOne = 1.0
     """discount per token; only gae and reinforce++ read it"""
-    lam: NonNegativeFloat = 1.0
+    lam: ZeroToOne = 1.0
     """lambda of generalised advantage estimation"""
-    critic_lam: NonNegativeFloat | None = None
+    critic_lam: ZeroToOne | None = None
     """lambda of the critic's targets; None: lam"""
     lam_alpha: PositiveFloat | None = None
     """the policy's lambda is 1 - 1 / (this x the tokens of the response), in place of lam; None: lam"""

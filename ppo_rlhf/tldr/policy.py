@@ -59,7 +59,7 @@ from ppo_rlhf.lib import (
     run,
     traces,
 )
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
@@ -129,9 +129,9 @@ class PpoArgs(command_line.MemoryArgs):
     """the probability ratio is clipped to 1 +- this"""
     cliprange_value: PositiveFloat = 0.2
     """new values are clipped to old values +- this"""
-    gamma: NonNegativeFloat = 1.0
+    gamma: ZeroToOne = 1.0
     """discount per token"""
-    lam: NonNegativeFloat = 0.95
+    lam: ZeroToOne = 0.95
     """lambda of generalised advantage estimation"""
     whiten_rewards: bool = False
     """scale the rewards of each minibatch to variance 1 (advantages always are)"""
@@ -678,10 +678,12 @@ def ppo_update(
     pad_id: int,
     temperature: float,
     accelerator: Accelerator,
+    before_step: Callable[[int, dict[str, Tensor]], None] | None = None,
 ) -> dict[str, Tensor]:
     """Steps 6 and 7: all epochs of PPO on one rollout.
 
-    minibatches: this process's episodes in each, (epochs, nminibatches, local_minibatch). Returns numbers of the
+    minibatches: this process's episodes in each, (epochs, nminibatches, local_minibatch). before_step: called before
+    each optimiser step with its number, from 0, and with the numbers that are returned of it. Returns numbers of the
     optimiser steps, (steps,), most under the name that they are logged with: this process's share of the mean over
     what counts in the minibatch, and of the gradient norm. The shares of all processes add up.
     """
@@ -775,18 +777,18 @@ def ppo_update(
                 )
             processes.average_gradients(actor_critic, accelerator)
             gradient_norm = processes.gradient_norm(actor_critic)
-            optimizer.step()
             values, returns = processes.widened(mb_values), processes.widened(mb_returns)
-            steps.append(
-                {name: sum(share[name] for share in shares) for name in shares[0]}
-                | {
-                    "val/mean": masked_mean(values, mb_value_mask, value_count),
-                    "square_of_value": masked_mean(values**2, mb_value_mask, value_count),
-                    "returns/mean": masked_mean(returns, mb_value_mask, value_count),
-                    "square_of_return": masked_mean(returns**2, mb_value_mask, value_count),
-                    "gradient_norm": gradient_norm / accelerator.num_processes,
-                }
-            )
+            step = {name: sum(share[name] for share in shares) for name in shares[0]} | {
+                "val/mean": masked_mean(values, mb_value_mask, value_count),
+                "square_of_value": masked_mean(values**2, mb_value_mask, value_count),
+                "returns/mean": masked_mean(returns, mb_value_mask, value_count),
+                "square_of_return": masked_mean(returns**2, mb_value_mask, value_count),
+                "gradient_norm": gradient_norm / accelerator.num_processes,
+            }
+            if before_step is not None:
+                before_step(len(steps), step)
+            optimizer.step()
+            steps.append(step)
     return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
 
 
