@@ -370,6 +370,9 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     reward_model = load_reward_model(args, tokenizer, device) if args.rewards.trained_model else None
     score_function = import_function(args.rewards.function, "rewards.function")
     monitor = import_function(args.rewards.monitor, "rewards.monitor")
+    monitor_name = re.split("[:.]", args.rewards.monitor)[-1]
+    if monitor_name in LOGGED:
+        raise InputError(f"--rewards.monitor: the name {monitor_name} is taken; rename the function")
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     # [X17] The value head starts at 0, so it may need larger steps than what was pretrained.
     param_groups = [
@@ -488,7 +491,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         if score_function:
             objectives["function_score"] = function_scores
         if monitor:
-            objectives[re.split("[:.]", args.rewards.monitor)[-1]] = monitored
+            objectives[monitor_name] = monitored
         stats |= {f"objective/{name}": numbers.to(kl.dtype).mean() for name, numbers in objectives.items()}
         stats["ppo/val/num_eos_tokens"] = (responses == ids.eos).sum() * accelerator.num_processes
         metrics = means_over_processes(stats, accelerator)
@@ -1233,6 +1236,9 @@ def scale_of_scores(
 
 # ---- Step 8: what is logged ------------------------------------------------------------------------------------
 
+# Names under objective/ that a run logs anyway, so no function to monitor can have them.
+LOGGED = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
+LOGGED |= {"kl_coef", "score_total", "scores", "function_score"}
 # lm-human-preference-details (at ccc1953) has other names for some numbers. Its plotting commands find them.
 ALIASES = {
     "objective/scores": "objective/score",
@@ -1685,15 +1691,15 @@ def save_policy(
     folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, args: Args, weights: bool = True
 ) -> None:
     """Save as an ordinary causal language model, with the value head next to it; its weights only if asked for."""
-    own = policy.lm_backbone.generation_config
+    own, known = policy.lm_backbone.generation_config, range(vocabulary_size(tokenizer))
     policy.lm_backbone.generation_config = GenerationConfig(
         do_sample=True,
         temperature=args.task.temperature,
         top_p=1.0,
         top_k=0,
-        bos_token_id=own.bos_token_id,
+        bos_token_id=own.bos_token_id if own.bos_token_id in known else None,  # some have -1, which means none
         eos_token_id=own.eos_token_id or tokenizer.eos_token_id,
-        pad_token_id=own.pad_token_id,
+        pad_token_id=own.pad_token_id if own.pad_token_id in known else None,
     )
     policy.lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
     tokenizer.save_pretrained(folder)
@@ -2220,9 +2226,13 @@ def run_script(main: Callable[[], Any]) -> None:
     transformers.utils.logging.disable_progress_bar()
     try:
         main()
+    except BrokenPipeError:  # nobody reads the output any more, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            # What a server or a file says could otherwise command the terminal.
+            line = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(str(error).split()))
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     finally:
         if torch.distributed.is_initialized():

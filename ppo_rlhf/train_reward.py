@@ -2078,9 +2078,13 @@ def run_script(main: Callable[[], Any]) -> None:
     transformers.utils.logging.disable_progress_bar()
     try:
         main()
+    except BrokenPipeError:  # nobody reads the output any more, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            # What a server or a file says could otherwise command the terminal.
+            line = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(str(error).split()))
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     finally:
         if torch.distributed.is_initialized():

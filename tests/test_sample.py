@@ -68,12 +68,10 @@ def test_sample_continues_held_out_queries_as_training_does(both, tiny_world, ti
         assert of_rows == (values if isinstance(values[0], str) else pytest.approx(values, rel=1e-4, abs=1e-5)), name
 
 
-def test_each_part_of_many_queries_has_sampling_noise_of_its_own(finished, monkeypatch):
+def test_each_part_of_many_queries_has_sampling_noise_of_its_own(both, monkeypatch):
     """The same query six times, two at a time: another text for each, and the first two as if they were alone."""
     monkeypatch.setattr(sample, "AT_A_TIME", 2)
-    comparison = sample.Comparison(
-        sample.Args(policy=str(only(finished, "models/*/policy")), seed=4, temperature=3.0)
-    )
+    comparison = sample.Comparison(sample.Args(policy=str(both.model("policy")), seed=4, temperature=3.0))
     queries = comparison.queries(1) * 6
     rows = comparison.rows(queries)
     assert len({row["policy"] for row in rows}) == 6 and rows[:2] == comparison.rows(queries[:2])
