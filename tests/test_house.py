@@ -106,7 +106,7 @@ def test_what_must_not_be_imported_is_found():
 
 # ---- Mass ------------------------------------------------------------------------------------------------------
 
-AT_MOST = {"ppo_rlhf": 152_000, "benchmark": 37_000, "tests": 177_000}  # tokens; more only for what users get
+AT_MOST = {"ppo_rlhf": 163_000, "benchmark": 37_000, "tests": 181_000}  # tokens; more only for what users get
 
 
 @pytest.mark.parametrize("folder", AT_MOST)
@@ -115,17 +115,19 @@ def test_the_project_does_not_grow(folder):
     assert tokens <= AT_MOST[folder], f"{folder} has {tokens:,} tokens; {remedy('AT_MOST', folder)}"
 
 
-OUTSIDE = {  # what a small run executes outside its script: functions, lines, files; more only for what users get
-    "train_policy.py --preset tales --rewards.function words:score --rewards.normalize_samples 64 "
-    "--ppo.total_episodes 64": (105, 1_360, 14),
+OUTSIDE = {  # what a small run executes of ours outside its script: functions, lines, files
+    "train_policy.py --preset tales --rewards.function words:score --rewards.monitor words:length "
+    "--rewards.normalize_samples 64 --ppo.total_episodes 64": (0, 0, 0),
     "train_reward.py --preset tales --num_train 64 --batch_size 32 --normalize_samples 64 "
-    "--label_dataset labels.json": (94, 1_230, 14),
+    "--label_dataset labels.json": (0, 0, 0),
 }
 
 
 @pytest.mark.parametrize("command", OUTSIDE)
-def test_little_happens_outside_a_script(command, tiny_world, tmp_path):
-    (tmp_path / "words.py").write_text("def score(queries, responses):\n    return [len(x) for x in responses]\n")
+def test_nothing_happens_outside_a_script(command, tiny_world, tmp_path):
+    (tmp_path / "words.py").write_text(
+        "def score(queries, responses):\n    return [len(x) for x in responses]\n\n\nlength = score\n"
+    )
     shutil.copy(tiny_world / "labels/sentiment/offline_5k.json", tmp_path / "labels.json")
     script, *words = f"{command} --base_model {tiny_world}/model".split()
     program = [mass.__file__, "--run", str(PACKAGE / script), *words]

@@ -82,12 +82,12 @@ def test_broken_links_are_found():
 @cache
 def flags(script: str) -> set[str]:
     """The flags of a script: of a parser of its own, or of a class of arguments."""
-    source = (ROOT / f"{script}.py").read_text()
-    if "ArgumentParser" in source:
-        return set(re.findall(r'\(\s*"--([\w-]+)"', source))
     module = importlib.import_module(script.replace("/", "."))
     if hasattr(module, "PRESETS"):
         return set(flatten(dataclasses.asdict(next(iter(module.PRESETS.values())))))
+    source = (ROOT / f"{script}.py").read_text()
+    if "ArgumentParser" in source:
+        return set(re.findall(r'\(\s*"--([\w-]+)"', source))
     args = getattr(module, "Args", lab.Args)
     if not dataclasses.is_dataclass(args):  # small/micro.py
         return {name for name in vars(args) if name[0] != "_"} | {"estimators"}
