@@ -370,9 +370,6 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     reward_model = load_reward_model(args, tokenizer, device) if args.rewards.trained_model else None
     score_function = import_function(args.rewards.function, "rewards.function")
     monitor = import_function(args.rewards.monitor, "rewards.monitor")
-    monitor_name = re.split("[:.]", args.rewards.monitor)[-1]
-    if monitor_name in LOGGED:
-        raise InputError(f"--rewards.monitor: the name {monitor_name} is taken; rename the function")
     # [D66] All parameters learn, embeddings and value head too.   utils/core.py#L621-L629
     # [X17] The value head starts at 0, so it may need larger steps than what was pretrained.
     param_groups = [
@@ -493,7 +490,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         if score_function:
             objectives["function_score"] = function_scores
         if monitor:
-            objectives[monitor_name] = monitored
+            objectives[monitor_name(args)] = monitored
         stats |= {f"objective/{name}": numbers.to(kl.dtype).mean() for name, numbers in objectives.items()}
         stats["ppo/val/num_eos_tokens"] = (responses == ids.eos).sum() * accelerator.num_processes
         metrics = means_over_processes(stats, accelerator)
@@ -1183,7 +1180,7 @@ def import_function(name: str, argument: str) -> Callable | None:
     sys.path.append("")
     try:
         return pkgutil.resolve_name(name)
-    except Exception as error:  # the module is the user's and may raise anything
+    except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
         raise InputError(f"--{argument} {name}: {type(error).__name__}: {error}") from error
 
 
@@ -1238,9 +1235,6 @@ def scale_of_scores(
 
 # ---- Step 8: what is logged ------------------------------------------------------------------------------------
 
-# Names under objective/ that a run logs anyway, so no function to monitor can have them.
-LOGGED = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
-LOGGED |= {"kl_coef", "score_total", "scores", "function_score"}
 # lm-human-preference-details (at ccc1953) has other names for some numbers. Its plotting commands find them.
 ALIASES = {
     "objective/scores": "objective/score",
@@ -1251,6 +1245,15 @@ ALIASES = {
     "ppo/policy/clipfrac_avg": "ppo/policy/clipfrac",
     "ppo/val/clipfrac_avg": "ppo/val/clipfrac",
 }
+
+# The names objective/<name> that the function of --rewards.monitor cannot have.
+OBJECTIVES = {"kl", "entropy", "score", "non_score_reward", "raw_score", "stopped", "response_length", "sampler_gap"}
+OBJECTIVES |= {"function_score", "score_total", "scores", "kl_coef"}
+
+
+def monitor_name(args: Args) -> str:
+    """The monitor is logged as objective/<name>, by the name of its function."""
+    return re.split("[:.]", args.rewards.monitor)[-1]
 
 
 def means_over_processes(stats: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
@@ -1444,6 +1447,11 @@ def ppo_sizes(args: Args, num_processes: int) -> PpoSizes:
         raise InputError(f"--task.truncate_after {task.truncate_after} must be at most {task.response_length}")
     if args.rewards.trained_model and args.rewards.function:
         raise InputError("give one of --rewards.trained_model and --rewards.function")
+    if monitor_name(args) in OBJECTIVES:
+        raise InputError(
+            f"--rewards.monitor {args.rewards.monitor}: objective/{monitor_name(args)} is another metric; give the "
+            f"function another name"
+        )
     horizon = args.rewards.adaptive_kl.horizon
     if (
         args.rewards.adaptive_kl.target and ppo.batch_size >= 5 * horizon
@@ -1533,7 +1541,7 @@ def one_token(tokenizer: PreTrainedTokenizerBase, text: str | None, name: str) -
 def read_info(folder: str | Path) -> dict[str, Any]:
     """The content of ppo_rlhf.json, which is next to the weights of models that were trained here."""
     with input_errors(f"{folder} is not the folder of a model that was trained here"):
-        return json.loads(Path(folder, "ppo_rlhf.json").read_text())
+        return {**json.loads(Path(folder, "ppo_rlhf.json").read_text())}
 
 
 def load_pretrained(
@@ -1684,7 +1692,8 @@ def load_reward_model(args: Args, tokenizer: PreTrainedTokenizerBase, device: to
         reward_model.double()  # the heads, too
     # Head, gain and bias, and what saving as a classifier changed in the language model.   train_reward.py#L292-L329
     with input_errors(f"{head_file} does not fit the model next to it"):
-        reward_model.load_state_dict(load_file(head_file), strict=False)
+        backbone = reward_model.lm_backbone.state_dict(prefix="lm_backbone.")
+        reward_model.load_state_dict(backbone | load_file(head_file))
     prepare(reward_model.lm_backbone, args)
     return reward_model.requires_grad_(False).to(device)
 
@@ -1935,6 +1944,8 @@ class Run:
         self.csv_size = 0  # bytes of metrics.csv
         self.signals: list[int] = []
         previous = read_meta(self.folder) if args.resume else {}
+        if previous.get("finished") and not self.checkpoints():
+            raise InputError(f"{self.folder} is finished, and its checkpoints are gone, so it cannot be resumed")
         self.started = time.monotonic() - previous.get("wall_time", 0.0)
         gpu = accelerator.device.type == "cuda"
         # The arguments are next to the results of the run.   train_policy.py#L422-L436
@@ -1997,7 +2008,8 @@ class Run:
         if self.args.track:
             trackers.append(self.tracker(self.meta["args"] | config | {"commit": self.meta["commit"]}))
         self.accelerator.log_with = trackers
-        self.accelerator.init_trackers("")
+        with input_errors("--track: the tracker does not start"):
+            self.accelerator.init_trackers("")
 
     def cut_logs(self, first_step: int) -> None:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step."""

@@ -1835,6 +1835,8 @@ class Run:
         self.csv_size = 0  # bytes of metrics.csv
         self.signals: list[int] = []
         previous = read_meta(self.folder) if args.resume else {}
+        if previous.get("finished") and not self.checkpoints():
+            raise InputError(f"{self.folder} is finished, and its checkpoints are gone, so it cannot be resumed")
         self.started = time.monotonic() - previous.get("wall_time", 0.0)
         gpu = accelerator.device.type == "cuda"
         # The arguments are next to the results of the run.   train_policy.py#L422-L436
@@ -1897,7 +1899,8 @@ class Run:
         if self.args.track:
             trackers.append(self.tracker(self.meta["args"] | config | {"commit": self.meta["commit"]}))
         self.accelerator.log_with = trackers
-        self.accelerator.init_trackers("")
+        with input_errors("--track: the tracker does not start"):
+            self.accelerator.init_trackers("")
 
     def cut_logs(self, first_step: int) -> None:
         """Keep what metrics.csv and samples.jsonl say of the steps before first_step."""

@@ -44,7 +44,7 @@ def test_tensorboard_is_cut_back_to_the_checkpoint(monkeypatch):
     before = start()
     for step in range(4):
         before.log(step, {"loss": step})
-    before.finish("policy")
+    before.accelerator.end_training()
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 1)
     after = start(before.folder, 2)
@@ -82,6 +82,12 @@ def test_a_second_process_that_writes_to_the_run_is_noticed():
     start(folder, 3)
     assert error_line(one.log, 4, {"objective/score": 4, "objective/kl": 16}) == message
     assert [row["step"] for row in metrics_of(folder)] == [0, 1, 2]
+
+
+def test_a_tracker_that_does_not_start_ends_in_one_line(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    run = Run(Args(track=True), Accelerator(cpu=True), {})
+    assert "--track: the tracker does not start: " in error_line(run.open_logs, 0, {})
 
 
 def test_results_are_means_of_the_last_ten_steps():
@@ -191,6 +197,13 @@ def test_a_checkpoint_of_another_model_is_refused():
     read = Run(Args(resume=str(run.folder)), Accelerator(cpu=True), {})
     other = nn.Sequential(*model, nn.Linear(1, 1))
     assert "checkpoints/1 is damaged" in error_line(read.resume, other, optimizer, {}, total=8)
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew():
+    folder = with_steps(3).folder
+    start(folder).finish("policy")
+    message = error_line(Run, Args(resume=str(folder)), Accelerator(cpu=True), {})
+    assert message == f"{folder} is finished, and its checkpoints are gone, so it cannot be resumed"
 
 
 def test_weights_that_are_not_finite_are_never_saved():

@@ -326,6 +326,8 @@ def finished(args, tmp_path_factory) -> Path:
 
 def test_a_policy_run_is_its_replay(finished, expected):
     check_same(left_in(finished), expected)
+    objectives = {name.removeprefix("objective/") for name in expected.metrics[0] if "objective/" in name}
+    assert objectives == train_policy.OBJECTIVES - {"function_score"} | {"gold_scores"}
     results = meta_of(only(finished, "runs/*"))["results"]
     for name in ("score", "kl", "kl_coef"):  # of the last ten updates, if there are so many
         value = mean([row[f"objective/{name}"] for row in expected.metrics])
