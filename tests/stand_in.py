@@ -265,5 +265,6 @@ if __name__ == "__main__":
     install()
     sys.modules["ray"] = RAY
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # where a script finds its neighbours
     runpy.run_path(sys.argv[0], run_name="__main__")
     Path("waits.json").write_text(json.dumps(waits))
