@@ -111,7 +111,7 @@ class PPO:
         name = str(loaded.name_or_path if loaded else model)
         if loaded and tokenizer is None:
             raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
-        if getattr(loaded, "_hf_peft_config_loaded", False):
+        if hasattr(loaded, "peft_config"):  # peft changes the model that it is given
             merged = "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
             raise InputError(f"the model has adapters inside, which could not be saved; merge them: {merged}")
         lora = lora or models.LoraArgs()

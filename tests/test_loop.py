@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import numbers
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from runs import error_line
 from test_foreign import classifier
 from tokenizers.processors import TemplateProcessing
@@ -379,8 +379,9 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
     ppo = PPO(model, **SIZES)
     batch, before = ppo.generate(QUERIES), weights_of(ppo.actor_critic)
     tokenizer = ppo.tokenizer
-    with_adapters, not_json = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
+    with_adapters, of_peft, not_json = (AutoModelForCausalLM.from_pretrained(model) for _ in range(3))
     with_adapters.add_adapter(LoraConfig(fan_in_fan_out=True))
+    get_peft_model(of_peft, LoraConfig(fan_in_fan_out=True))  # changes the model itself
     not_json.config.note = object()
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     of_pictures = CLIPModel(CLIPConfig(text_config=sizes, vision_config=sizes | {"image_size": 8, "patch_size": 8}))
@@ -416,6 +417,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "needs its tokenizer": partial(PPO, AutoModelForCausalLM.from_pretrained(model)),
         "no such folder": partial(PPO, "./nowhere"),
         "the model has adapters inside": partial(PPO, with_adapters, tokenizer=tokenizer),
+        "has adapters inside, which could not be saved": partial(PPO, of_peft, tokenizer=tokenizer),
         "no weight of the model learns": partial(PPO, tiny_models("gpt2").requires_grad_(False), tokenizer=tokenizer),
         "could not be saved after training: TypeError": partial(PPO, not_json, tokenizer=tokenizer),
         "a CLIPModel reads more than texts": partial(PPO, of_pictures, tokenizer=tokenizer),
