@@ -353,6 +353,8 @@ class PPO:
             accelerator=self.accelerator,
             before_step=partial(self._check_numbers, batch.step),
         )
+        if not all(parameter.isfinite().all() for parameter in self.actor_critic.parameters()):
+            raise NumericalError(f"the weights are not finite after step {batch.step}; a lower lr may prevent it")
         metrics = algorithm_metrics(rollout, steps, self.accelerator, kl_coef=kl_coef, more={})
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         self.controller.update(metrics["objective/kl"], len(scores) * self.accelerator.num_processes)

@@ -329,6 +329,16 @@ def weights_are_lost(ppo: PPO, batch: Batch) -> None:
     ppo.optimizer.register_step_post_hook(lambda *_: next(ppo.actor_critic.parameters()).data.fill_(math.nan))
 
 
+def weights_are_lost_at_last(ppo: PPO, batch: Batch) -> None:
+    """After the last of four optimiser steps, so that no loss is lost with them."""
+
+    def lose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if max(state["step"] for state in optimizer.state.values()) == 4:
+            next(ppo.actor_critic.parameters()).data.fill_(math.nan)
+
+    ppo.optimizer.register_step_post_hook(lose)
+
+
 def somebody_interrupts(ppo: PPO, batch: Batch) -> None:
     """The third optimiser step."""
 
@@ -345,6 +355,7 @@ def somebody_interrupts(ppo: PPO, batch: Batch) -> None:
         (weights_change, NumericalError, "the ratio is off 1 by .* before optimiser step 1 of step 0", 0),
         (values_are_lost, NumericalError, "loss/value_avg is nan.* before optimiser step 1 of step 0", 0),
         (weights_are_lost, NumericalError, "loss/policy_avg is nan.* before optimiser step 2 of step 0", 1),
+        (weights_are_lost_at_last, NumericalError, "the weights are not finite after step 0", 4),
         (somebody_interrupts, KeyboardInterrupt, "here", 2),
     ],
 )
@@ -370,7 +381,7 @@ def test_nothing_goes_on_after_half_an_update_but_from_a_state_of_before(
     ):
         assert "step 0 did not come to its end" in error_line(call)
     assert not (tmp_path / "mine").exists()
-    fresh = PPO(model, **SIZES) if spoil in (weights_are_lost, somebody_interrupts) else ppo  # without the hook
+    fresh = ppo if spoil in (weights_change, values_are_lost) else PPO(model, **SIZES)  # without the hook
     fresh.load_state_dict(state)
     assert fresh.step(fresh.generate(QUERIES), SCORES) == expected
 
