@@ -413,7 +413,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             )
             # (local_batch, context_length + response_length)
             context_responses = torch.cat([contexts, responses], dim=1)
-            # [D25] [D26] The policy reads what it wrote, just as it will in step 7. So the ratio starts at 1.
+            # [D25] The policy reads what it wrote, just as in step 7, so the ratio starts at 1.   policy.py#L108-L112
             logprobs, _, values = few_rows_at_a_time(
                 lambda tokens: policy(tokens, ids.pad, ids.context_length, task.temperature),
                 pass_rows,
