@@ -8,7 +8,6 @@ several_stages.py                            training scripts in a row
 pretrained.py, layers.py, precision.py       models before they are loaded, their layers, arithmetic
 reward_model_files.py, classifiers.py        reward models as files; those from elsewhere
 chat_templates.py                            what stands around a query in chapters 2 and 3
-text_sources.py, published_texts.py          texts for chapter 1
 preferences.py                               what people said
 data_files.py                                rows of files and of the hub
 reward_functions.py, rewards.py, tools.py    functions and tools of the user's; verifiers
