@@ -15,9 +15,9 @@ from test_tldr_data import PAD, Letters
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import hub, pretrained, reward_functions
+from ppo_rlhf.lib import hub, pretrained
 from ppo_rlhf.rlvr import problems
-from ppo_rlhf.tldr import posts
+from ppo_rlhf.tldr import posts, reward_functions
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
 
 
@@ -303,6 +303,13 @@ def test_a_scoring_function_sees_texts_up_to_their_end(monkeypatch, with_referen
     assert score(queries, responses, *references).tolist() == [1.0, 2.0]
     # After a trial with other texts.
     assert seen[-3:] == [["a", "ab"], ["b", "bd"], ["bd", ""] if with_references else [None, None]]
+
+
+def test_a_user_s_module_may_have_the_name_of_ours(in_a_fresh_folder, monkeypatch):
+    """Also where rlvr/policy.py is run as a file, for which Python looks into its folder first."""
+    Path("vllm_sampler.py").write_text("def score(queries, responses):\n    pass\n")
+    monkeypatch.syspath_prepend(Path(problems.__file__).parent)
+    assert reward_functions.import_function("vllm_sampler:score", "f").__name__ == "score"
 
 
 def wrapped(function):

@@ -14,8 +14,7 @@ from test_problems import byte_tokenizer
 from test_tldr_data import Letters, texts_of
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import preferences
-from ppo_rlhf.tldr import posts
+from ppo_rlhf.tldr import posts, preferences
 
 TOKENIZER = byte_tokenizer()  # its chat template has turns like "<|im_start|>user\nWhy?<|im_end|>\n"
 

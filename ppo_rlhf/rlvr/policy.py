@@ -47,24 +47,18 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import (
-    chat_templates,
-    checkpoints,
-    classifiers,
-    command_line,
-    errors,
-    layers,
-    pretrained,
-    processes,
-    rewards as verifiers,
-    run,
-    traces,
-)
+from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag
-from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, metrics as rlvr_metrics, problems
+from ppo_rlhf.rlvr import (
+    algebra,
+    arguments as rlvr_arguments,
+    metrics as rlvr_metrics,
+    problems,
+    rewards as verifiers,
+)
 from ppo_rlhf.rlvr.algebra import Batch, EntropyController, Reweigh, Rollout, response_mask
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, Setup, Source
-from ppo_rlhf.tldr import models, packing
+from ppo_rlhf.tldr import chat_templates, classifiers, models, packing
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,

@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.lib import classifiers, errors, files, precision, pretrained
+from ppo_rlhf.lib import errors, files, precision, pretrained
 from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.lib.reward_model_files import save_reward_model
-from ppo_rlhf.tldr import packing
+from ppo_rlhf.tldr import classifiers, packing
 from ppo_rlhf.train_policy import load_pretrained
 from ppo_rlhf.train_reward import RewardModel
 

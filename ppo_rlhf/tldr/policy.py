@@ -46,22 +46,10 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import (
-    checkpoints,
-    classifiers,
-    command_line,
-    errors,
-    files,
-    layers,
-    pretrained,
-    processes,
-    reward_functions,
-    run,
-    traces,
-)
+from ppo_rlhf.lib import checkpoints, command_line, errors, files, layers, pretrained, processes, run, traces
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.tldr import classifiers, models, packing, posts, reward_functions
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
