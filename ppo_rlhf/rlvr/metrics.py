@@ -144,7 +144,7 @@ def update_metrics(
     if not setup.args.rewards.loss_kl[0]:
         left_out.add("loss/kl_avg")
     logged = {name: value for name, value in metrics.items() if "/" in name and name not in left_out}
-    processes.check_update(logged, number, setup.args.dtype, gap="val/first_ratio_gap")
+    processes.check_update(logged, number, setup.args.dtype)
     return logged
 
 

@@ -936,7 +936,7 @@ def update_metrics(
     metrics["episode"] = (update + 1) * args.ppo.batch_size
     metrics["time"] = this_run.seconds()
     metrics["eps"] = metrics["episode"] / metrics["time"]
-    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
+    processes.check_update(metrics, update, args.dtype, monitored=rollout.monitored)
     processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return metrics
 
