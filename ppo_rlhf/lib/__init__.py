@@ -5,6 +5,6 @@ command_line.py, bounds.py                   arguments that all scripts have, pr
 run.py, checkpoints.py, tracking.py          a run's folder, how it goes on after an interruption, where it is shown
 learning_curves.py, traces.py                the picture of its metrics, episodes with all their numbers
 several_stages.py                            training scripts in a row
-pretrained.py, layers.py, precision.py       models before they are loaded, their layers, arithmetic
+pretrained.py, layers.py                     models before they are loaded, their layers
 reward_model_files.py                        reward models as files
 """

@@ -222,15 +222,6 @@ def map_rows(
 # ---- Gradients -------------------------------------------------------------------------------------------------
 
 
-def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
-    # Before each step of the optimiser.   utils/core.py#L468-L488
-    if accelerator.num_processes > 1:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
-        nn.utils.vector_to_parameters(mean, gradients)
-
-
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Euclidean norm of all gradients together, 0-d. It is only looked at: nothing is clipped."""
     return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])

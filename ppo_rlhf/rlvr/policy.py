@@ -62,6 +62,7 @@ from ppo_rlhf.tldr import chat_templates, classifiers, models, packing
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
+    average_gradients,
     episode_noise,
     few_rows_at_a_time,
     read_scalar,
@@ -672,7 +673,7 @@ def update(
                 shares.append(share)
                 outputs = {"new_logprobs": new.logprobs, "exact_kl": new.exact_kl, "new_values": new.values}
                 batch.seen.append((mb_inds[rows], {name: x.detach() for name, x in outputs.items()}))
-            processes.average_gradients(actor_critic, accelerator)
+            average_gradients(actor_critic)
             norms = step(optimizers, ppo.max_grad_norm, policy_learns=policy_learns)
             steps.append({name: sum(share[name] for share in shares) for name in shares[0]} | norms)
             if bonus.target is not None and policy_learns and counts["tokens"]:

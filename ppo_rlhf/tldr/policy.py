@@ -53,6 +53,7 @@ from ppo_rlhf.tldr import classifiers, models, packing, posts, reward_functions
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
+    average_gradients,
     episode_noise,
     has_stop,
     keyed_generator,
@@ -763,7 +764,7 @@ def ppo_update(
                         **statistics,
                     }
                 )
-            processes.average_gradients(actor_critic, accelerator)
+            average_gradients(actor_critic)
             gradient_norm = processes.gradient_norm(actor_critic)
             values, returns = processes.widened(mb_values), processes.widened(mb_returns)
             step = {name: sum(share[name] for share in shares) for name in shares[0]} | {
