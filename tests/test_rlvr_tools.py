@@ -43,7 +43,7 @@ def slow_conversation(model, prompt: list[int], uniforms: torch.Tensor, max_call
     response, logprobs, begun, calls = [], [], 0, 0
     while len(response) < WIDTH:
         before, uniform = torch.tensor([prompt + response]), uniforms[len(response)].view(1, 1)
-        found, logprob, _ = train_policy.generate(model, before, uniform, PAD, PAD, temperature)
+        found, logprob = train_policy.generate(model, before, uniform, PAD, PAD, temperature)
         token = found.item()
         response.append(token)
         logprobs.append(logprob.item())
