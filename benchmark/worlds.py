@@ -43,7 +43,8 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import files, processes, tools
+from ppo_rlhf.lib import files, processes
+from ppo_rlhf.rlvr import tool_functions
 from ppo_rlhf.tldr.posts import to_texts
 from ppo_rlhf.train_policy import generate, keyed_generator, padded, trim_query, truncate_at
 from ppo_rlhf.train_reward import OPENAI_PAD_ID
@@ -670,10 +671,10 @@ def solve_with_calculator(rng: random.Random, problem: Problem, sizes: Sums) -> 
         calls = possible and rng.random() < sizes.calls
         if calls and rng.random() < sizes.misuse:
             wrong = rng.choice([f"{call}=", f"{call}{step[0]}", f"{step[0]}{call}{step[0]}", f"{number} {step[1]}"])
-            lines.append(" ".join([*said, f"[{wrong}]{tools.calculator(wrong)}"]))
+            lines.append(" ".join([*said, f"[{wrong}]{tool_functions.calculator(wrong)}"]))
             said, calls = [], False
         if calls:
-            line, number = f"[{call}]{tools.calculator(call)}", result
+            line, number = f"[{call}]{tool_functions.calculator(call)}", result
         elif not possible or rng.random() < sizes.error_rate:
             line, number = err(rng, step, number)
         else:

@@ -40,9 +40,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import command_line, errors, files, reward_functions
+from ppo_rlhf.lib import command_line, errors, files
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.tldr import reward_functions
 
 END_OF_TEXT = "<|endoftext|>"  # ends the references of the published data
 Z_95 = 1.96  # standard deviations on either side of a 95 % interval

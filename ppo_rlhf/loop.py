@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import command_line, errors, pretrained, processes, reward_functions
+from ppo_rlhf.lib import command_line, errors, pretrained, processes
 from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.tldr import models, packing, posts, reward_functions
 from ppo_rlhf.tldr.policy import (
     Args,
     PpoArgs,

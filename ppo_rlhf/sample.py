@@ -29,11 +29,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_both, train_policy
-from ppo_rlhf.lib import chat_templates, command_line, errors, files, pretrained, processes, rewards, run
+from ppo_rlhf.lib import command_line, errors, files, pretrained, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.rlvr import problem_rows, problems
-from ppo_rlhf.tldr import posts
+from ppo_rlhf.rlvr import problem_rows, problems, rewards
+from ppo_rlhf.tldr import chat_templates, posts
 
 SHOWN = 50  # rows that are printed, of more
 AT_A_TIME = 64  # queries

@@ -1788,7 +1788,8 @@ def load_texts(query_dataset: str, split: str, column: str = "text") -> Sequence
             # of the raw stories belong to a split.
             archives = hub_files("ccdv/cnn_dailymail", "*_stories.tgz")
             ids = hub_files("abisee/cnn_dailymail", f"3.0.0/{split}-*.parquet")
-            rows = Dataset.from_generator(raw_stories, gen_kwargs={"archives": archives, "ids": ids})["text"]
+            files = {"archives": tuple(archives), "ids": tuple(ids)}  # the library would deal out lists as shards
+            rows = Dataset.from_generator(raw_stories, gen_kwargs=files)["text"]
             return CleanTexts(rows, clean_cnndm)
         elif query_dataset == "tldr":
             files = hub_files(OPENAI_DATA, f"tldr/{'valid' if split == 'test' else split}-subset.json")
@@ -1839,7 +1840,7 @@ def text_of(row: Any, column: str) -> str:
         for key in [column] if column in row else column.split("."):
             row = row[key]
     if not isinstance(row, str):
-        raise InputError(f"--task.query_column {column}: there must be texts, not {str(row)[:60]!r}")
+        raise ValueError(f"--task.query_column {column}: there must be texts, not {str(row)[:60]!r}")
     row.encode()  # half a character, which no tokenizer accepts, is a ValueError
     return row
 
@@ -1871,9 +1872,9 @@ class CleanTexts(Sequence):
         return self.clean(*self.column[index * self.rows : (index + 1) * self.rows])
 
 
-def raw_stories(archives: list[str], ids: list[str]) -> Iterator[dict[str, str]]:
+def raw_stories(archives: tuple[str, ...], ids: tuple[str, ...]) -> Iterator[dict[str, str]]:
     """The stories whose ids, the names of files, parquet files list; in the order of the archives."""
-    wanted = set(load_dataset("parquet", data_files=ids, split="train")["id"])
+    wanted = set(load_dataset("parquet", data_files=list(ids), split="train")["id"])
     for archive in archives:
         with tarfile.open(archive) as members:
             for member in members:

@@ -6,8 +6,7 @@
 import torch
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import rewards
-from ppo_rlhf.rlvr import algebra
+from ppo_rlhf.rlvr import algebra, rewards
 from ppo_rlhf.tldr import policy as tldr_policy
 
 

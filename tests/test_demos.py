@@ -13,7 +13,7 @@ import pytest
 from runs import ROOT, meta_of, rows_of
 
 from ppo_rlhf import judge
-from ppo_rlhf.lib import tools
+from ppo_rlhf.rlvr import tool_functions
 from ppo_rlhf.tldr import all as tldr_all
 from ppo_rlhf.tldr.posts import rouge
 
@@ -75,7 +75,7 @@ def test_the_verifier_and_the_tool_of_chapter_3_work(tmp_path, monkeypatch):
     assert module["right"](["Two and two?"] * 3, ["2+2=4\n#### 4", "4 or 5", ""], ["4"] * 3) == [1.0, 0.0, 0.0]
     (tmp_path / "my_tools.py").write_text(next(block for block in blocks if "def add" in block))
     monkeypatch.chdir(tmp_path)
-    tool = tools.load_tool("my_tools:add", "tools.tool")
+    tool = tool_functions.load_tool("my_tools:add", "tools.tool")
     assert [tool(call) for call in ("7+5", "7*5")] == ["12", "error: failed"]
 
 

@@ -19,11 +19,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ppo_rlhf.lib import classifiers
 from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.lib.reward_functions import import_function
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems
-from ppo_rlhf.tldr import policy as tldr_policy, posts
+from ppo_rlhf.tldr import classifiers, policy as tldr_policy, posts
+from ppo_rlhf.tldr.reward_functions import import_function
 
 PAD = 259  # of the policy
 TASK = posts.TaskArgs(query_length=20, response_length=10)

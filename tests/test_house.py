@@ -2,7 +2,6 @@
 
 import ast
 import re
-import runpy
 import shutil
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -141,16 +140,3 @@ def test_comments_and_docstrings_are_no_tokens():
     """Six in the assignment, five in the head of the function, two in its body."""
     source = '"""Of a module."""\n\nx = f(1)  # one\n\n\ndef g():\n    """Twice."""\n    return x\n'
     assert mass.tokens_of(source) == 6 + 5 + 2
-
-
-# ---- Paths of older versions -----------------------------------------------------------------------------------
-
-
-def test_old_paths_lead_to_scripts(monkeypatch):
-    modules = []
-    monkeypatch.setattr(runpy, "run_module", lambda module, **how: modules.append((module, how["run_name"])))
-    for path in PACKAGE.glob("*_*.py"):
-        if "Moved to" in path.read_text():
-            runpy.run_path(str(path), run_name="__main__")
-    assert len(modules) == 7
-    assert all(module.removeprefix("ppo_rlhf.") in SOURCES and name == "__main__" for module, name in modules)

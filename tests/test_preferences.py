@@ -13,9 +13,8 @@ from runs import error_line
 from test_problems import byte_tokenizer
 from test_tldr_data import Letters, texts_of
 
-from ppo_rlhf import train_reward
-from ppo_rlhf.lib import preferences, text_sources
-from ppo_rlhf.tldr import posts
+from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.tldr import posts, preferences
 
 TOKENIZER = byte_tokenizer()  # its chat template has turns like "<|im_start|>user\nWhy?<|im_end|>\n"
 
@@ -135,7 +134,7 @@ def on_hub(tmp_path, monkeypatch):
         def load(name: str, *words: Any, **options: Any) -> Any:
             return load_dataset(str(tmp_path / "hub") if name == "owner/name" else name, *words, **options)
 
-        for module in (datasets, train_reward):
+        for module in (datasets, train_policy, train_reward):
             monkeypatch.setattr(module, "load_dataset", load)
         return "owner/name"
 
@@ -322,19 +321,12 @@ def test_texts_under_a_named_column(tmp_path, monkeypatch, suffix):
         file.write_text("prompt,other\n" + "".join(f"{i}?,x\n" for i in range(60)))
     else:
         written(file, [{"prompt": f"{i}?", "other": "x"} for i in range(60)])
-    train, test = (list(text_sources.load_texts(str(file), split, "prompt")) for split in ("train", "test"))
+    train, test = (list(train_policy.load_texts(str(file), split, "prompt")) for split in ("train", "test"))
     assert test == ["49?"] and train == [f"{i}?" for i in range(60) if i != 49]
-    assert "'text'" in error_line(text_sources.load_texts, str(file), "train")
+    assert "'text'" in error_line(train_policy.load_texts, str(file), "train")
 
 
 def test_texts_of_the_hub(on_hub):
-    source = on_hub(train=[{"prompt": CHAT[:1]}], test=[{"prompt": [SYSTEM, user("No?")]}])
-    texts = [list(text_sources.load_texts(source, split, "prompt")) for split in ("train", "test", "all")]
-    no = "\n\nSystem: Be brief.\n\nHuman: No?\n\nAssistant:"
-    assert texts == [[WHY], [no], [WHY, no]]
-
-
-def test_prompts_of_preferences_are_texts(tmp_path):
-    file = written(tmp_path / "rows.jsonl", [FORMS["HH-RLHF"][0], FORMS["UltraFeedback"][0]])
-    assert list(text_sources.load_texts(file)) == [HH, WHY]
-    assert "has nothing under 'query'" in error_line(text_sources.load_texts, file, "train", "query")
+    source = on_hub(train=[{"prompt": "Why?"}], test=[{"prompt": "No?"}])
+    texts = [list(train_policy.load_texts(source, split, "prompt")) for split in ("train", "test")]
+    assert texts == [["Why?"], ["No?"]]

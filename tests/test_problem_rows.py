@@ -15,10 +15,9 @@ from pyarrow import parquet
 from runs import error_line, write_rows
 from test_problems import byte_tokenizer
 
-from ppo_rlhf.lib import rewards
-from ppo_rlhf.lib.confined_worker import Worker
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, problem_rows, problems
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, problem_rows, problems, rewards
+from ppo_rlhf.rlvr.confined_worker import Worker
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -148,7 +147,7 @@ def workers(tmp_path, monkeypatch) -> Iterator[list[str]]:
     monkeypatch.setattr(Worker, "ask", lambda self, *request: asked.append(request[0]) or ask(self, *request))
     found = {"MAKER": 60, "SCORER": 2}  # seconds of processor time
     for name, computing in found.items():
-        found[name] = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=computing, seconds=600)
+        found[name] = Worker("ppo_rlhf.rlvr.reasoning_gym_calls:call", computing=computing, seconds=600)
         monkeypatch.setattr(problem_rows, name, found[name])
     yield asked
     for worker in found.values():

@@ -243,7 +243,8 @@ def read_tables(
     logits: torch.Tensor, ref_logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the script reads of tokens (...) from logits (..., vocab_size): log-probs, the reference's, exact KLs."""
-    backbone = SimpleNamespace(get_output_embeddings=lambda: lambda hidden: hidden)
+    output_layer = SimpleNamespace(weight=torch.eye(logits.shape[-1]), bias=None)
+    backbone = SimpleNamespace(get_output_embeddings=lambda: output_layer)
     policy = SimpleNamespace(
         lm_backbone=backbone, vocab_size=logits.shape[-1], temperature=temperature, entropy_learns=False
     )

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from benchmark import worlds
 from ppo_rlhf import sample, train_policy
-from ppo_rlhf.lib import command_line, tools
+from ppo_rlhf.lib import command_line
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import traces
 from ppo_rlhf.rlvr import (
@@ -23,6 +23,7 @@ from ppo_rlhf.rlvr import (
     metrics as rlvr_metrics,
     policy as rlvr_policy,
     problems,
+    tool_functions,
     tools as rlvr_tools,
 )
 
@@ -42,7 +43,7 @@ def slow_conversation(model, prompt: list[int], uniforms: torch.Tensor, max_call
     response, logprobs, begun, calls = [], [], 0, 0
     while len(response) < WIDTH:
         before, uniform = torch.tensor([prompt + response]), uniforms[len(response)].view(1, 1)
-        found, logprob, _ = train_policy.generate(model, before, uniform, PAD, PAD, temperature)
+        found, logprob = train_policy.generate(model, before, uniform, PAD, PAD, temperature)
         token = found.item()
         response.append(token)
         logprobs.append(logprob.item())
@@ -90,7 +91,7 @@ def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models):
 
 def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools, monkeypatch):
     """At most MAX_CALLS, not the tool's own text, and not a call in the last place."""
-    monkeypatch.setattr(tools, "MAX_CALLS", 2)
+    monkeypatch.setattr(tool_functions, "MAX_CALLS", 2)
     setup = setup_with(tiny_tools)
     (end,) = setup.tokenizer.encode("]")
     responses = torch.tensor([[end, 3, end, 5, end], [3, end, end, 5, 6], [3, 4, 5, 6, end], [end, 4, end, end, 6]])
@@ -123,7 +124,7 @@ def test_masks_and_scores_of_conversations(tiny_tools, tmp_path, monkeypatch):
     encode, answer, (stop,) = setup.tokenizer.encode, talk_of(setup).answer, setup.ids.stops
     one, other = encode("[7+5]"), encode("[7+]")
     ours = [[*encode("#### 12"), stop], []]  # after the answer; the second response has one call too many
-    tool = tools.load_tool(args.tools.tool, "tools.tool")
+    tool = tool_functions.load_tool(args.tools.tool, "tools.tool")
     sampler, draw = rlvr_tools.sampler_with_tool(setup, actor_critic, tool), rlvr_policy.draw_problems(setup, 0, 0)
     with actor_critic.sampling():
         samples = sampler.sample(draw)
@@ -193,14 +194,21 @@ def test_passes_change_nothing_but_rounding(whole_run, tiny_tools, tmp_path):
 # ---- Tools -----------------------------------------------------------------------------------------------------
 
 
-CALLS = {"12 * (7+5)": "144", "7/2": "3.5", "1/3": "0.333333", "-(2)": "-2", "0.1+0.2": "0.3", "7/0": tools.FAILED}
-CALLS |= {"999999*999999": "999998000001", "9999999*999999": tools.TOO_LONG}  # 12 characters, and 13
+CALLS = {
+    "12 * (7+5)": "144",
+    "7/2": "3.5",
+    "1/3": "0.333333",
+    "-(2)": "-2",
+    "0.1+0.2": "0.3",
+    "7/0": tool_functions.FAILED,
+}
+CALLS |= {"999999*999999": "999998000001", "9999999*999999": tool_functions.TOO_LONG}  # 12 characters, and 13
 WRONG = ("", "7+5=", "7 5", "2**9", "7//2", "seven", "5(3)", "(1,2)", "07+1", "1" * 101, "__import__('os')", "\0")
-CALLS |= dict.fromkeys(WRONG, tools.SYNTAX)
+CALLS |= dict.fromkeys(WRONG, tool_functions.SYNTAX)
 
 
 def test_the_calculator():
-    assert {call: tools.calculator(call) for call in CALLS} == CALLS
+    assert {call: tool_functions.calculator(call) for call in CALLS} == CALLS
 
 
 BAD = """
@@ -232,29 +240,29 @@ def test_a_tool_that_misbehaves_gives_a_short_text_and_works_again(in_a_fresh_fo
         "crash": "bad_tools:tool failed on 'crash': 'its process ended with status -11'",
         "\n": r"bad_tools:tool failed on '\n': 'bad_tools.Unspeakable: <exception str() failed>'",
     }
-    monkeypatch.setattr(tools, "SECONDS", 600)
+    monkeypatch.setattr(tool_functions, "SECONDS", 600)
     for call, line in shown.items():
-        tool = tools.load_tool("bad_tools:tool", "tools.tool")
-        assert [tool(call), tool(call)] == [tools.FAILED] * 2
+        tool = tool_functions.load_tool("bad_tools:tool", "tools.tool")
+        assert [tool(call), tool(call)] == [tool_functions.FAILED] * 2
         said = capsys.readouterr().out
         assert said.startswith(line) and said.count("\n") == 1
-    assert tool("very long") == tools.TOO_LONG
-    monkeypatch.setattr(tools, "SECONDS", 1)
-    tool = tools.load_tool("bad_tools:tool", "tools.tool")
-    assert [tool(call) for call in ("loop", "deaf")] == [tools.TOO_SLOW] * 2
+    assert tool("very long") == tool_functions.TOO_LONG
+    monkeypatch.setattr(tool_functions, "SECONDS", 1)
+    tool = tool_functions.load_tool("bad_tools:tool", "tools.tool")
+    assert [tool(call) for call in ("loop", "deaf")] == [tool_functions.TOO_SLOW] * 2
     assert tool("again\n\0") == "AGAIN\n\0"
 
 
 def test_what_is_no_tool_is_refused_in_one_line(in_a_fresh_folder):
     Path("ends.py").write_text("import os\nos._exit(0)\n")
     for name in ("calculate", "os:name", "ends:f"):
-        line = error_line(tools.load_tool, name, "tools.tool")
+        line = error_line(tool_functions.load_tool, name, "tools.tool")
         assert line.startswith(f"--tools.tool {name}: ") and "package.module:name" in line
 
 
 def talk_of(setup: rlvr_arguments.Setup) -> rlvr_tools.Conversation:
     args = setup.args.tools
-    return rlvr_tools.conversation(setup, tools.load_tool(args.tool, "tools.tool"))
+    return rlvr_tools.conversation(setup, tool_functions.load_tool(args.tool, "tools.tool"))
 
 
 def setup_with(world: Path, **changes) -> SimpleNamespace:
@@ -272,7 +280,7 @@ def test_answers_are_plain_text(tiny_tools, in_a_fresh_folder):
     encode, decode = setup.tokenizer.encode, setup.tokenizer.decode
     answer = talk_of(setup).answer
     assert decode(answer(encode("Felix [5[7+5]"))) == "7+5"  # between the last start and the end
-    assert decode(answer(encode("7+5]"))) == decode(answer(encode("]"))) == tools.SYNTAX
+    assert decode(answer(encode("7+5]"))) == decode(answer(encode("]"))) == tool_functions.SYNTAX
     assert answer(encode("[]")) == []
     # What ends a text is just text in an answer, and a broken character does no harm.
     assert setup.ids.stops == (encode("<|endoftext|>")[0],)

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from runs import error_line
 from test_problems import TOKENIZER
 from test_tldr_data import COMPARISON, POST, task
 
-from ppo_rlhf import train_reward
-from ppo_rlhf.lib import text_sources
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import posts
@@ -67,6 +66,10 @@ def read_problems(path: Path) -> problems.Problems:
     return problems.read_problems(source, TOKENIZER, "train", verifier="gsm8k_strict")
 
 
+def load_texts(path: Path) -> Sequence[str]:
+    return train_policy.load_texts(str(path), "train")
+
+
 def to_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -114,8 +117,8 @@ FORMATS = {
         [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(2)],
         read_problems,
     ),
-    "texts": Format("texts.json", TEXTS, text_sources.read_text_file, "row 2"),
-    "texts in lines": Format("texts.jsonl", TEXTS, text_sources.read_text_file, "row 2"),
+    "texts": Format("texts.json", TEXTS, load_texts, ""),
+    "texts in lines": Format("texts.jsonl", TEXTS, load_texts, ""),
 }
 
 

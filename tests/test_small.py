@@ -29,8 +29,8 @@ from whole_runs import Whole
 import ppo_rlhf
 from benchmark import worlds
 from ppo_rlhf import train_both, train_policy, train_reward, worlds as packaged
-from ppo_rlhf.lib import rewards, run
-from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.lib import run
+from ppo_rlhf.rlvr import policy as rlvr_policy, rewards
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.models import load_reward_model
 from ppo_rlhf.worlds import tales

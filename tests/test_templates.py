@@ -1,4 +1,4 @@
-"""lib/chat_templates.py: chat templates, the first token, marks that people write, how texts end."""
+"""tldr/chat_templates.py: chat templates, the first token, marks that people write, how texts end."""
 
 import copy
 import dataclasses
@@ -14,10 +14,16 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 from ppo_rlhf import sample, train_policy
-from ppo_rlhf.lib import chat_templates, classifiers, pretrained, reward_functions, rewards
+from ppo_rlhf.lib import pretrained
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, metrics as rlvr_metrics, policy as rlvr_policy, problems
-from ppo_rlhf.tldr import models, posts
+from ppo_rlhf.rlvr import (
+    arguments as rlvr_arguments,
+    metrics as rlvr_metrics,
+    policy as rlvr_policy,
+    problems,
+    rewards,
+)
+from ppo_rlhf.tldr import chat_templates, classifiers, models, posts, reward_functions
 
 TOKENIZER = byte_tokenizer()
 END, PAD = 258, 259  # of byte_tokenizer: <|im_end|>, and the id above all

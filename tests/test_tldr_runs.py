@@ -18,9 +18,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from whole_runs import Whole, check_same
 
 from ppo_rlhf import sample
-from ppo_rlhf.lib import processes, reward_functions, several_stages
+from ppo_rlhf.lib import processes, several_stages
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.tldr import all as tldr_all, policy as tldr_policy, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.tldr import (
+    all as tldr_all,
+    policy as tldr_policy,
+    reward as tldr_reward,
+    reward_functions,
+    sft as tldr_sft,
+)
 from ppo_rlhf.worlds.posts import gold_scores
 
 TRAIN = 48  # posts of the tiny world, and as many comparisons

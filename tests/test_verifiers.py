@@ -1,4 +1,4 @@
-"""lib/rewards.py, the verifiers of chapter 3: numbers, boxes, formats, functions of texts, overlong responses."""
+"""rlvr/rewards.py, the verifiers of chapter 3: numbers, boxes, formats, functions of texts, overlong responses."""
 
 import json
 import lzma
@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 from runs import error_line
 
 from ppo_rlhf import judge
-from ppo_rlhf.lib import reward_functions, rewards
-from ppo_rlhf.lib.confined_worker import SLOW, Worker
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.rlvr import problem_rows, problems
+from ppo_rlhf.rlvr import problem_rows, problems, rewards
+from ppo_rlhf.rlvr.confined_worker import SLOW, Worker
+from ppo_rlhf.tldr import reward_functions
 
 TABLES = load_json("verl/scorers")
 
@@ -125,7 +125,7 @@ def test_long_texts_are_read_in_linear_time(repeated, monkeypatch):
         signal.signal(signal.SIGVTALRM, before)
 
 
-EQUAL = "ppo_rlhf.lib.math_verify_calls:equal"
+EQUAL = "ppo_rlhf.rlvr.math_verify_calls:equal"
 
 
 def test_what_takes_too_long_is_wrong_and_the_next_is_read_again():

@@ -1,4 +1,4 @@
-"""lib/confined_worker.py: functions that read what a model writes run in a process of their own."""
+"""rlvr/confined_worker.py: functions that read what a model writes run in a process of their own."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_rlhf.lib.confined_worker import LONG, NONSENSE, SLOW, Worker
+from ppo_rlhf.rlvr.confined_worker import LONG, NONSENSE, SLOW, Worker
 
 SCORER = """
 import ctypes, os, signal, socket, sys, time
@@ -94,7 +94,7 @@ def test_what_cannot_be_called_is_said_at_the_start():
 
 def test_no_process_outlives_its_script(tmp_path):
     script = """
-        from ppo_rlhf.lib.confined_worker import Worker
+        from ppo_rlhf.rlvr.confined_worker import Worker
         worker = Worker("time:sleep", computing=0, seconds=600, confined=False)
         worker.ask(0)
         worker.channel.write(b"[600]\\n")

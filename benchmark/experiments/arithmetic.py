@@ -17,7 +17,7 @@ import pandas as pd
 
 from benchmark import lab
 from benchmark.lab import cell
-from ppo_rlhf.lib import rewards
+from ppo_rlhf.rlvr import rewards
 
 VARIANTS = {
     "dr_grpo": "",

@@ -21,14 +21,20 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
 from ppo_rlhf import train_both
 from ppo_rlhf.lib.errors import InputError, run_script
-from ppo_rlhf.lib.hub import OPENAI_REPOSITORY, HubFiles, hub_is_reachable
+from ppo_rlhf.lib.hub import HubFiles, hub_is_reachable
 from ppo_rlhf.lib.pretrained import load_tokenizer
-from ppo_rlhf.lib.published_texts import HUB_FILES
 from ppo_rlhf.rlvr.problems import GSM8K_FILES
 from ppo_rlhf.tldr import all as tldr_all
 from ppo_rlhf.tldr.posts import COMPARISON_FILES, POSTS_REPOSITORY
+from ppo_rlhf.train_policy import OPENAI_DATA
 
 WORLDS = ("tales", "posts", "smollm2-135m")
+TEXTS = (  # of chapter 1, as train_policy.load_texts downloads them: data set, files, splits, keys of a row
+    ("rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt"), ("",), ()),
+    ("ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz"), ("",), ()),
+    ("abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",), ("train", "test"), ("id",)),
+    (OPENAI_DATA, ("tldr/{split}-subset.json",), ("train", "valid"), ("content",)),
+)
 SHOWN = 60  # characters of a first row
 MISSING = (OSError, ValueError, KeyError, StopIteration, HfHubHTTPError, NotASafetensorsRepoError)  # what is raised
 
@@ -95,18 +101,15 @@ def checks(args: Args) -> Iterator[tuple[str, str, Callable[[], str]]]:
         where = f"{files.repository}: {', '.join(files.names).format(split=split)}"
         return f"{what} {split}".rstrip(), where, lambda: look_at_files(files, split, keys)
 
-    yield files("books", HUB_FILES["books"])
-    yield files("cnndm stories", HUB_FILES["cnndm"])
-    for split in ("train", "test"):
-        yield files("cnndm", HUB_FILES["cnndm splits"], split, ("id",))
-    for split in ("train", "valid"):
-        yield files("tldr", HUB_FILES["tldr"], split, ("content",))
+    for repository, names, splits, keys in TEXTS:
+        for split in splits:
+            yield files("texts", HubFiles(repository=repository, names=names), split, keys)
     chapter_1, chapter_2 = (
         [preset for preset in script.PRESETS.values() if preset.base_model not in WORLDS]
         for script in (train_both, tldr_all)
     )
     for preset in chapter_1:
-        labels = HubFiles(repository=OPENAI_REPOSITORY, names=(preset.reward.label_dataset,))
+        labels = HubFiles(repository=OPENAI_DATA, names=(preset.reward.label_dataset,))
         yield files(f"labels {preset.preset}", labels, "", ("query", "sample0", "sample3", "best"))
     for split in ("train", "validation", "test"):
         yield f"posts {split}", POSTS_REPOSITORY, lambda split=split: look_at_posts(split)

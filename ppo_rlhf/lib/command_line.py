@@ -72,8 +72,7 @@ class PolicyRunArgs(RunArgs):
     trace_interval: NonNegativeInt = 0
     """updates between episodes that are kept with all their numbers, which report/ shows; 0: none"""
     trace_episodes: PositiveInt = 8
-    """episodes of the batch that such a trace keeps, at most those of one process; in chapter 1 at most one
-    whitened group, in chapter 3 whole groups"""
+    """episodes of the batch that such a trace keeps, at most those of one process; in chapter 3 whole groups"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,14 +254,6 @@ def check_run(args: RunArgs) -> None:
         from ppo_rlhf.lib import tracking
 
         tracking.check(args, name)
-
-
-def check_task(task: Any) -> None:
-    """Refuse chapter 1's stop token beyond the end of responses."""
-    if task.truncate_after > task.response_length:
-        raise InputError(
-            f"{flag('task.truncate_after')} is {task.truncate_after}; it must be in 0..{task.response_length}"
-        )
 
 
 def check_whole_update(total_episodes: int, batch_size: int) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ppo_rlhf.lib.errors import InputError
 
-OPENAI_REPOSITORY = "vwxyzjn/lm-human-preferences"  # a copy of OpenAI's labels and Reddit posts of 2019
-
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@.+)?")  # anything else is meant to be a path
 
 

@@ -175,13 +175,6 @@ def without_weights(
         return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
-def longest_text(base_model: str, trust_remote_code: bool) -> int | None:
-    """The most tokens that a model reads; None if its configuration doesn't say it."""
-    with model_errors(base_model) as (path, revision):
-        config = read_config(path, revision, trust_remote_code, auto_class=AutoModelForCausalLM)
-        return getattr(config, "max_position_embeddings", None)
-
-
 def empty_model(base_model: str, trust_remote_code: bool, auto_class: type) -> PreTrainedModel:
     """A model without weights, as its configuration means it, to check what a later stage will load."""
     with model_errors(base_model) as (path, revision):

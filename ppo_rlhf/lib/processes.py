@@ -107,20 +107,19 @@ def check_update(
     metrics: dict[str, float],
     update: int,
     dtype: str,
-    gap: str = "ppo/val/first_ratio_gap",
     monitored: Collection[str] = (),
 ) -> None:
     """Raise a NumericalError if the metrics of an update of PPO, over all processes, are impossible.
 
-    gap: the one that says how far the ratio is off 1 before the first step. monitored: objectives that may be NaN.
+    monitored: objectives that may be NaN.
     """
     only_logged = {f"objective/{name}" for name in monitored}
     trained = {name: value for name, value in metrics.items() if name not in only_logged}
     check_finite(trained, update, "ppo.lr")
     # [D25] Before the first step, the policy that trains is the one that sampled.
-    if metrics[gap] > FIRST_RATIO_TOLERANCE[dtype]:
+    if (gap := metrics["val/first_ratio_gap"]) > FIRST_RATIO_TOLERANCE[dtype]:
         raise NumericalError(
-            f"the ratio is off 1 by {metrics[gap]:.2g} on the first pass of update {update}: rollout and training "
+            f"the ratio is off 1 by {gap:.2g} on the first pass of update {update}: rollout and training "
             f"pass disagree about the policy; the run stops and saves nothing more"
         )
 
@@ -221,15 +220,6 @@ def map_rows(
 
 
 # ---- Gradients -------------------------------------------------------------------------------------------------
-
-
-def average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    """Replace the gradients by their mean over all processes. No other wrapper of the model is needed for that."""
-    # Before each step of the optimiser.   utils/core.py#L468-L488
-    if accelerator.num_processes > 1:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        mean = accelerator.reduce(nn.utils.parameters_to_vector(gradients), "mean")
-        nn.utils.vector_to_parameters(mean, gradients)
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

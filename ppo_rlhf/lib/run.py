@@ -42,7 +42,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 from accelerate.utils import broadcast_object_list, tqdm
 
-from ppo_rlhf.lib import checkpoints, errors, files, learning_curves, pretrained, tracking
+from ppo_rlhf.lib import checkpoints, errors, files, learning_curves, tracking
 from ppo_rlhf.lib.errors import InputError, NumericalError, Stopped, flag
 
 
@@ -82,7 +82,7 @@ class Run:
         self, args: Any, accelerator: Accelerator, sizes: dict[str, int], joint: dict[str, Any] | None = None
     ):
         """args: the script's Args, with the fields of command_line.RunArgs. sizes: derived sizes. joint: what
-        train_both.py gives both runs.
+        tldr/all.py gives its runs.
 
         Nothing is written before start_logging.
         """
@@ -392,19 +392,6 @@ def shared_timestamp() -> int:
     while list(Path("runs").glob(f"*__{timestamp}")):
         timestamp += 1
     return broadcast_object_list([timestamp])[0]
-
-
-def newest_model(preset: str, part: str, task_field: str) -> Path | None:
-    """The newest models/<run>/<part> of a preset that was trained from here; None if there is none.
-
-    task_field: a field of the task that no other chapter's preset of this name has.
-    """
-    found = {}  # by time stamp
-    for info in Path("models").glob(f"*__{preset}__*__[0-9]*/{part}/ppo_rlhf.json"):
-        _, own_preset, _, timestamp = info.parents[1].name.rsplit("__", 3)  # the run's name may hold __ as well
-        if own_preset == preset and task_field in pretrained.read_info(info.parent)["task"]:
-            found[int(timestamp)] = info.parent
-    return found[max(found)] if found else None
 
 
 def one_line(value: Any) -> Any:

@@ -18,11 +18,11 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import classifiers, command_line, processes
+from ppo_rlhf.lib import command_line, processes
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
 from ppo_rlhf.lib.errors import InputError, flag, typed
 from ppo_rlhf.rlvr import algebra, problem_rows, problems
-from ppo_rlhf.tldr import models
+from ppo_rlhf.tldr import classifiers, models
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 

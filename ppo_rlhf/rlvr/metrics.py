@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_rlhf.lib import pretrained, processes, rewards, run, tools
-from ppo_rlhf.rlvr import algebra, problems
+from ppo_rlhf.lib import pretrained, processes, run
+from ppo_rlhf.rlvr import algebra, problems, rewards, tool_functions
 from ppo_rlhf.rlvr.algebra import Batch, Rollout
 from ppo_rlhf.rlvr.arguments import Setup
 from ppo_rlhf.train_policy import keyed_generator
@@ -144,7 +144,7 @@ def update_metrics(
     if not setup.args.rewards.loss_kl[0]:
         left_out.add("loss/kl_avg")
     logged = {name: value for name, value in metrics.items() if "/" in name and name not in left_out}
-    processes.check_update(logged, number, setup.args.dtype, gap="val/first_ratio_gap")
+    processes.check_update(logged, number, setup.args.dtype)
     return logged
 
 
@@ -156,7 +156,7 @@ def answered_calls(setup: Setup, responses: Tensor, from_tool: Tensor) -> Tensor
     call_end = pretrained.one_token(setup.tokenizer, setup.args.tools.call_end, "call_end")
     ends = (responses == call_end) & ~from_tool  # (rows, response_length), each ends a call
     # A call at the very end of a response has no room for an answer, and one after MAX_CALLS ends the response.
-    return ends[:, :-1].sum(1).clamp(max=tools.MAX_CALLS)
+    return ends[:, :-1].sum(1).clamp(max=tool_functions.MAX_CALLS)
 
 
 def run_metrics(

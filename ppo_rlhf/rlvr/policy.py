@@ -47,27 +47,22 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import (
-    chat_templates,
-    checkpoints,
-    classifiers,
-    command_line,
-    errors,
-    layers,
-    pretrained,
-    processes,
-    rewards as verifiers,
-    run,
-    traces,
-)
+from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run, traces
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag
-from ppo_rlhf.rlvr import algebra, arguments as rlvr_arguments, metrics as rlvr_metrics, problems
+from ppo_rlhf.rlvr import (
+    algebra,
+    arguments as rlvr_arguments,
+    metrics as rlvr_metrics,
+    problems,
+    rewards as verifiers,
+)
 from ppo_rlhf.rlvr.algebra import Batch, EntropyController, Reweigh, Rollout, response_mask
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs, Setup, Source
-from ppo_rlhf.tldr import models, packing
+from ppo_rlhf.tldr import chat_templates, classifiers, models, packing
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
+    average_gradients,
     episode_noise,
     few_rows_at_a_time,
     read_scalar,
@@ -678,7 +673,7 @@ def update(
                 shares.append(share)
                 outputs = {"new_logprobs": new.logprobs, "exact_kl": new.exact_kl, "new_values": new.values}
                 batch.seen.append((mb_inds[rows], {name: x.detach() for name, x in outputs.items()}))
-            processes.average_gradients(actor_critic, accelerator)
+            average_gradients(actor_critic)
             norms = step(optimizers, ppo.max_grad_norm, policy_learns=policy_learns)
             steps.append({name: sum(share[name] for share in shares) for name in shares[0]} | norms)
             if bonus.target is not None and policy_learns and counts["tokens"]:

@@ -20,10 +20,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ppo_rlhf.lib import data_files, files, reward_functions, rewards
-from ppo_rlhf.lib.chat_templates import Messages
-from ppo_rlhf.lib.confined_worker import Worker
+from ppo_rlhf.lib import files
 from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.rlvr import rewards
+from ppo_rlhf.rlvr.confined_worker import Worker
+from ppo_rlhf.tldr import data_files, reward_functions
+from ppo_rlhf.tldr.chat_templates import Messages
 
 GENERATOR = "reasoning_gym:"
 HELD_OUT = 500  # problems of a generator
@@ -70,8 +72,8 @@ def is_chat(value: Any) -> bool:
 # ---- The hub and reasoning-gym ---------------------------------------------------------------------------------
 
 # Making a problem may take minutes. Scoring an answer takes a moment, unless the answer is meant to hold it up.
-MAKER = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=600, seconds=3_600)
-SCORER = Worker("ppo_rlhf.lib.reasoning_gym_calls:call", computing=5, seconds=60)
+MAKER = Worker("ppo_rlhf.rlvr.reasoning_gym_calls:call", computing=600, seconds=3_600)
+SCORER = Worker("ppo_rlhf.rlvr.reasoning_gym_calls:call", computing=5, seconds=60)
 # Tasks whose scorers evaluate an answer as Python, in reasoning-gym 0.1.25.
 EVALUATED = (
     "binary_matrix",

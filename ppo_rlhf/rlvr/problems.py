@@ -31,11 +31,11 @@ from annotated_types import Ge
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import chat_templates, data_files, hub, pretrained, processes, reward_functions, rewards
+from ppo_rlhf.lib import hub, pretrained, processes
 from ppo_rlhf.lib.bounds import PositiveInt
 from ppo_rlhf.lib.errors import InputError, flag
-from ppo_rlhf.rlvr import problem_rows
-from ppo_rlhf.tldr import posts
+from ppo_rlhf.rlvr import problem_rows, rewards
+from ppo_rlhf.tldr import chat_templates, data_files, posts, reward_functions
 from ppo_rlhf.train_policy import keyed_generator
 
 GSM8K_FILES = hub.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ppo_rlhf.lib import checkpoints, precision, processes
+from ppo_rlhf.lib import checkpoints, processes
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import generate_until
@@ -55,7 +55,7 @@ class TorchSampler:
             self.version = version
         contexts = torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
         uniforms = torch.tensor(noise).to(processes.device_of_noise(self.device))
-        with precision.mixed_precision(self.device, enabled=self.args.dtype == "bfloat16"):
+        with models.mixed_precision(self.device, enabled=self.args.dtype == "bfloat16"):
             responses, logprobs = generate_until(
                 self.model,
                 contexts,

@@ -17,7 +17,7 @@ the end of the call, the tool's answer is inserted, and generation continues:
        tokens from the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is
        followed by the first token after the answer.
     3. A tool never ends a run. A call that fails is answered by a short error text, from which the policy can learn
-       to call correctly. See lib/tools.py.
+       to call correctly. See rlvr/tool_functions.py.
 
 A response ends at its stop id, at response_length tokens (the tool's included), or at one call too many.
 
@@ -44,9 +44,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib import chat_templates, command_line, errors, pretrained, tools
+from ppo_rlhf.lib import command_line, errors, pretrained
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems
+from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems, tool_functions
+from ppo_rlhf.tldr import chat_templates
 from ppo_rlhf.tldr.responses import generate_until
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -81,12 +82,12 @@ PRESETS = {
 
 def train(args: Args) -> Path:
     """As `train` of rlvr/policy.py, where responses may call a tool."""
-    tool = tools.load_tool(args.tools.tool, "tools.tool")  # found before any model is loaded
+    tool = tool_functions.load_tool(args.tools.tool, "tools.tool")  # found before any model is loaded
     return rlvr_policy.train(args, partial(sampler_with_tool, tool=tool))
 
 
 def sampler_with_tool(
-    setup: rlvr_arguments.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tools.Tool
+    setup: rlvr_arguments.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tool_functions.Tool
 ) -> rlvr_policy.Sampler:
     """Step 2 with the answers of a tool in the responses."""
     generate = partial(converse, conversation=conversation(setup, tool))
@@ -171,7 +172,7 @@ def converse(
 # ---- The tool --------------------------------------------------------------------------------------------------
 
 
-def conversation(setup: rlvr_arguments.Setup, tool: tools.Tool) -> Conversation:
+def conversation(setup: rlvr_arguments.Setup, tool: tool_functions.Tool) -> Conversation:
     """What a tool needs to answer calls. Raises an InputError if something does not fit."""
     args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
     with errors.typed_as({"task.call_end": "tools.call_end"}):
@@ -189,11 +190,11 @@ def conversation(setup: rlvr_arguments.Setup, tool: tools.Tool) -> Conversation:
     def answer(written: list[int]) -> list[int]:
         turn = tokenizer.decode(written).removesuffix(args.call_end)
         _, start, call = turn.rpartition(args.call_start)
-        said = tool(call) if start else tools.SYNTAX
+        said = tool(call) if start else tool_functions.SYNTAX
         # [V104] Whatever the text of an answer is, it holds no id that ends a response.
         return encode(said.encode(errors="replace").decode())
 
-    return Conversation(call_end=call_end, max_calls=tools.MAX_CALLS, answer=answer)
+    return Conversation(call_end=call_end, max_calls=tool_functions.MAX_CALLS, answer=answer)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.lib import classifiers, errors, files, precision, pretrained
+from ppo_rlhf.lib import errors, files, pretrained
 from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.lib.reward_model_files import save_reward_model
-from ppo_rlhf.tldr import packing
+from ppo_rlhf.tldr import classifiers, packing
 from ppo_rlhf.train_policy import load_pretrained
 from ppo_rlhf.train_reward import RewardModel
 
@@ -127,6 +127,13 @@ def critic_of_classifier(classifier: PreTrainedModel, name: str) -> RewardModel:
     return critic_that_learns(critic)
 
 
+def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
+    if not enabled:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
 class MixedPrecision(nn.Module):
     """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
 
@@ -134,7 +141,7 @@ class MixedPrecision(nn.Module):
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The precision of what is computed within the block."""
-        return precision.mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
+        return mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:

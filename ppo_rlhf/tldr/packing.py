@@ -30,7 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ppo_rlhf.lib import precision
+from ppo_rlhf.train_policy import KeyValueCache
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
@@ -249,7 +249,7 @@ def forward(
     *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: precision.KeyValueCache | None = None,
+    past_key_values: KeyValueCache | None = None,
     **options,
 ) -> BaseModelOutputWithPast:
     """Replaces a packed model's own method. It takes a mask of numbers to be one of `causal_mask`."""
@@ -274,7 +274,7 @@ def reads_rows(input_ids, attention_mask, position_ids, past_key_values, use_cac
     """Whether a model is called with rows, as the scripts call it, and with an empty cache or with none."""
     if more or input_ids is None or attention_mask is None or position_ids is None:
         return False
-    if isinstance(past_key_values, precision.KeyValueCache):
+    if isinstance(past_key_values, KeyValueCache):
         cache_fits = not past_key_values.is_initialized
     else:
         cache_fits = past_key_values is None and use_cache is False
@@ -288,7 +288,7 @@ def read(
     input_ids: Tensor,
     position_ids: Tensor,
     mask: Tensor,
-    cache: precision.KeyValueCache | None = None,
+    cache: KeyValueCache | None = None,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Final hidden states (batch, length, width) of a packed model.
@@ -333,7 +333,7 @@ def read(
 class LineCache:
     """Puts the keys and values of a line's tokens into their places in the cache of a batch."""
 
-    def __init__(self, cache: precision.KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
+    def __init__(self, cache: KeyValueCache, batch: int, length: int, rows: Tensor, columns: Tensor):
         """rows, columns: of each token (tokens,) in the batch, whose next token comes to column `length`."""
         self.cache, self.batch, self.length = cache, batch, length
         self.tokens, self.places = len(rows), (rows, slice(None), columns)

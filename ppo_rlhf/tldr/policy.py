@@ -46,25 +46,14 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import (
-    checkpoints,
-    classifiers,
-    command_line,
-    errors,
-    files,
-    layers,
-    pretrained,
-    processes,
-    reward_functions,
-    run,
-    traces,
-)
+from ppo_rlhf.lib import checkpoints, command_line, errors, files, layers, pretrained, processes, run, traces
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.tldr import classifiers, models, packing, posts, reward_functions
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
 from ppo_rlhf.train_policy import (
     AdaptiveKLController,
+    average_gradients,
     episode_noise,
     has_stop,
     keyed_generator,
@@ -775,7 +764,7 @@ def ppo_update(
                         **statistics,
                     }
                 )
-            processes.average_gradients(actor_critic, accelerator)
+            average_gradients(actor_critic)
             gradient_norm = processes.gradient_norm(actor_critic)
             values, returns = processes.widened(mb_values), processes.widened(mb_returns)
             step = {name: sum(share[name] for share in shares) for name in shares[0]} | {
@@ -948,7 +937,7 @@ def update_metrics(
     metrics["episode"] = (update + 1) * args.ppo.batch_size
     metrics["time"] = this_run.seconds()
     metrics["eps"] = metrics["episode"] / metrics["time"]
-    processes.check_update(metrics, update, args.dtype, gap="val/first_ratio_gap", monitored=rollout.monitored)
+    processes.check_update(metrics, update, args.dtype, monitored=rollout.monitored)
     processes.check_equal("objective/kl_coef", kl_coef, accelerator)
     return metrics
 

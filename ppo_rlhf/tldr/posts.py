@@ -15,7 +15,7 @@ summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1
 With `--task.query_format plain`, any prompts and completions can take their place: {"post": prompt, "summary":
 completion}, both read as they are. A completion then begins with its space. The "post" of a comparison may be empty.
 In place of post and summary, a row may have a prompt and a completion, as texts or messages, and a preference, of
-which lib/preferences.py lists the forms, may take the place of a comparison or, with its chosen answer, of a post.
+which tldr/preferences.py lists the forms, may take the place of a comparison or, with its chosen answer, of a post.
 
 Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
@@ -35,20 +35,11 @@ from annotated_types import Ge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import (
-    chat_templates,
-    data_files,
-    errors,
-    files,
-    hub,
-    preferences,
-    pretrained,
-    processes,
-    reward_functions,
-)
+from ppo_rlhf.lib import errors, files, hub, pretrained, processes
 from ppo_rlhf.lib.bounds import PositiveInt
 from ppo_rlhf.lib.errors import InputError, flag
-from ppo_rlhf.lib.preferences import Preference
+from ppo_rlhf.tldr import chat_templates, data_files, preferences, reward_functions
+from ppo_rlhf.tldr.preferences import Preference
 from ppo_rlhf.tldr.responses import generate_until
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script

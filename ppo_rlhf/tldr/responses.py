@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_rlhf.lib.precision import KeyValueCache
 from ppo_rlhf.tldr import packing
-from ppo_rlhf.train_policy import causal_mask, keyed_generator, left_pad, read_tokens, scaled_logits
+from ppo_rlhf.train_policy import KeyValueCache, causal_mask, keyed_generator, left_pad, read_tokens, scaled_logits
 
 LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
@@ -151,7 +150,7 @@ def read_contexts(
             past_key_values=own,
             use_cache=True,
         ).last_hidden_state
-        cache.take(own, len(contexts), rows, real)
+        copy_rows(own, cache, len(contexts), rows, real)
         return hidden_states[:, -1]
 
     rows = torch.arange(len(contexts), device=contexts.device)
@@ -160,6 +159,16 @@ def read_contexts(
         for layer in cache.layers:
             layer.keys, layer.values = (x.index_select(0, copies) for x in (layer.keys, layer.values))
     return last[copies], mask[copies], cache
+
+
+def copy_rows(source: KeyValueCache, target: KeyValueCache, batch: int, rows: Tensor, columns: slice) -> None:
+    """Copy a cache to these rows and columns of that of a batch. The next token comes after the columns."""
+    for layer, part in zip(target.layers, source.layers, strict=True):
+        if not layer.is_initialized:
+            states = (part.keys, part.values)
+            layer.lazy_initialization(*(x.new_empty(batch, *x.shape[1:]) for x in states))
+        layer.keys[rows, :, columns], layer.values[rows, :, columns] = part.keys, part.values
+        layer.cumulative_length.fill_(columns.stop)
 
 
 def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nminibatches: int) -> Tensor:

@@ -38,7 +38,7 @@ from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import models, packing, posts
-from ppo_rlhf.train_policy import keyed_generator, read_tokens
+from ppo_rlhf.train_policy import average_gradients, keyed_generator, read_tokens
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ def pairs_update(
         numbers = torch.stack([losses, prefers_chosen(*scores), *scores]).detach()
         numbers = processes.widened(numbers)  # (4, micro_batch)
         sums += (numbers * weights).sum(1)
-    processes.average_gradients(reward_model, accelerator)
+    average_gradients(reward_model)
     gradient_norm = processes.gradient_norm(reward_model)
     optimizer.step()
     # The names are the reproduction's.   reward.py#L420-L503

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
 from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from ppo_rlhf.tldr import models, packing, posts
-from ppo_rlhf.train_policy import has_stop, keyed_generator, read_tokens, scaled_logits
+from ppo_rlhf.train_policy import average_gradients, has_stop, keyed_generator, read_tokens, scaled_logits
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ def sft_update(
         loss = -model(micro_batch, pad_id).sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
         total = total + loss.detach()
-    processes.average_gradients(model, accelerator)
+    average_gradients(model)
     gradient_norm = processes.gradient_norm(model)
     optimizer.step()
     # The names are the reproduction's.   sft.py#L407-L425

@@ -22,7 +22,6 @@ DATA = Path(__file__).with_name("data")  # benchmark/worlds.py has written it
 # The arguments in which the name of a world may take the place of a path.
 WORLDS = {
     "base_model": ("tales", "posts", "sums", "sums-tools", "smollm2-135m"),
-    "task.query_dataset": ("tales", "reviews"),
     "task.posts": ("posts", "reviews"),
     "task.comparisons": ("posts", "reviews"),
     "task.problems": ("arithmetic", "sums", "sums-tools"),

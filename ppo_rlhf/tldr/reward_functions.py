@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_rlhf.lib import errors, pretrained, processes
 from ppo_rlhf.lib.errors import InputError, flag
 
+PACKAGE = Path(__file__).parents[1]
 # Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
 Scorer = Callable[..., torch.Tensor]
 
@@ -95,6 +97,8 @@ def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
     if not re.fullmatch(r"\w[\w.]*:[\w.]+", name):
         raise InputError(f"{flag(field)} {name}: write package.module:name, a module and a function in it")
+    # Python puts the script's folder first. Its modules may have the name of a user's: rewards, tools, policy.
+    sys.path[:] = [place for place in sys.path if not Path(place).is_relative_to(PACKAGE)]
     try:
         # What is installed, and what a library tries to import, is never taken from the current folder unasked.
         if importlib.util.find_spec(name.partition(":")[0].partition(".")[0]) is None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ppo_rlhf.lib import files, hub
-from ppo_rlhf.lib.chat_templates import Messages
 from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.tldr.chat_templates import Messages
 
 Row = tuple[str, dict[str, Any]]  # its place, and its columns
 FORMATS = (".jsonl", ".parquet", ".csv", ".json")

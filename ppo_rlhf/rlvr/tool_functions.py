@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from ppo_rlhf.lib import confined_worker
 from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.rlvr import confined_worker
 
 # [V104] These are the answers to calls that fail. No call raises an exception.
 SYNTAX, FAILED, TOO_SLOW, TOO_LONG = (f"error: {why}" for why in ("syntax", "failed", "too slow", "too long"))

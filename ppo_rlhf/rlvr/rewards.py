@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ppo_rlhf.lib import processes, reward_functions
-from ppo_rlhf.lib.confined_worker import Worker
+from ppo_rlhf.lib import processes
 from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.rlvr.confined_worker import Worker
+from ppo_rlhf.tldr import reward_functions
 
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
@@ -119,7 +120,7 @@ def last_boxed(text: str) -> str | None:
     return words[-1].rstrip(".,;:!?") if words else None
 
 
-MATHEMATICS = Worker("ppo_rlhf.lib.math_verify_calls:equal", computing=5, seconds=60)
+MATHEMATICS = Worker("ppo_rlhf.rlvr.math_verify_calls:equal", computing=5, seconds=60)
 
 
 @functools.lru_cache(maxsize=2**16)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from ppo_rlhf.lib import data_files
-from ppo_rlhf.lib.chat_templates import Messages
 from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.tldr import data_files
+from ppo_rlhf.tldr.chat_templates import Messages
 
 FORMS = "docs/running.md lists the forms of rows, under Preferences"
 SPEAKERS = {"user": "Human", "assistant": "Assistant"}

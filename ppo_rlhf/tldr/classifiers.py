@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import chat_templates, pretrained
+from ppo_rlhf.lib import pretrained
 from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed_as
+from ppo_rlhf.tldr import chat_templates
 
 ROWS = 16  # texts of a pass
 

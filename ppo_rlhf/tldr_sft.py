@@ -1,6 +1,0 @@
-"""Moved to tldr/sft.py. This path works until the next release."""
-
-import runpy
-
-if __name__ == "__main__":
-    runpy.run_module("ppo_rlhf.tldr.sft", run_name="__main__", alter_sys=True)
