@@ -1500,8 +1500,11 @@ def find(name: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def model_errors(base_model: str) -> Iterator[str]:
-    """Yields the folder of a model, or its name on the hub; what goes wrong in the block becomes one line."""
+def model_errors(base_model: str) -> Iterator[tuple[str, str | None]]:
+    """Yields the folder of a model, or its name on the hub, and its revision there, of <name>@<revision>.
+
+    What goes wrong in the block becomes one line.
+    """
     folder = find(base_model)
     if folder and not (folder / "config.json").is_file():
         folder = folder / "model"  # of a world
@@ -1510,7 +1513,8 @@ def model_errors(base_model: str) -> Iterator[str]:
         f"(python ppo_rlhf/worlds/reviews.py fetches smollm2-135m)"
     ):
         try:
-            yield str(folder or base_model)
+            name, _, revision = (str(folder), "", "") if folder else base_model.partition("@")
+            yield name, revision or None
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
@@ -1521,8 +1525,8 @@ def model_errors(base_model: str) -> Iterator[str]:
 
 
 def load_tokenizer(base_model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    with model_errors(base_model) as path:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with model_errors(base_model) as (path, revision):
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         if not tokenizer.encode("a", add_special_tokens=False):  # the library makes up an empty one
             raise InputError(f"{base_model} has no tokenizer")
         return tokenizer
@@ -1557,10 +1561,10 @@ def load_pretrained(
     base_model: str, dtype: torch.dtype, trust_remote_code: bool = False, auto_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """A pretrained model such as GPT-2 or Pythia, from safetensors."""
-    with model_errors(base_model) as path:
+    with model_errors(base_model) as (path, revision):
         if auto_class is AutoModelForCausalLM and Path(path, "reward_head.safetensors").is_file():
             raise InputError(f"--base_model {base_model} is a reward model, not a language model")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         check_files(Path(path), config, base_model)
         if "/" in (config._attn_implementation or "") and not trust_remote_code:
             raise ValueError("its attention is code from the hub, which needs trust_remote_code")
@@ -1576,6 +1580,7 @@ def load_pretrained(
         #       ratio starts at 1.   policy.py#L48
         model, loading = auto_class.from_pretrained(
             path,
+            revision=revision,
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -1727,14 +1732,17 @@ def save_policy(
     folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, args: Args, weights: bool = True
 ) -> None:
     """Save as an ordinary causal language model, with the value head next to it; its weights only if asked for."""
+    # The tokens that end a text for the model or for the tokenizer; some have -1, which means none.
     own, known = policy.lm_backbone.generation_config, range(vocabulary_size(tokenizer))
+    theirs = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    ends = sorted({token for token in (*theirs, tokenizer.eos_token_id) if token in known})
     policy.lm_backbone.generation_config = GenerationConfig(
         do_sample=True,
         temperature=args.task.temperature,
         top_p=1.0,
         top_k=0,
-        bos_token_id=own.bos_token_id if own.bos_token_id in known else None,  # some have -1, which means none
-        eos_token_id=own.eos_token_id or tokenizer.eos_token_id,
+        bos_token_id=own.bos_token_id if own.bos_token_id in known else None,
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
         pad_token_id=own.pad_token_id if own.pad_token_id in known else None,
     )
     policy.lm_backbone.save_pretrained(folder, state_dict=None if weights else {})

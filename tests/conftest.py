@@ -132,7 +132,6 @@ def tiny_models():
         "mistral": {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 4},
         "qwen2": {"intermediate_size": 32, "num_key_value_heads": 2},
         "qwen3": {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 4},
-        "gemma2": {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 4},
     }
 
     def make(architecture: str, rows: int = VOCAB, seed: int = 0):

@@ -199,7 +199,7 @@ def test_tokens_of_somebody_else_are_read_but_do_not_learn(model):
 # ---- What it starts from, and what it leaves -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*packing.TRIED, "gemma2"])
+@pytest.mark.parametrize("architecture", packing.TRIED)
 def test_a_loaded_model_learns_as_its_folder_does_bit_for_bit(tiny_models, tiny_tokenizer, tmp_path, architecture):
     """Also if it learned elsewhere before; it is policy, critic and reference, and ends texts with several tokens.
 

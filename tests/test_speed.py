@@ -25,9 +25,9 @@ from ppo_rlhf.train_policy import (
     compute_rewards,
     draw_permutations,
     episode_noise,
+    few_rows_at_a_time,
+    generate,
     ppo_update,
-    score_responses,
-    write_responses,
 )
 
 SPEED = ROOT / "benchmark/cost/speed.py"
@@ -43,13 +43,19 @@ def update(model, batch: int, query: int) -> None:
     policy, reward_model = PolicyWithValueHead(model, VOCAB), train_policy.RewardModel(model)
     queries, rows = torch.ones(batch, query, dtype=torch.long), batch // 2
     noise = episode_noise(1, 0, batch, RESPONSE)
-    responses, logprobs, _ = write_responses(policy, queries, noise, PAD, TEMPERATURE, rows=rows)
+    responses, _ = few_rows_at_a_time(
+        lambda *parts: generate(policy.lm_backbone, *parts, PAD, VOCAB, TEMPERATURE), rows, queries, noise
+    )
+    context_responses = torch.cat([queries, responses], dim=1)
     with torch.no_grad():
-        scores = score_responses(reward_model, queries, responses, pad_id=PAD, rows=rows)
+        logprobs, _, values = few_rows_at_a_time(
+            lambda tokens: policy(tokens, PAD, query, TEMPERATURE), rows, context_responses
+        )
+        scores = few_rows_at_a_time(lambda tokens: reward_model(tokens, PAD), rows, context_responses)
     rollout = Rollout(
-        context_responses=torch.cat([queries, responses], dim=1),
-        logprobs=logprobs.detach(),
-        values=torch.zeros_like(logprobs),
+        context_responses=context_responses,
+        logprobs=logprobs,
+        values=values,
         rewards=compute_rewards(scores, logprobs, logprobs, 0.15)[0],
     )
     optimizer = AdamTensorFlowStyle(policy.parameters(), lr=1e-4)

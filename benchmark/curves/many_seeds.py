@@ -136,7 +136,8 @@ def environment_of(slot: int, workers: int) -> dict[str, str]:
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     if workers > 1:
-        environment.setdefault("PPO_RLHF_THREADS", str(max(1, torch.get_num_threads() // workers)))
+        for name in ("OMP_NUM_THREADS", "PPO_RLHF_THREADS"):  # of chapter 1, and of the others
+            environment.setdefault(name, str(max(1, torch.get_num_threads() // workers)))
         every_gpu = ",".join(map(str, range(torch.cuda.device_count())))
         gpus = environment.get("CUDA_VISIBLE_DEVICES", every_gpu).split(",")
         share = max(1, len(gpus) // workers)
