@@ -1,6 +1,7 @@
 """train_policy.py: properties of models, sampling and updates that golden numbers (test_golden.py) don't see."""
 
 import json
+import math
 from functools import partial
 
 import pytest
