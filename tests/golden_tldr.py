@@ -153,18 +153,19 @@ def run_of(
     results of each call of the functions above, and `first_gradient` that of the first optimiser step.
     """
     first_gradient: Arrays = {}
-    right_norm = processes.gradient_norm
+    holder = script if hasattr(script, "average_gradients") else processes
+    right_average = holder.average_gradients
 
-    def gradient_norm(model):
+    def average_gradients(model, *others):
+        right_average(model, *others)
         if not first_gradient:
             named = model.named_parameters()
             first_gradient.update({name: p.grad.clone() for name, p in named if p.grad is not None})
-        return right_norm(model)
 
     replaced = (
         (learning_curves, "draw_learning_curves", lambda *_: None),
         (posts, "read_posts", lambda task, tokenizer, split, limit=0: splits[split]),
-        (processes, "gradient_norm", gradient_norm),
+        (holder, "average_gradients", average_gradients),
         *replaced,
     )
     with contextlib.ExitStack() as stack:
@@ -219,7 +220,7 @@ def sft_run(case: dict, arrays: Arrays) -> SimpleNamespace:
         ),
         {"base": language_model(case, under(arrays, "initial/"))},
         splits | {"train": posts_of(texts[:, :QUERY], texts[:, QUERY:])},
-        (models, "cosine_lr", lambda lr, step, steps: rates[step]),
+        (tldr_sft, "cosine_lr", lambda lr, step, steps: rates[step]),
         (TaskIds, "vocab_size", case["output_rows"]),
     )
 

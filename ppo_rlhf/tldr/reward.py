@@ -38,6 +38,7 @@ from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.tldr.sft import cosine_lr
 from ppo_rlhf.train_policy import keyed_generator, read_tokens
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def train(args: Args, joint: dict | None = None) -> Path:
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
     for step in this_run.updates("reward model", "comparisons", first=first_step, total=steps):
         # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
-        optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
+        optimizer.param_groups[0]["lr"] = lr = cosine_lr(args.lr, step, steps)
         mb_inds, counts = processes.deal(
             order[step * args.batch_size : (step + 1) * args.batch_size],
             args.batch_size,
