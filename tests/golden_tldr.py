@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import learning_curves, processes, reward_model_files
+from ppo_rlhf.lib import learning_curves, processes
 from ppo_rlhf.tldr import (
     models,
     packing,
@@ -126,7 +126,7 @@ def save_model(folder: Path, model: PreTrainedModel | train_reward.RewardModel) 
         golden_tokenizer().save_pretrained(folder)
     else:
         info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
-        reward_model_files.save_reward_model(folder, model, golden_tokenizer(), info)
+        train_reward.save_reward_model(folder, model, golden_tokenizer(), info)
 
 
 def saved_model(folder: Path) -> PreTrainedModel | train_reward.RewardModel:
@@ -246,8 +246,8 @@ def reward_run(case: dict, arrays: Arrays) -> SimpleNamespace:
     base, right = new_language_model(case), tldr_reward.RewardModel
     base.base_model.load_state_dict(under(initial, "lm_backbone."), strict=True)
 
-    def with_stored_head(lm_backbone: PreTrainedModel, **options: bool) -> tldr_reward.RewardModel:
-        model = right(lm_backbone, **options)
+    def with_stored_head(lm_backbone: PreTrainedModel) -> tldr_reward.RewardModel:
+        model = right(lm_backbone)
         model.reward_head.load_state_dict(under(initial, "reward_head."))
         return model
 

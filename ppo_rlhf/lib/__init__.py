@@ -6,7 +6,7 @@ run.py, checkpoints.py, tracking.py          a run's folder, how it goes on afte
 learning_curves.py, traces.py                the picture of its metrics, episodes with all their numbers
 several_stages.py                            training scripts in a row
 pretrained.py, layers.py, precision.py       models before they are loaded, their layers, arithmetic
-reward_model_files.py, classifiers.py        reward models as files; those from elsewhere
+classifiers.py                              reward models from elsewhere
 chat_templates.py                            what stands around a query in chapters 2 and 3
 text_sources.py, published_texts.py          texts for chapter 1
 preferences.py                               what people said

@@ -25,10 +25,9 @@ from transformers import (
 from ppo_rlhf.lib import classifiers, errors, files, precision, pretrained
 from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.errors import InputError, flag
-from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import load_pretrained
-from ppo_rlhf.train_reward import RewardModel
+from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 # ---- Load ------------------------------------------------------------------------------------------------------
 
