@@ -246,7 +246,7 @@ def docstrings(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass and of its bases."""
     found: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        body = ast.parse(inspect.cleandoc(inspect.getsource(base))).body[0].body
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for field, text in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[field.target.id] = " ".join(text.value.value.split())

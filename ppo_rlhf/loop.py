@@ -111,7 +111,7 @@ class PPO:
         name = str(loaded.name_or_path if loaded else model)
         if loaded and tokenizer is None:
             raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
-        if getattr(loaded, "_hf_peft_config_loaded", False):
+        if hasattr(loaded, "peft_config"):  # peft changes the model that it is given
             merged = "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
             raise InputError(f"the model has adapters inside, which could not be saved; merge them: {merged}")
         lora = lora or models.LoraArgs()
@@ -353,6 +353,8 @@ class PPO:
             accelerator=self.accelerator,
             before_step=partial(self._check_numbers, batch.step),
         )
+        if not all(parameter.isfinite().all() for parameter in self.actor_critic.parameters()):
+            raise NumericalError(f"the weights are not finite after step {batch.step}; a lower lr may prevent it")
         metrics = algorithm_metrics(rollout, steps, self.accelerator, kl_coef=kl_coef, more={})
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         self.controller.update(metrics["objective/kl"], len(scores) * self.accelerator.num_processes)

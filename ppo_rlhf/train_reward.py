@@ -85,6 +85,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StaticCache,
@@ -1421,7 +1422,15 @@ def model_errors(base_model: str) -> Iterator[str]:
         f"--base_model {base_model} cannot be loaded from safetensors; give a folder, a name on the hub, or tales "
         f"(python ppo_rlhf/worlds/reviews.py fetches smollm2-135m)"
     ):
-        yield str(folder or base_model)
+        try:
+            yield str(folder or base_model)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise InputError(
+                f"--base_model {base_model} needs Python code that comes with it or is on the hub; "
+                f"--trust_remote_code runs that code, if you trust it"
+            ) from error
 
 
 def load_tokenizer(base_model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -1471,6 +1480,9 @@ def load_pretrained(
         if auto_class is AutoModelForCausalLM and Path(path, "reward_head.safetensors").is_file():
             raise InputError(f"--base_model {base_model} is a reward model, not a language model")
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        check_files(Path(path), config, base_model)
+        if "/" in (config._attn_implementation or "") and not trust_remote_code:
+            raise ValueError("its attention is code from the hub, which needs trust_remote_code")
         # [D17] The library's GPT-2 is the original's network: tanh-GELU, tied output layer, layer norm epsilon 1e-5.
         #       language/model.py#L14-L73
         #       `gelu_pytorch_tanh` is the same function as `gelu_new`, in one kernel instead of eight.
@@ -1498,6 +1510,19 @@ def load_pretrained(
         # [D66] The embedding of the token that the configuration names as padding learns like any other.
         model.get_input_embeddings().padding_idx = None
         return model
+
+
+def check_files(folder: Path, config: PreTrainedConfig, base_model: str) -> None:
+    """Refuse what the library would read in a model's folder in place of safetensors, or in addition."""
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(f"--base_model {base_model} has adapters; merge them and save the model")
+    weights = [getattr(config, "transformers_weights", None) or "model.safetensors"]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        weights += json.loads(index.read_text())["weight_map"].values()
+    others = [name for name in weights if not name.endswith(".safetensors")]
+    others += [path.name for path in folder.glob("shard-*-model-*-of-*.safetensors")]  # whose table is a pickle
+    if others:
+        raise InputError(f"--base_model {base_model}: {others[0]} is not read; save the model as safetensors")
 
 
 def prepare(lm_backbone: PreTrainedModel, args: Args) -> None:

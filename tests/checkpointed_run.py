@@ -4,9 +4,11 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch.utils.checkpoint
+
 from ppo_rlhf.lib import layers
 
-checkpoint, calls = layers.checkpoint, 0
+checkpoint, calls = torch.utils.checkpoint.checkpoint, 0
 
 
 def counted_checkpoint(*arguments, **options):
@@ -15,7 +17,8 @@ def counted_checkpoint(*arguments, **options):
     return checkpoint(*arguments, **options)
 
 
-layers.checkpoint = counted_checkpoint
+torch.utils.checkpoint.checkpoint = layers.checkpoint = counted_checkpoint
 sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))  # where a script finds its neighbours
 runpy.run_path(sys.argv[0], run_name="__main__")
 Path("checkpoints").write_text(str(calls))

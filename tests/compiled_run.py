@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from ppo_rlhf import train_policy
-from ppo_rlhf.lib import command_line, errors
+from ppo_rlhf.train_policy import PRESETS, parse_args, run_script, train
 
 compile_module = torch.nn.Module.compile
 graphs = 0
@@ -22,5 +21,5 @@ def traced(graph, inputs):
 
 
 torch.nn.Module.compile = lambda module, **options: compile_module(module, backend=traced, **options)
-errors.run_script(lambda: train_policy.train(command_line.parse_args(train_policy.PRESETS)))
+run_script(lambda: train(parse_args(PRESETS)))
 Path("graphs").write_text(str(graphs))

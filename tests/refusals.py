@@ -160,9 +160,11 @@ def accept(*_: Any, **__: Any) -> None:
 
 
 @functools.cache
-def main_of(script: str) -> tuple[types.CodeType, types.ModuleType]:
+def main_of(script: str | types.ModuleType) -> tuple[types.CodeType, types.ModuleType]:
     """What is below a script's `if __name__ == "__main__"`, and the script as a module."""
-    module = importlib.import_module(f"ppo_rlhf.{script.removesuffix('.py').replace('/', '.')}")
+    module = script
+    if isinstance(script, str):
+        module = importlib.import_module(f"ppo_rlhf.{script.removesuffix('.py').replace('/', '.')}")
     last = ast.parse(Path(module.__file__).read_text()).body[-1]
     assert isinstance(last, ast.If) and "__main__" in ast.unparse(last.test)
     return compile(ast.Module(last.body, []), module.__file__, "exec"), module

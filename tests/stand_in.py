@@ -19,24 +19,26 @@ It can't show what only hardware shows: speed, memory, how a kernel rounds, kern
 the order of several streams. PyTorch calls the registration experimental, so a later version may change it.
 """
 
+import importlib.util
 import json
-import runpy
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from refusals import main_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import processes
 
 NAME = "standin"
@@ -220,6 +222,8 @@ def install() -> None:
     DEVICE, for_noise = torch.device(NAME, 0), torch.device(NAME, 1)
     processes.WITHOUT_FLOAT64.add(NAME)
     processes.default_device, processes.device_of_noise = lambda: DEVICE, lambda _: for_noise
+    for script in (train_policy, train_reward):
+        has_float64(script)
     prepare, begin = Accelerator.__init__, torch.autocast.__init__
 
     def prepare_for_device(accelerator: Accelerator, **options: Any) -> None:
@@ -238,6 +242,11 @@ def install() -> None:
     kept.extend([register_autocast(), torch.autograd.set_multithreading_enabled(False), Operations(), Functions()])
     for mode in kept[-2:]:
         mode.__enter__()
+
+
+def has_float64(script: ModuleType) -> None:
+    """Let a script of chapter 1 find the device for float64."""
+    script.float64_device = lambda device: torch.device(NAME, 1) if device.type == NAME else device
 
 
 # ---- Ray, in this process --------------------------------------------------------------------------------------
@@ -261,9 +270,20 @@ RAY = SimpleNamespace(
 )
 
 
+def module_of(script: Path) -> ModuleType:
+    """A script that isn't in the package, such as a copy of one of chapter 1."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = sys.modules[script.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    has_float64(module)
+    return module
+
+
 if __name__ == "__main__":
     install()
     sys.modules["ray"] = RAY
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    file = Path(sys.argv[0])
+    main, module = main_of(str(file.relative_to(PACKAGE)) if file.is_relative_to(PACKAGE) else module_of(file))
+    exec(main, vars(module))
     Path("waits.json").write_text(json.dumps(waits))

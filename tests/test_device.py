@@ -11,6 +11,7 @@ from processes import SCRIPTS, launch
 from runs import metrics_of, policy_arguments, posts_arguments, samples_of, world_arguments
 from whole_runs import Whole
 
+from ppo_rlhf import train_policy
 from ppo_rlhf.lib import processes
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -38,7 +39,7 @@ def test_chapter_1(both, tmp_path):
     found, expected = ([row["response"] for row in samples_of(run.run("train_policy"))] for run in (there, both))
     assert len(found) > 3 and found[:4] == expected[:4]
     # Nothing is read back between the first token and the last optimiser step of an update, but texts to score.
-    assert not {"generate", "reference_logprobs", "compute_advantages", "ppo_update"} & waits(there).keys()
+    assert not {"generate", "response_logprobs", "group_advantages", "ppo_update"} & waits(there).keys()
 
 
 def test_chapter_2(tiny_posts, tmp_path):
@@ -89,15 +90,16 @@ def test_tools_and_a_critic(tiny_tools, tmp_path):
     on_device(tmp_path, "rlvr/tools.py", *rlvr_words(tiny_tools, flags))
 
 
-def test_noise_is_where_there_is_float64():
-    assert [str(processes.device_of_noise(torch.device(kind))) for kind in ("cuda", "mps")] == ["cuda", "cpu"]
+@pytest.mark.parametrize("device_for", [processes.device_of_noise, train_policy.float64_device])
+def test_noise_is_where_there_is_float64(device_for):
+    assert [str(device_for(torch.device(kind))) for kind in ("cuda", "mps")] == ["cuda", "cpu"]
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "message"),
     [
         ("ids.pad)[mine].to(device)", "ids.pad)[mine]", "mixes tensors of"),
-        ("noise_device = processes.device_of_noise(device)", "noise_device = device", "makes float64"),
+        ("uniforms.to(float64_device(device))", "uniforms.to(device)", "makes float64"),
     ],
 )
 def test_a_mistake_is_found(good, bad, message, tiny_world, tiny_reward, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import numbers
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from runs import error_line
 from test_foreign import classifier
 from tokenizers.processors import TemplateProcessing
@@ -329,6 +329,16 @@ def weights_are_lost(ppo: PPO, batch: Batch) -> None:
     ppo.optimizer.register_step_post_hook(lambda *_: next(ppo.actor_critic.parameters()).data.fill_(math.nan))
 
 
+def weights_are_lost_at_last(ppo: PPO, batch: Batch) -> None:
+    """After the last of four optimiser steps, so that no loss is lost with them."""
+
+    def lose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if max(state["step"] for state in optimizer.state.values()) == 4:
+            next(ppo.actor_critic.parameters()).data.fill_(math.nan)
+
+    ppo.optimizer.register_step_post_hook(lose)
+
+
 def somebody_interrupts(ppo: PPO, batch: Batch) -> None:
     """The third optimiser step."""
 
@@ -345,6 +355,7 @@ def somebody_interrupts(ppo: PPO, batch: Batch) -> None:
         (weights_change, NumericalError, "the ratio is off 1 by .* before optimiser step 1 of step 0", 0),
         (values_are_lost, NumericalError, "loss/value_avg is nan.* before optimiser step 1 of step 0", 0),
         (weights_are_lost, NumericalError, "loss/policy_avg is nan.* before optimiser step 2 of step 0", 1),
+        (weights_are_lost_at_last, NumericalError, "the weights are not finite after step 0", 4),
         (somebody_interrupts, KeyboardInterrupt, "here", 2),
     ],
 )
@@ -370,7 +381,7 @@ def test_nothing_goes_on_after_half_an_update_but_from_a_state_of_before(
     ):
         assert "step 0 did not come to its end" in error_line(call)
     assert not (tmp_path / "mine").exists()
-    fresh = PPO(model, **SIZES) if spoil in (weights_are_lost, somebody_interrupts) else ppo  # without the hook
+    fresh = ppo if spoil in (weights_change, values_are_lost) else PPO(model, **SIZES)  # without the hook
     fresh.load_state_dict(state)
     assert fresh.step(fresh.generate(QUERIES), SCORES) == expected
 
@@ -379,8 +390,9 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
     ppo = PPO(model, **SIZES)
     batch, before = ppo.generate(QUERIES), weights_of(ppo.actor_critic)
     tokenizer = ppo.tokenizer
-    with_adapters, not_json = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
+    with_adapters, of_peft, not_json = (AutoModelForCausalLM.from_pretrained(model) for _ in range(3))
     with_adapters.add_adapter(LoraConfig(fan_in_fan_out=True))
+    get_peft_model(of_peft, LoraConfig(fan_in_fan_out=True))  # changes the model itself
     not_json.config.note = object()
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     of_pictures = CLIPModel(CLIPConfig(text_config=sizes, vision_config=sizes | {"image_size": 8, "patch_size": 8}))
@@ -416,6 +428,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "needs its tokenizer": partial(PPO, AutoModelForCausalLM.from_pretrained(model)),
         "no such folder": partial(PPO, "./nowhere"),
         "the model has adapters inside": partial(PPO, with_adapters, tokenizer=tokenizer),
+        "has adapters inside, which could not be saved": partial(PPO, of_peft, tokenizer=tokenizer),
         "no weight of the model learns": partial(PPO, tiny_models("gpt2").requires_grad_(False), tokenizer=tokenizer),
         "could not be saved after training: TypeError": partial(PPO, not_json, tokenizer=tokenizer),
         "a CLIPModel reads more than texts": partial(PPO, of_pictures, tokenizer=tokenizer),

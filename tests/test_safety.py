@@ -178,8 +178,6 @@ def plant_pickles(folder: Path, marker: Path) -> None:
     shards = {"transformer.wte.weight": "pytorch_model-00001-of-00002.bin", "x": "pytorch_model-00002-of-00002.bin"}
     index = {"metadata": {"total_size": 8}, "weight_map": shards}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(adapter))
 
 
 def test_a_hostile_pickle_runs_its_code_and_is_noted(tmp_path, marker):
@@ -214,9 +212,15 @@ def index_of_honest_pickles(folder: Path, marker: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def adapter_named_by_the_configuration(folder: Path, marker: Path) -> None:
+def weights_named_by_the_configuration(folder: Path, marker: Path) -> None:
     plant_pickles(folder, marker)
     edit_json(folder / "config.json", transformers_weights="adapter_model.bin")
+
+
+def adapter(folder: Path, marker: Path) -> None:
+    plant_pickles(folder, marker)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def distributed_checkpoint(folder: Path, marker: Path) -> None:
@@ -226,19 +230,26 @@ def distributed_checkpoint(folder: Path, marker: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [plant_pickles, index_of_honest_pickles, adapter_named_by_the_configuration, distributed_checkpoint]
+    "plant",
+    [
+        plant_pickles,
+        index_of_honest_pickles,
+        weights_named_by_the_configuration,
+        adapter,
+        distributed_checkpoint,
+    ],
 )
 def test_pickles_do_not_take_the_place_of_weights(plant, run, commands, model, tmp_path, marker):
     plant(model, marker)
     (model / "model.safetensors").unlink()
     arguments = commands["train_policy.py"]
     line = error_of(run("train_policy.py", *arguments, folder=tmp_path / "here", may_open=True))
-    assert "safetensors" in line and str(model) in line
+    assert ("safetensors" in line or "has adapters" in line) and str(model) in line
     assert not marker.exists() and not list((tmp_path / "here").iterdir())
 
 
 REPLACED = {
-    "base model": ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"],
+    "base model": ["model.safetensors", "config.json", "tokenizer.json"],
     "reward model": ["model.safetensors", "reward_head.safetensors", "ppo_rlhf.json", "config.json"],
     "policy": ["model.safetensors", "ppo_rlhf.json", "tokenizer.json"],
     "checkpoint": [

@@ -25,6 +25,7 @@ NAMES = {name: line.split()[0] for line in re.split(",|\n", ALIASES) for name in
 REWRITTEN = {
     r"\\\$\s*([0-9.,]+)": r"\1 dollar",
     r"\\%": "%",
+    r"}\s*{": "/",  # of \frac{m}{s}
     r"\\[A-Za-z]+|\\.|~": " ",  # what is left of \text{ cm}, \,\mathrm{cm} and 5~cm is the unit
     r"[{}]": "",
     r"\b(?:square|sq)\b\.? *([A-Za-z]+)": r"\1^2",

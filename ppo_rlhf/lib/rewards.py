@@ -138,9 +138,11 @@ def words(text: str) -> list[str]:
 
 
 # What is compared digit by digit, because math-verify would calculate with its parts.
-# Anywhere in a text: 5 7 4, 1.2.0, 2024-05-01, 5/1/2024, and a literal that REWRITTEN doesn't know, such as 0b12
+# Anywhere in a text: 5 7 4, 1.2.0, 2024-05-01, 5/1/2024, and a literal that REWRITTEN doesn't know, such as 0b12.
+# The first number of `\log_2 8`, `2^3 5` and `\frac 1 2` begins no row.
 ROWS_AND_DATES = re.compile(
-    r"[0-9] [0-9]|[0-9]\.[0-9]+\.[0-9]|[0-9]{4}([-/])[0-9]{1,2}\1[0-9]|[0-9]([-/])[0-9]{1,2}\2[0-9]{4}"
+    r"(?<![A-Za-z_^])(?<![A-Za-z_^] )[0-9] [0-9]"
+    r"|[0-9]\.[0-9]+\.[0-9]|[0-9]{4}([-/])[0-9]{1,2}\1[0-9]|[0-9]([-/])[0-9]{1,2}\2[0-9]{4}"
     r"|(?<![\w.])0[xXoObB][0-9a-fA-F]"
 )
 # An answer as a whole: 2:30, 2:30 pm, 5 am, 3-1, 5/1/24
