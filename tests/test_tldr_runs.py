@@ -375,6 +375,22 @@ def test_a_resumed_run_gives_the_same_numbers(run, stage, request, tmp_path):
     check_same(copy, whole)
 
 
+def test_all_three_are_resumed_where_they_began_with_their_arguments(all_three, tmp_path, monkeypatch):
+    copy = all_three.copy(tmp_path / "copy")
+    run = run_of("reward", copy)
+    monkeypatch.chdir(copy.folder)
+    args = tldr_all.parse(["--resume", f"runs/{run.name}/"])
+    assert (args.sft.lr, args.reward.batch_size, args.task.eval_temperature) == (0.03, 20, 1e-6)
+    with pytest.raises(InputError, match=r"--reward\.lr: --resume takes the arguments with which tldr/all\.py began"):
+        tldr_all.parse(["--resume", f"runs/{run.name}", "--reward.lr", "1"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"resume in {copy.folder}, where it began"):
+        tldr_all.parse(["--resume", str(run)])
+    only(copy.folder, "runs/*.json").unlink()
+    with pytest.raises(InputError, match=r"tldr/all\.py did not start that run; resume it with its own script"):
+        tldr_all.parse(["--resume", str(run)])
+
+
 @pytest.mark.parametrize("shorter", ["sft", "policy"])
 def test_the_summary_says_what_happened(all_three, tmp_path, capsys, shorter):
     """Where one stage has summarised fewer posts, as with --sft.eval_posts 5, those that both have are judged."""
