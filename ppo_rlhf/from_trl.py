@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppo_rlhf.lib import command_line, errors, files, pretrained
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.reward_model_files import save_reward_model
-from ppo_rlhf.train_reward import RewardModel
+from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 UNREADABLE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 

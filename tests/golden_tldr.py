@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import learning_curves, processes, reward_model_files
+from ppo_rlhf.lib import learning_curves, processes
 from ppo_rlhf.tldr import (
     models,
     packing,
@@ -126,7 +126,7 @@ def save_model(folder: Path, model: PreTrainedModel | train_reward.RewardModel) 
         golden_tokenizer().save_pretrained(folder)
     else:
         info = {"kind": "reward model", "base_model": "", "vocab_size": PAD, "task": {}}
-        reward_model_files.save_reward_model(folder, model, golden_tokenizer(), info)
+        train_reward.save_reward_model(folder, model, golden_tokenizer(), info)
 
 
 def saved_model(folder: Path) -> PreTrainedModel | train_reward.RewardModel:
@@ -153,18 +153,19 @@ def run_of(
     results of each call of the functions above, and `first_gradient` that of the first optimiser step.
     """
     first_gradient: Arrays = {}
-    right_norm = processes.gradient_norm
+    holder = script if hasattr(script, "average_gradients") else processes
+    right_average = holder.average_gradients
 
-    def gradient_norm(model):
+    def average_gradients(model, *others):
+        right_average(model, *others)
         if not first_gradient:
             named = model.named_parameters()
             first_gradient.update({name: p.grad.clone() for name, p in named if p.grad is not None})
-        return right_norm(model)
 
     replaced = (
         (learning_curves, "draw_learning_curves", lambda *_: None),
         (posts, "read_posts", lambda task, tokenizer, split, limit=0: splits[split]),
-        (processes, "gradient_norm", gradient_norm),
+        (holder, "average_gradients", average_gradients),
         *replaced,
     )
     with contextlib.ExitStack() as stack:
@@ -219,7 +220,7 @@ def sft_run(case: dict, arrays: Arrays) -> SimpleNamespace:
         ),
         {"base": language_model(case, under(arrays, "initial/"))},
         splits | {"train": posts_of(texts[:, :QUERY], texts[:, QUERY:])},
-        (models, "cosine_lr", lambda lr, step, steps: rates[step]),
+        (tldr_sft, "cosine_lr", lambda lr, step, steps: rates[step]),
         (TaskIds, "vocab_size", case["output_rows"]),
     )
 
@@ -245,8 +246,8 @@ def reward_run(case: dict, arrays: Arrays) -> SimpleNamespace:
     base, right = new_language_model(case), tldr_reward.RewardModel
     base.base_model.load_state_dict(under(initial, "lm_backbone."), strict=True)
 
-    def with_stored_head(lm_backbone: PreTrainedModel, **options: bool) -> tldr_reward.RewardModel:
-        model = right(lm_backbone, **options)
+    def with_stored_head(lm_backbone: PreTrainedModel) -> tldr_reward.RewardModel:
+        model = right(lm_backbone)
         model.reward_head.load_state_dict(under(initial, "reward_head."))
         return model
 

@@ -11,11 +11,11 @@ from processes import SCRIPTS
 from runs import metrics_of, policy_arguments, posts_arguments, world_arguments
 from whole_runs import Whole
 
-from ppo_rlhf.lib import errors, processes, reward_model_files
+from ppo_rlhf.lib import errors, processes
 from ppo_rlhf.lib.layers import checkpoint_layers
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.policy import ActorCritic
-from ppo_rlhf.train_reward import RewardModel
+from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 VOCAB = PAD = 29
 TOKENS = torch.randint(1, VOCAB, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ def test_every_stage_computes_layers_twice_if_it_is_to(chapter, both, tiny_posts
 def test_a_frozen_reward_model_has_a_head_in_full_precision(tiny_models, tiny_tokenizer, tmp_path):
     saved = RewardModel(tiny_models("llama").base_model.eval())
     torch.nn.init.constant_(saved.bias, 1.5)
-    reward_model_files.save_reward_model(tmp_path, saved, tiny_tokenizer, {})
+    save_reward_model(tmp_path, saved, tiny_tokenizer, {})
     exact, rounded = (models.load_reward_model(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert {parameter.dtype for parameter in rounded.lm_backbone.parameters()} == {torch.bfloat16}
     own = [rounded.gain, rounded.bias, *rounded.reward_head.parameters(), *rounded.buffers()]

@@ -13,12 +13,11 @@ from torch.testing import assert_close
 from ppo_rlhf.lib.command_line import parse_args
 from ppo_rlhf.lib.processes import make_accelerator, map_rows
 from ppo_rlhf.tldr import policy, posts
-from ppo_rlhf.tldr.models import cosine_lr
 from ppo_rlhf.tldr.policy import compute_gae, compute_rewards, policy_loss, posts_of_update, value_loss
 from ppo_rlhf.tldr.posts import trim_padding
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.tldr.reward import pairwise_losses, prefers_chosen
-from ppo_rlhf.tldr.sft import next_token_mask
+from ppo_rlhf.tldr.sft import cosine_lr, next_token_mask
 from ppo_rlhf.train_policy import episode_noise
 
 EOS, PAD = 28, 29

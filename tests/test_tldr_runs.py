@@ -77,7 +77,6 @@ def test_the_tables_hold_every_held_out_post(all_three, tiny_posts):
     texts = {"query", "response", "reference", "tokens", "reference_tokens"}
     scores = {"scores", "reference_scores", "gold_scores", "reference_gold_scores"}
     for stage, columns in (("sft", texts), ("policy", texts | scores)):
-        assert (run_of(stage, all_three) / "learning_curves.png").exists()
         for split, name in (("validation", "evaluation"), ("test", "evaluation_test")):
             posts, table = rows_of(tiny_posts / f"posts_{split}.jsonl"), table_of(stage, all_three, name)
             assert [row["query"] for row in table] == [query_of(post) for post in posts]
@@ -382,6 +381,22 @@ def test_a_resumed_run_gives_the_same_numbers(run, stage, request, tmp_path):
     check_same(copy, whole)
 
 
+def test_all_three_are_resumed_where_they_began_with_their_arguments(all_three, tmp_path, monkeypatch):
+    copy = all_three.copy(tmp_path / "copy")
+    run = run_of("reward", copy)
+    monkeypatch.chdir(copy.folder)
+    args = tldr_all.parse(["--resume", f"runs/{run.name}/"])
+    assert (args.sft.lr, args.reward.batch_size, args.task.eval_temperature) == (0.03, 20, 1e-6)
+    with pytest.raises(InputError, match=r"--reward\.lr: --resume takes the arguments with which tldr/all\.py began"):
+        tldr_all.parse(["--resume", f"runs/{run.name}", "--reward.lr", "1"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"resume in {copy.folder}, where it began"):
+        tldr_all.parse(["--resume", str(run)])
+    only(copy.folder, "runs/*.json").unlink()
+    with pytest.raises(InputError, match=r"tldr/all\.py did not start that run; resume it with its own script"):
+        tldr_all.parse(["--resume", str(run)])
+
+
 @pytest.mark.parametrize("shorter", ["sft", "policy"])
 def test_the_summary_says_what_happened(all_three, tmp_path, capsys, shorter):
     """Where one stage has summarised fewer posts, as with --sft.eval_posts 5, those that both have are judged."""
@@ -389,7 +404,7 @@ def test_the_summary_says_what_happened(all_three, tmp_path, capsys, shorter):
     runs = {name: run_of(name, copy) for name in SCRIPTS}
     file = runs[shorter] / "evaluation.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
-    stages = several_stages.Stages(tldr_all.Args(), *runs)
+    stages = several_stages.Stages(tldr_all.SCRIPT, tldr_all.Args(), *runs)
     stages.folders = runs
     tldr_all.report(stages)
     said = capsys.readouterr().out

@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import packing, policy as tldr_policy, reward as tldr_reward
 from ppo_rlhf.tldr.models import LoraArgs, add_adapters, load_critic, save_policy
 from ppo_rlhf.tldr.policy import ActorCritic, Args, PpoArgs, RewardsArgs, Rollout, load_networks, ppo_update
 from ppo_rlhf.tldr.posts import Comparisons, TaskArgs
 from ppo_rlhf.train_policy import load_pretrained
-from ppo_rlhf.train_reward import RewardModel
+from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 CONTEXT, RESPONSE, TEMPERATURE = 6, 5, 0.7
 LENGTHS = [1, 5, 5, 4, 2, 3, 5, 1]  # tokens of each response
@@ -112,7 +111,9 @@ def test_comparisons_that_fill_up_a_batch_change_nothing(tiny_models):
     for batch in (5, 8):
         model = scalar_model(tiny_models("gpt2").base_model, tldr_reward.RewardModel)
         optimizer, counts = torch.optim.SGD(model.parameters(), lr=0.0), torch.arange(batch) < 5
-        update = partial(tldr_reward.pairs_update, model, optimizer, comparisons, inds[:batch], counts, PAD, rows=3)
+        update = partial(
+            tldr_reward.pairs_update, model, optimizer, comparisons, inds[:batch], counts, PAD, micro_batch=3
+        )
         on_processes(1, update)
         found.append(gradients(model))
     assert found[0].any()

@@ -62,9 +62,8 @@ from benchmark.curves.compare import markdown
 from ppo_rlhf import worlds
 from ppo_rlhf.lib.errors import InputError, exit_with
 from ppo_rlhf.lib.files import write_json
-from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.lib.run import commit
-from ppo_rlhf.train_reward import RewardModel
+from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest

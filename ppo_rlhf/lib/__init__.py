@@ -6,5 +6,4 @@ run.py, checkpoints.py, tracking.py          a run's folder, how it goes on afte
 learning_curves.py, traces.py                the picture of its metrics, episodes with all their numbers
 several_stages.py                            training scripts in a row
 pretrained.py, layers.py                     models before they are loaded, their layers
-reward_model_files.py                        reward models as files
 """

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf import judge
-from ppo_rlhf.lib import errors, run, several_stages
+from ppo_rlhf import judge, train_policy
+from ppo_rlhf.lib import errors, pretrained, run, several_stages
 from ppo_rlhf.lib.bounds import NonNegativeInt
 from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 
@@ -57,38 +57,38 @@ PRESETS = {
     )
     for name in posts.TASKS
 }
+SCRIPT = "tldr/all.py"
 ROUGE = {"rouge/rouge1": "ROUGE-1", "rouge/rouge2": "ROUGE-2", "rouge/rougeL": "ROUGE-L"}
 
 
 def parse(argv: list[str]) -> Args:
-    return several_stages.parse(
-        PRESETS, argv, script="tldr/all.py", policy_script="tldr/policy.py", description=__doc__
-    )
+    return several_stages.parse(PRESETS, argv, script=SCRIPT, policy_script="tldr/policy.py", description=__doc__)
 
 
 def train(args: Args) -> tuple[Path, Path, Path]:
     """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process."""
-    stages = several_stages.Stages(args, "sft", "reward", "policy")
+    stages = several_stages.Stages(SCRIPT, args, "sft", "reward", "policy")
     processes = stages.accelerator.num_processes
     sft_args, reward_args, policy_args = stages.args["sft"], stages.args["reward"], stages.args["policy"]
     # What is wrong with the arguments or data of a later stage is said before the first begins. Numbers come first,
     # because data may take minutes to read. Tokenizer and configuration are the same before SFT and after it.
-    with several_stages.flags_of("sft", sft_args):
-        tldr_sft.check_arguments(sft_args, processes)
-    with several_stages.flags_of("reward", reward_args):
-        tldr_reward.check_arguments(reward_args, processes)
+    for part, stage_args in (("sft", sft_args), ("reward", reward_args)):
+        with several_stages.flags_of(part, stage_args):
+            train_policy.checked(stage_args)
+            train_policy.split_evenly("--batch_size", stage_args.batch_size, processes, "processes")
     with several_stages.flags_of("policy", policy_args):
         tldr_policy.check(policy_args, processes, scores_are_named=False)
     with several_stages.flags_of("reward", reward_args):
-        tldr_reward.check(reward_args, processes)
+        tldr_reward.read_data(reward_args, pretrained.load_tokenizer(args.base_model, args.trust_remote_code))
 
-    sft_folder = stages.train("sft", tldr_sft.train, sft_args)
+    stages.begin()
+    sft_folder = stages.train("sft", lambda args: tldr_sft.train(args, stages.timestamp), sft_args)
     base_model = os.path.relpath(sft_folder)
     reward_args = dataclasses.replace(reward_args, base_model=base_model)
-    reward_folder = stages.train("reward", tldr_reward.train, reward_args)
+    reward_folder = stages.train("reward", lambda args: tldr_reward.train(args, stages.timestamp), reward_args)
     rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder))
     policy_args = dataclasses.replace(policy_args, base_model=base_model, rewards=rewards)
-    policy_folder = stages.train("policy", tldr_policy.train, policy_args)
+    policy_folder = stages.train("policy", lambda args: tldr_policy.train(args, stages.joint), policy_args)
     if stages.accelerator.is_main_process:
         report(stages)
     stages.accelerator.wait_for_everyone()

@@ -5,7 +5,6 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,10 +25,9 @@ from transformers import (
 from ppo_rlhf.lib import errors, files, pretrained
 from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
 from ppo_rlhf.lib.errors import InputError, flag
-from ppo_rlhf.lib.reward_model_files import save_reward_model
 from ppo_rlhf.tldr import classifiers, packing
 from ppo_rlhf.train_policy import load_pretrained
-from ppo_rlhf.train_reward import RewardModel
+from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 # ---- Load ------------------------------------------------------------------------------------------------------
 
@@ -327,11 +325,3 @@ def save_adapters(folder: Path, adapters: nn.Module) -> None:
     config = files.read_json(folder / "adapter_config.json")
     if Path(config["base_model_name_or_path"] or "").is_dir():
         files.write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})
-
-
-# ---- Learning rate ---------------------------------------------------------------------------------------------
-
-
-def cosine_lr(lr: float, step: int, steps: int) -> float:
-    """The learning rate of a step (0-based) out of so many, without warm-up; it would be 0 after the last."""
-    return lr * (1 + math.cos(math.pi * step / steps)) / 2

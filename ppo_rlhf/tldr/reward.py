@@ -7,9 +7,12 @@ model of `tldr/sft.py` with a scalar head in place of the output layer, read at 
     2. measure how often it agrees with people on held-out comparisons: overall, by split, batch and confidence
     3. normalise: shift the scores so that the mean score of the reference summaries is 0
 
-Next: `tldr/policy.py`. Marks like [T25] name an implementation detail. The original is
-vwxyzjn/summarize_from_feedback_details at commit ee77a9a, which reproduced OpenAI's; files and lines next to marks
-are the original's. [X22] and the like are places where we differ on purpose; see docs/reference.
+`train()` has the three steps, and `pairs_update()` below it makes one optimiser step. The reward model is that of
+`train_reward.py`; loading, logs and checkpoints are those of `train_policy.py`. Next: `tldr/policy.py`.
+
+Marks like [T25] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
+ee77a9a, which reproduced OpenAI's; files and lines next to marks are the original's. Marks like [X22] are places
+where we differ on purpose: docs/reference.
 
     python ppo_rlhf/tldr/reward.py --preset posts --base_model models/<run>/sft        # no network, two minutes
     python ppo_rlhf/tldr/reward.py --base_model models/<run>/sft --dtype bfloat16 --local_micro_batch_size 8
@@ -19,41 +22,69 @@ are the original's. [X22] and the like are places where we differ on purpose; se
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from accelerate.utils import tqdm
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import checkpoints, command_line, errors, layers, pretrained, processes, run
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.reward_model_files import save_reward_model
-from ppo_rlhf.tldr import models, packing, posts
-from ppo_rlhf.train_policy import average_gradients, keyed_generator, read_tokens
+from ppo_rlhf.lib import pretrained, processes
+from ppo_rlhf.tldr import packing, posts
+from ppo_rlhf.tldr.sft import cosine_lr
+from ppo_rlhf.train_policy import (
+    Arguments,
+    InputError,
+    Run,
+    average_gradients,
+    check_finite,
+    check_model,
+    checked,
+    float64_device,
+    input_errors,
+    keyed_generator,
+    load_pretrained,
+    make_accelerator,
+    parse_args,
+    run_script,
+    split_evenly,
+    weights_dtype,
+)
+from ppo_rlhf.train_reward import prepare, save_reward_model
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(command_line.MemoryArgs, command_line.RunArgs):
+class Args(Arguments):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
-    exp_name: str = "tldr_reward"
+    exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "tldr_reward"
+    """name of this experiment"""
     seed: NonNegativeInt = 44413
     """seed of the head and of the order of the comparisons"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
-    save_interval: NonNegativeInt = 200
-    """steps between checkpoints; 0: one at the end"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of each layer and compute the rest again in the backward pass; saves memory, costs a
+    forward pass"""
+    task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
+    """queries and responses"""
     num_train: NonNegativeInt = 0
     """comparisons to train on, the first of the data set; 0: all"""
     batch_size: PositiveInt = 64
@@ -64,10 +95,29 @@ class Args(command_line.MemoryArgs, command_line.RunArgs):
     """weight decay of AdamW"""
     normalize_posts: NonNegativeInt = 0
     """posts whose reference summaries get a mean score of 0, the first of the data set; 0: all"""
+    local_micro_batch_size: PositiveInt = 8
+    """comparisons per forward and backward pass on one process, at most; changes memory and speed, not numbers"""
     local_rollout_batch_size: PositiveInt = 64
-    """comparisons (two texts each) or posts that one process scores at a time; a memory knob"""
-    task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
-    """queries and responses"""
+    """comparisons (two texts each) or posts per pass without gradients on one process, at most; changes memory and
+    speed, not numbers"""
+    resume: str = ""
+    """folder of a run to resume: runs/<run>; its arguments are taken from there"""
+    save_interval: NonNegativeInt = 200
+    """steps between checkpoints; 0: one at the end"""
+    track: bool = False
+    """log to a tracker as well, in addition to metrics.csv and TensorBoard"""
+    tracker: Literal["wandb", "trackio"] = "wandb"
+    """Weights & Biases; or Trackio, which needs no account and keeps everything on this machine"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on the tracker"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+    hf_private: bool = False
+    """make the repository on the hub private"""
 
 
 PRESETS = {
@@ -79,116 +129,122 @@ PRESETS = {
 }
 
 
-def train(args: Args, joint: dict | None = None) -> Path:
+# ---- Train -----------------------------------------------------------------------------------------------------
+
+
+def train(args: Args, timestamp: int | None = None) -> Path:
     """Train a reward model and return the folder models/<run>/reward, on every process.
 
-    joint: of tldr/all.py. Raises InputError, a ValueError: on bad arguments before anything is written; later if a
-    disk fails.
+    timestamp: ends the run's name, if another run shares it. Raises InputError, a ValueError: on bad arguments before
+    anything is written; later if a number is impossible, or if a disk fails.
     """
-    accelerator = processes.make_accelerator()
-    data = check(args, accelerator.num_processes)
-    tokenizer, ids, comparisons = data.tokenizer, data.ids, data.comparisons
-    steps = math.ceil(len(comparisons) / args.batch_size)
+    args = checked(args)
+    accelerator = make_accelerator(args.dtype)
+    device = accelerator.device
+    task = args.task
+    local_batch = split_evenly("--batch_size", args.batch_size, accelerator.num_processes, "processes")
+    pass_rows = args.local_rollout_batch_size  # rows of a pass without gradients
+    if not args.base_model:
+        raise InputError("--base_model is empty; give the folder of a fine-tuned model, models/<run>/sft")
+
+    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = posts.task_ids(task, tokenizer)
+    data = read_data(args, tokenizer)
+    comparisons = data.comparisons
     sizes = {
         "comparisons": len(comparisons),
-        "steps": steps,
+        "steps": math.ceil(len(comparisons) / args.batch_size),
         "batch": args.batch_size,
-        "local_batch": args.batch_size // accelerator.num_processes,
+        "local_batch": local_batch,
     }
-    reward_model = load_reward_model(args, data.longest, ids.vocab_size, accelerator)
+    dtype = weights_dtype(args, frozen=False)
+    language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
+    packing.enable(language_model)
+    check_model(language_model, args.base_model, data.longest, ids.pad)
+    prepare(language_model, args)
+    # [T18] A random head on the body of the fine-tuned model. The seed is the same on every process.
+    #       reward.py#L173-L208
+    torch.manual_seed(args.seed)
+    reward_model = RewardModel(language_model.base_model).to(device, dtype)
     trained = [parameter for parameter in reward_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, args.lr, eps=1e-5, weight_decay=args.weight_decay, fused=True)
 
-    this_run = run.Run(args, accelerator, sizes, joint)
+    run = Run(args, accelerator, sizes, timestamp)
     info = {
         "kind": "reward model",
         "base_model": args.base_model,
         "vocab_size": ids.vocab_size,
-        "label_dataset": args.task.comparisons,
-        "task": dataclasses.asdict(args.task),
+        "label_dataset": task.comparisons,
+        "task": dataclasses.asdict(task),
     }
-    save = partial(
-        save_reward_model,
-        reward_model=reward_model,
-        tokenizer=tokenizer,
-        info=info,
-        trust_remote_code=args.trust_remote_code,
-    )
-    this_run.rehearse(save)
-    first_step = this_run.resume(partial(checkpoints.restore_training_state, reward_model, optimizer))["step"]
-    this_run.start_logging(first_step)
+    trust = args.trust_remote_code
+    run.try_to_save(lambda folder: save_reward_model(folder, reward_model, tokenizer, info, trust, weights=False))
+    state = run.resume(reward_model, optimizer, {"step": 0}, total=sizes["steps"])
+    run.open_logs(state["step"], config={})
 
-    # 1. One pass over the comparisons.
+    # 1. Pass over the comparisons, once.
     # [T27] [X22] One order for all processes, so that each comparison is seen once.
     #       reward.py#L82, reward.py#L278-L293
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
-    for step in this_run.updates("reward model", "comparisons", first=first_step, total=steps):
+    steps = range(state["step"], sizes["steps"])
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    bar = tqdm(steps, desc="reward model", initial=state["step"], total=sizes["steps"], mininterval=seconds)
+    for step in bar:
         # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
-        optimizer.param_groups[0]["lr"] = lr = models.cosine_lr(args.lr, step, steps)
+        optimizer.param_groups[0]["lr"] = cosine_lr(args.lr, step, sizes["steps"])
+        batch_inds = order[step * args.batch_size : (step + 1) * args.batch_size]
+        # (local_batch,); the last batch may be short, and `counts` says which of its rows are none.
         mb_inds, counts = processes.deal(
-            order[step * args.batch_size : (step + 1) * args.batch_size],
-            args.batch_size,
-            accelerator.process_index,
-            accelerator.num_processes,
+            batch_inds, args.batch_size, accelerator.process_index, accelerator.num_processes
         )
         metrics = pairs_update(
             reward_model,
             optimizer,
             comparisons,
-            mb_inds=mb_inds,
-            counts=counts,
-            pad_id=ids.pad,
-            accelerator=accelerator,
-            rows=args.local_micro_batch_size,
+            mb_inds,
+            counts,
+            ids.pad,
+            accelerator,
+            micro_batch=args.local_micro_batch_size,
         )
-        processes.check_finite(metrics, step, "lr")
-        this_run.end_of_update(
-            step,
-            metrics | {"train/rm/lr": lr},
-            f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}",
-            checkpoint=lambda: (checkpoints.training_state(reward_model, optimizer), {}),
-        )
+        metrics["train/rm/lr"] = optimizer.param_groups[0]["lr"]
+        check_finite(metrics, step)
+        run.log(step, metrics)
+        bar.set_postfix_str(f"loss {metrics['train/rm/loss']:.3f}, accuracy {metrics['train/rm/accuracy']:.2f}")
+        state = {"step": step + 1}
+        stopping = run.told_to_stop()
+        if stopping or step + 1 == sizes["steps"] or (step + 1) % (args.save_interval or sizes["steps"]) == 0:
+            run.save_checkpoint(reward_model, optimizer, state)
+        if stopping:
+            accelerator.print(f"stopped after step {step + 1}; resume with --resume {run.folder}")
+            sys.exit(0)
 
-    # 2. Agreement with people.
-    results: dict = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}
-    chunk = args.local_rollout_batch_size
-    with reward_model.sampling():
-        for name, rows in data.held_out.items():
-            accuracy, table = agreement(reward_model, rows, ids.pad, chunk, accelerator)
-            sides = ("chosen_reward", "rejected_reward")
-            means = {f"{name}/{side}": fmean(row[side] for row in table) for side in sides}
-            processes.check_finite(means, steps, "lr")
-            results |= {f"eval/rm/{name}/{key}": value for key, value in accuracy.items()}
-            this_run.write_table(name, table)
-            if name == "validation":
-                this_run.log_samples(steps, sample_rows(rows, table, tokenizer, ids))
+    # 2. Measure the agreement with people.
+    results = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}
+    for name, rows in data.held_out.items():
+        accuracies, table = agreement(reward_model, rows, ids.pad, pass_rows, accelerator)
+        means = {f"{name}/{side}": fmean(row[side] for row in table) for side in ("chosen_reward", "rejected_reward")}
+        check_finite(means, sizes["steps"])
+        results |= {f"eval/rm/{name}/{key}": value for key, value in accuracies.items()}
+        if accelerator.is_main_process:
+            with (run.folder / f"{name}.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(table)
+        if name == "validation":
+            run.log_samples(sizes["steps"], sample_rows(rows, table, tokenizer, ids))
 
-        # 3. Normalise.
-        normalised = shift_to_references(reward_model, data.train_posts, ids.pad, chunk, accelerator)
-        processes.check_finite(normalised, steps, "lr")
-        results |= normalised
+    # 3. Normalise.
+    normalised = shift_to_references(reward_model, data.train_posts, ids.pad, pass_rows, accelerator)
+    check_finite(normalised, sizes["steps"])
+    results |= normalised
 
-    folder = this_run.model_folder / "reward"
+    folder = run.models / "reward"
     if accelerator.is_main_process:
-        save(folder)
-    this_run.finish("reward", **results)
+        with input_errors(f"{folder} cannot be saved; the checkpoints are kept"):
+            save_reward_model(folder, reward_model, tokenizer, info, trust)
+    run.finish("reward", **results)
     return folder
-
-
-class RewardModel(models.MixedPrecision, train_reward.RewardModel):
-    """A reward model whose gain and bias do not learn: the gain stays 1, and step 3 sets the bias."""
-
-    def __init__(self, lm_backbone: PreTrainedModel, *, low_precision: bool = False):
-        super().__init__(lm_backbone)
-        self.low_precision = low_precision
-        # The class is that of chapter 1, where gain and bias learn.
-        self.gain.requires_grad_(False)
-        self.bias.requires_grad_(False)
-
-    def forward(self, query_responses: Tensor, pad_id: int) -> Tensor:
-        """Scores (batch,) of query_responses (batch, sequence_length)."""
-        with self.autocast():
-            return super().forward(query_responses, pad_id)
 
 
 def pairs_update(
@@ -200,38 +256,45 @@ def pairs_update(
     pad_id: int,
     accelerator: Accelerator,
     *,
-    rows: int,
+    micro_batch: int,
 ) -> dict[str, float]:
     """One optimiser step on the comparisons with these indices (local_batch,). counts: which of them have a weight.
 
-    rows: comparisons of a micro-batch, at most. Returns the metrics of the step: loss, accuracy and mean scores of
-    the whole batch on all processes, and gradient norm.
+    micro_batch: comparisons per pass, at most. Returns the metrics of the step: loss, accuracy and mean scores of the
+    whole batch on all processes, and gradient norm.
     """
     device = reward_model.gain.device
-    count = accelerator.reduce(counts.sum().to(device), "sum")
-    sums = processes.widened(torch.zeros(4, device=device))
-    # Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
+    count = accelerator.reduce(counts.sum().to(device), "sum").item()
+    sums = torch.zeros(4, dtype=torch.float64, device=float64_device(device))
+    # Gradients of micro-batches, of texts of similar length, add up. We step when all are done, without accelerate's
+    # counter.
     optimizer.zero_grad()
     lengths = comparisons.lengths(pad_id)[mb_inds]  # (local_batch,), of the longer text of each
-    for one in packing.plan_passes(2 * lengths, reward_model, rows):
-        queries, chosen, rejected, weights = (
-            t.to(device) for t in (*comparisons.tokens(mb_inds[one.rows]), counts[one.rows])
+    for one in packing.plan_passes(2 * lengths, reward_model, micro_batch):  # its rows have both texts
+        queries, chosen, rejected = (tokens.to(device) for tokens in comparisons.tokens(mb_inds[one.rows]))
+        weights = counts[one.rows].to(device)  # (micro_batch,), as all that follow
+        chosen_scores, rejected_scores = score_pairs(
+            reward_model, queries, chosen, rejected, pad_id, longest=one.longest // 2
         )
-        # Two tensors of (micro_batch,). A row of the plan has both texts of a comparison.
-        scores = score_pairs(reward_model, queries, chosen, rejected, pad_id, one.longest // 2)
-        losses = pairwise_losses(*scores)
+        losses = pairwise_losses(chosen_scores, rejected_scores)
         loss = (losses * weights).sum() / count  # this micro-batch's share
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
-        numbers = torch.stack([losses, prefers_chosen(*scores), *scores]).detach()
-        numbers = processes.widened(numbers)  # (4, micro_batch)
-        sums += (numbers * weights).sum(1)
+        right = prefers_chosen(chosen_scores, rejected_scores)
+        numbers = torch.stack([losses, right, chosen_scores, rejected_scores]).detach()  # (4, micro_batch)
+        sums += (numbers.to(sums) * weights.to(sums)).sum(1)
     average_gradients(reward_model)
-    gradient_norm = processes.gradient_norm(reward_model)
+    # The norm is only looked at: nothing is clipped.
+    gradient_norm = nn.utils.get_total_norm([p.grad for p in reward_model.parameters() if p.grad is not None])
     optimizer.step()
+    loss, accuracy, chosen_mean, rejected_mean = accelerator.reduce(sums / count, "sum").tolist()
     # The names are the reproduction's.   reward.py#L420-L503
-    names = ("loss", "accuracy", "chosen_rewards", "rejected_rewards")
-    shares = {f"train/rm/{name}": total / count for name, total in zip(names, sums, strict=True)}
-    return processes.sum_over_processes(shares, accelerator) | {"train/rm/gradient_norm": gradient_norm.item()}
+    return {
+        "train/rm/loss": loss,
+        "train/rm/accuracy": accuracy,
+        "train/rm/chosen_rewards": chosen_mean,
+        "train/rm/rejected_rewards": rejected_mean,
+        "train/rm/gradient_norm": gradient_norm.item(),
+    }
 
 
 def score_pairs(
@@ -265,6 +328,9 @@ def prefers_chosen(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
     return chosen_scores > rejected_scores
 
 
+# ---- Steps 2 and 3 ---------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def agreement(
     reward_model: train_reward.RewardModel,
@@ -272,11 +338,10 @@ def agreement(
     pad_id: int,
     chunk: int,
     accelerator: Accelerator,
-) -> tuple[dict[str, float], list[dict]]:
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Agreement with people: accuracy overall and by split, batch and confidence, and one row for each comparison."""
     # [X22] Every comparison counts once.   reward.py#L238-L269, reward.py#L434-L452
     device = accelerator.device
-
     lengths = comparisons.lengths(pad_id)  # (comparisons,)
 
     def score(inds: Tensor) -> tuple[Tensor, ...]:
@@ -298,8 +363,11 @@ def agreement(
 
 
 def sample_rows(
-    comparisons: posts.Comparisons, table: list[dict], tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds
-) -> list[dict]:
+    comparisons: posts.Comparisons,
+    table: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    ids: posts.TaskIds,
+) -> list[dict[str, Any]]:
     """The first comparisons to print, with their scores. table: of `agreement`."""
     tokens = comparisons.tokens(torch.arange(len(table[:3])))
     return [
@@ -330,7 +398,7 @@ def shift_to_references(
         return (reward_model(tokens.to(device), pad_id),)
 
     (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator, some_posts.lengths(pad_id))
-    scores = processes.widened(scores)
+    scores = scores.double()
     mean = scores.mean().item()
     reward_model.bias.sub_(mean)
     # Of the scores after the shift, with the biased deviation.   reward.py#L495
@@ -342,82 +410,52 @@ def shift_to_references(
     }
 
 
-# ---- Plumbing: data, the model to start from -------------------------------------------------------------------
+# ---- The model, and the data -----------------------------------------------------------------------------------
+
+
+class RewardModel(train_reward.RewardModel):
+    """Chapter 1's, but gain and bias do not learn: the gain stays 1, and step 3 sets the bias."""
+
+    def __init__(self, lm_backbone: PreTrainedModel):
+        super().__init__(lm_backbone)
+        self.gain.requires_grad_(False)
+        self.bias.requires_grad_(False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What the arguments name."""
-
-    tokenizer: PreTrainedTokenizerBase
-    ids: posts.TaskIds
     comparisons: posts.Comparisons
     held_out: dict[str, posts.Comparisons]
     train_posts: posts.Posts
     longest: int  # tokens of the longest text
 
 
-def check(args: Args, num_processes: int) -> Data:
-    """Refuse what can be refused before any weights are loaded; find and read what the arguments name."""
-    check_arguments(args, num_processes)
-    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = posts.task_ids(args.task, tokenizer)
-    comparisons = posts.read_comparisons(args.task, tokenizer, "train", limit=args.num_train)
-    held_out = {"validation": posts.read_comparisons(args.task, tokenizer, "validation")}
-    if len(articles := posts.read_comparisons(args.task, tokenizer, "validation", articles=True)):
+def read_data(args: Args, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Read comparisons and posts; an InputError if the base model, of which only the settings are read, is too short
+    for the longest text.
+    """
+    task, pad_id = args.task, posts.task_ids(args.task, tokenizer).pad
+    comparisons = posts.read_comparisons(task, tokenizer, "train", limit=args.num_train)
+    held_out = {"validation": posts.read_comparisons(task, tokenizer, "validation")}
+    if len(articles := posts.read_comparisons(task, tokenizer, "validation", articles=True)):
         held_out["validation_cnndm"] = articles
-    train_posts = posts.read_posts(args.task, tokenizer, "train", args.normalize_posts)
-    rows_of = {"posts": train_posts, "train": comparisons, **held_out}
-    lengths = {name: int(rows.lengths(ids.pad).max()) for name, rows in rows_of.items()}
-    longest = max(lengths, key=lambda name: lengths[name])
-    # Messages name the arguments that limit the longest rows.
-    limits = {}
-    if longest == "validation_cnndm":
-        limits["task.query_length"] = "task.article_query_length"
-    if longest != "posts":
-        limits["task.response_length"] = "task.comparison_length"
-    with errors.typed_as(limits):
-        # The library must have a classifier for the model, as which it is saved.
-        classifier = pretrained.empty_model(
-            args.base_model, args.trust_remote_code, AutoModelForSequenceClassification
-        )
-        pretrained.check_size(
-            classifier, f"{errors.flag('base_model')} {args.base_model}", lengths[longest], ids.vocab_size
-        )
-    return Data(
-        tokenizer=tokenizer,
-        ids=ids,
-        comparisons=comparisons,
-        held_out=held_out,
-        train_posts=train_posts,
-        longest=lengths[longest],
-    )
-
-
-def check_arguments(args: Args, num_processes: int) -> None:
-    """Refuse numbers that cannot be meant, before anything is read."""
-    command_line.check_run(args)
-    if not args.base_model:
+    train_posts = posts.read_posts(task, tokenizer, "train", args.normalize_posts)
+    # By the arguments that limit them.
+    texts = {
+        "--task.query_length or --task.response_length": [train_posts],
+        "--task.query_length or --task.comparison_length": [comparisons, held_out["validation"]],
+        "--task.article_query_length or --task.comparison_length": [articles] if len(articles) else [],
+    }
+    lengths = {flags: max((int(x.lengths(pad_id).max()) for x in rows), default=0) for flags, rows in texts.items()}
+    longest = max(lengths, key=lengths.get)
+    most = pretrained.longest_text(args.base_model, args.trust_remote_code)
+    if most is not None and lengths[longest] > most:
         raise InputError(
-            f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
+            f"--base_model {args.base_model} reads at most {most} tokens, but a post with its summary has "
+            f"{lengths[longest]}; shorten {longest}"
         )
-    processes.split_evenly("batch_size", args.batch_size, num_processes, "processes")
-
-
-def load_reward_model(args: Args, longest: int, vocab_size: int, accelerator: Accelerator) -> RewardModel:
-    """A random head on the body of the fine-tuned model; an InputError if that cannot read so many tokens or ids."""
-    language_model = models.load_base_model(args).to(accelerator.device)
-    packing.enable(language_model)
-    models.check_model(language_model, args.base_model, longest, vocab_size, read_tokens)
-    backbone = language_model.base_model
-    # [T18] A random head on the body of the fine-tuned model. The seed is the same on every process.
-    #       reward.py#L173-L208
-    torch.manual_seed(args.seed)
-    reward_model = RewardModel(backbone, low_precision=args.dtype == "bfloat16")
-    if args.gradient_checkpointing:
-        layers.checkpoint_layers(reward_model)
-    return reward_model.to(accelerator.device, backbone.dtype)
+    return Data(comparisons=comparisons, held_out=held_out, train_posts=train_posts, longest=lengths[longest])
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))
+    run_script(lambda: train(parse_args(PRESETS, description=__doc__)))
