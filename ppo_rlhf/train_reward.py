@@ -762,7 +762,8 @@ def scaled_logits(lm_backbone: PreTrainedModel, hidden_states: Tensor, vocab_siz
     output_layer = lm_backbone.get_output_embeddings()
     hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
     with torch.autocast(hidden_states.device.type, enabled=False):
-        logits = F.linear(hidden_states, output_layer.weight.to(hidden_states.dtype), output_layer.bias)
+        bias = None if output_layer.bias is None else output_layer.bias.to(hidden_states.dtype)
+        logits = F.linear(hidden_states, output_layer.weight.to(hidden_states.dtype), bias)
     # [D12] Ids above the tokenizer's largest, such as padding, are never sampled or scored.   policy.py#L58-L59
     # [D23] Log-probs and entropies are those of the scaled logits.   language/sample.py#L24-L30
     return logits[..., :vocab_size] / temperature
@@ -1880,6 +1881,7 @@ class Run:
             "threads": torch.get_num_threads(),
             "device": f"{accelerator.device.type}: {torch.cuda.get_device_name() if gpu else platform.machine()}",
             "commit": commit(),
+            "tags": [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

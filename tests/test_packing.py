@@ -266,7 +266,7 @@ def test_tokens_and_logprobs_are_those_of_generate_up_to_the_first_stop(
     model = tiny_models(architecture).double()
     contexts, uniforms = contexts_and_noise(45)
     sampling = (contexts, uniforms, PAD, VOCAB, 8.0)  # so that every id is drawn now and then
-    expected, wanted, _ = train_policy.generate(model, *sampling)
+    expected, wanted = train_policy.generate(model, *sampling)
     lengths = [next((i + 1 for i, token in enumerate(row) if token in stop_ids), 45) for row in expected.tolist()]
     for packed in (False, True):
         if packed:

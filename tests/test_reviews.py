@@ -124,15 +124,15 @@ def test_the_model_comes_from_the_index(stand_in, tiny_models):
         assert torch.equal(model.state_dict()[name], weight), name
     assert (train_policy.find("smollm2-135m"), train_policy.find("reviews")) == stand_in
     assert worlds.find_value("base_model", "smollm2-135m") == str(place)
-    assert worlds.find_value("task.query_dataset", "reviews") == str(world)
+    assert worlds.find_value("task.posts", "reviews") == str(world)
     assert reviews.fetch("reviews", lambda folder: pytest.fail("again")) == world
 
 
 def test_what_is_not_fetched_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
-    for task_field in ("task.posts", "task.query_dataset"):
-        with pytest.raises(FileNotFoundError, match=r"python ppo_rlhf/worlds/reviews\.py fetches reviews$"):
-            worlds.find_value(task_field, "reviews")
+    with pytest.raises(FileNotFoundError, match=r"python ppo_rlhf/worlds/reviews\.py fetches reviews$"):
+        worlds.find_value("task.posts", "reviews")
+    assert "worlds/reviews.py fetches reviews" in error_line(train_policy.load_texts, "reviews", "train")
     assert "worlds/reviews.py fetches smollm2-135m" in error_line(train_policy.load_tokenizer, "smollm2-135m", False)
 
 

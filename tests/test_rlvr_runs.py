@@ -441,6 +441,6 @@ def test_every_metric_is_explained(chapter, run, request):
     in_sentences = {"step", "objective/gold_scores", "eval/*gold_scores", "train_reward/minibatch/*"}
     explained = explained_metrics(chapter) - {"eval/*", "objective/<name>"} | in_sentences
     patterns = [re.sub(r"<[a-z]+>|\\\*", ".*", re.escape(name)) for name in explained]
-    runs = request.getfixturevalue(run).folder.glob("runs/*")
+    runs = request.getfixturevalue(run).folder.glob("runs/*/")
     names = {name for one in runs for name in metrics_of(one)[0]}
     assert len(names) > 30 and [name for name in names if not any(re.fullmatch(p, name) for p in patterns)] == []

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from oracles import on_processes
+from oracles import average_gradients, on_processes
 from test_rlvr_math import ALONE, batch_from, numbers, rollout_of, setup_of
 from torch.testing import assert_close
 
@@ -272,6 +272,7 @@ VARIANTS = {
 def test_micro_batches_and_processes_change_nothing(tiny_models, monkeypatch, variant):
     """Nor do logits of three tokens at a time, through which the gradient is computed a second time."""
     settings = VARIANTS[variant]
+    monkeypatch.setattr(rlvr_policy, "average_gradients", average_gradients)
     ((whole, steps),) = updated(tiny_models, **settings)
     shares = updated(tiny_models, processes=2, local_micro_batch_size=2, **settings)
     for name, expected in steps.items():

@@ -37,7 +37,7 @@ from accelerate import Accelerator
 from accelerate.utils import tqdm
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward
 from ppo_rlhf.lib import pretrained, processes
@@ -56,6 +56,7 @@ from ppo_rlhf.train_policy import (
     keyed_generator,
     load_pretrained,
     make_accelerator,
+    model_errors,
     parse_args,
     run_script,
     split_evenly,
@@ -448,7 +449,9 @@ def read_data(args: Args, tokenizer: PreTrainedTokenizerBase) -> Data:
     }
     lengths = {flags: max((int(x.lengths(pad_id).max()) for x in rows), default=0) for flags, rows in texts.items()}
     longest = max(lengths, key=lengths.get)
-    most = pretrained.longest_text(args.base_model, args.trust_remote_code)
+    with model_errors(args.base_model) as (path, revision):
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=args.trust_remote_code)
+    most = getattr(config, "max_position_embeddings", None)
     if most is not None and lengths[longest] > most:
         raise InputError(
             f"--base_model {args.base_model} reads at most {most} tokens, but a post with its summary has "
