@@ -188,9 +188,9 @@ def numbers(args: Args, outcome: Outcome) -> None:
         }
         failed = [where for where, process in both.items() if process.wait()]
         outcome.problems += [f"{title}, {where}: {last_words(place / where)}" for where in failed]
-        for run in [] if failed else sorted((place / "cpu/runs").iterdir()):
+        for run in [] if failed else sorted((place / "cpu/runs").glob("*/")):
             stage = run.name.split("__")[0]
-            (of_gpu,) = (place / "gpu/runs").glob(f"{stage}__*")
+            (of_gpu,) = (place / "gpu/runs").glob(f"{stage}__*/")
             ours, theirs = (pd.read_csv(one / "metrics.csv").iloc[0] for one in (of_gpu, run))
             off = far_off(ours, theirs, dtype)
             for metric in off.index[off > 1]:

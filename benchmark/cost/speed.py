@@ -296,6 +296,8 @@ def measure(args: Args, who: str, inputs: dict[str, str]) -> dict[str, Any]:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [str(Path(__file__).with_name("speed_runs.py")), who, str(folder / "settings.json"), str(result_file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if processes > 1:  # torchrun would give each process of chapter 1 one thread
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     if args.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     started = time.time()

@@ -95,19 +95,17 @@ def finish(updates: list[float], device: torch.device, settings: Settings, **mor
 # ---- Ours ------------------------------------------------------------------------------------------------------
 
 
-def log_times(updates: list[float], lengths: list[float]) -> None:
-    """Let every run note when an update ends, and the mean tokens of chapter 3's responses."""
-    from ppo_rlhf.lib.run import Run
+def log_times(run_class: type, updates: list[float], lengths: list[float]) -> None:
+    """Let every run of a chapter note when an update ends, and the mean tokens of chapter 3's responses."""
+    log_untimed = run_class.log
 
-    log_untimed = Run.log
-
-    def log(run: Run, step: int, metrics: dict[str, float]) -> None:
+    def log(run: Any, step: int, metrics: dict[str, float]) -> None:
         updates.append(time.time())
         if "val/sequence_lengths" in metrics:
             lengths.append(metrics["val/sequence_lengths"])
         log_untimed(run, step, metrics)
 
-    Run.log = log
+    run_class.log = log
 
 
 def shared_flags(settings: Settings) -> dict[str, Any]:
@@ -130,11 +128,10 @@ def shared_flags(settings: Settings) -> dict[str, Any]:
 def ours(settings: Settings) -> Result:
     """ppo_rlhf/train_policy.py as it is."""
     from ppo_rlhf import train_policy
-    from ppo_rlhf.lib import command_line
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     updates = []
-    log_times(updates, [])
+    log_times(train_policy.Run, updates, [])
     flags = shared_flags(settings) | {
         "task.query_dataset": settings["texts"],
         "task.query_length": settings["query_length"],
@@ -145,7 +142,7 @@ def ours(settings: Settings) -> Result:
         "ppo.whiten_groups": settings["whiten_groups"],
     }
     argv = as_argv(flags) + (["--compile"] if settings["compile"] else [])
-    train_policy.train(command_line.parse_args(train_policy.PRESETS, argv))
+    train_policy.train(train_policy.parse_args(train_policy.PRESETS, argv))
     return finish(updates, device, settings)
 
 
@@ -153,7 +150,7 @@ def rlvr(settings: Settings) -> Result:
     """ppo_rlhf/rlvr/policy.py with GRPO. Problems come in the order of their file, as in `grpo`."""
     from transformers import AutoTokenizer
 
-    from ppo_rlhf.lib import command_line
+    from ppo_rlhf.lib import command_line, run
     from ppo_rlhf.rlvr import policy as rlvr_policy, problems
 
     def in_order(count: int, batch: int, number: int, seed: int) -> torch.Tensor:
@@ -162,7 +159,7 @@ def rlvr(settings: Settings) -> Result:
     problems.problems_of_batch = in_order
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     updates, responses = [], []
-    log_times(updates, responses)
+    log_times(run.Run, updates, responses)
     flags = shared_flags(settings) | {
         "preset": "sums-grpo",
         "trace_interval": 0,
