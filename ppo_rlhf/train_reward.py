@@ -1989,9 +1989,10 @@ class Run:
             print(f"\nstep {step}")
             for row in rows:
                 print(*(f"{name}: {as_cell(value)}" for name, value in row.items()), sep="   ")
-            for tracker in self.accelerator.trackers:
-                if hasattr(tracker, "log_table"):
-                    tracker.log_table("samples", list(rows[0]), [list(row.values()) for row in rows], step=step)
+            if self.args.track:
+                library = importlib.import_module(self.args.tracker)
+                table = library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+                self.accelerator.log({"samples": table}, step=step)
 
     def told_to_stop(self) -> bool:
         """Whether one of the processes has got a signal to stop. All processes must call this."""
@@ -2003,9 +2004,11 @@ class Run:
             self.save_meta(finished=True, results=results)
             numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
             steps = sum(1 for _ in (self.folder / "metrics.csv").open()) - 1
-            if self.args.upload_model:
-                upload_model(self.models / part, self.args, self.accelerator)
             self.accelerator.log(numbers, step=steps)
+            if self.args.upload_model:
+                address = upload_model(self.models / part, self.args, self.accelerator)
+                print(f"uploaded to {address}")
+                self.accelerator.log({f"model/{part}": address}, step=steps)
             for tracker in self.accelerator.trackers:  # end_training would also part the processes
                 tracker.finish()
             print(f"finished {self.folder}; what it trained is in {self.models / part}")
@@ -2092,8 +2095,8 @@ def as_cell(value: Any) -> str:
     return f"{value:+.2f}" if isinstance(value, float) else repr(value)
 
 
-def upload_model(folder: Path, args: Args, accelerator: Accelerator) -> None:
-    """Push a model's folder to the Hugging Face hub, with a card that links to the tracked run."""
+def upload_model(folder: Path, args: Args, accelerator: Accelerator) -> str:
+    """Push a model's folder to the Hugging Face hub, with a card that links to the tracked run. Its address."""
     name = folder.parent.name
     wandb_runs = [tracker.run for tracker in accelerator.trackers if tracker.name == "wandb"]
     links = [f"[How it was trained]({run.url})\n" for run in wandb_runs if run.url]  # an offline run has none
@@ -2105,7 +2108,7 @@ def upload_model(folder: Path, args: Args, accelerator: Accelerator) -> None:
             f"{args.hf_entity}/{name}".lstrip("/"), exist_ok=True, private=args.hf_private or None
         )
         HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
-        print(f"uploaded to {repository}")
+        return re.sub(r"(?<=://)[^/@]*@", "", str(repository))  # the address of a mirror may hold a password
 
 
 def run_script(main: Callable[[], Any]) -> None:
