@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import processes
+from ppo_rlhf.tldr import reward as tldr_reward
 
 NAME = "standin"
 PACKAGE = str(Path(__file__).resolve().parents[1] / "ppo_rlhf") + "/"
@@ -222,7 +223,7 @@ def install() -> None:
     DEVICE, for_noise = torch.device(NAME, 0), torch.device(NAME, 1)
     processes.WITHOUT_FLOAT64.add(NAME)
     processes.default_device, processes.device_of_noise = lambda: DEVICE, lambda _: for_noise
-    for script in (train_policy, train_reward):
+    for script in (train_policy, train_reward, tldr_reward):
         has_float64(script)
     prepare, begin = Accelerator.__init__, torch.autocast.__init__
 
@@ -245,7 +246,7 @@ def install() -> None:
 
 
 def has_float64(script: ModuleType) -> None:
-    """Let a script of chapter 1 find the device for float64."""
+    """Let a script find the device for float64."""
     script.float64_device = lambda device: torch.device(NAME, 1) if device.type == NAME else device
 
 
