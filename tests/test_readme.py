@@ -4,15 +4,18 @@ import dataclasses
 import importlib
 import json
 import re
+import textwrap
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from runs import ROOT
 
 from benchmark import lab
-from ppo_rlhf import loop, train_both
+from ppo_rlhf import loop, train_both, train_policy
 from ppo_rlhf.lib.files import flatten
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmark/**/*.md"))]
@@ -151,3 +154,30 @@ def test_the_code_on_the_first_page_runs(tiny_world, monkeypatch):
     module["PPO"] = lambda model, lr: loop.PPO(tiny_world / model.replace("gpt2", "model"), lr=lr, response_length=4)
     exec(of_loop.replace("* 64", "* 2"), module)
     assert module["metrics"]["objective/kl"] == pytest.approx(0, abs=1e-3)
+
+
+# ---- docs/running.md: functions that were written for other libraries -------------------------------------------
+
+
+def wrapped(name: str, **theirs: Callable) -> list[float]:
+    """What chapter 1 gets of another library's function, by the wrapper that the page shows."""
+    (block,) = re.findall(r"```python\n(  def from_trl.*?)```", TEXTS[ROOT / "docs/running.md"], re.DOTALL)
+    exec(textwrap.dedent(block), names := dict(theirs))
+    return train_policy.call(names[name], ["ab", "c"], ["d", "efg"]).tolist()
+
+
+def test_functions_of_other_libraries_score_the_responses():
+    """Each gives the length of the response, and of the prompt in hundreds."""
+
+    def for_trl(prompts, completions, **kwargs):
+        return [100 * len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+
+    def for_verl(data_source, solution_str, ground_truth, extra_info=None):
+        return len(solution_str)
+
+    def for_openrlhf(queries, prompts, labels):
+        return torch.tensor([99 * len(p) + len(q) for q, p in zip(queries, prompts, strict=True)])
+
+    assert wrapped("from_trl", reward_func=for_trl) == [201.0, 103.0]
+    assert wrapped("from_verl", compute_score=for_verl) == [1.0, 3.0]
+    assert wrapped("from_openrlhf", reward_func=for_openrlhf) == [201.0, 103.0]
