@@ -506,7 +506,7 @@ def learning_rate_at(args: Args, step: int) -> float:
 
 
 def target_scale(kind: str, targets: Tensor) -> tuple[float, float]:
-    """Mean and biased deviation that the scores shall have before training on these labels (labels,)."""
+    """Mean and biased deviation that the scores get before training on these labels (labels,)."""
     # [D34] Choices want scores of mean 0 and deviation 1; ratings and differences their own scale.
     #       train_reward.py#L149-L160
     if kind == "best":

@@ -83,7 +83,7 @@ def test_torchrun_with_two_processes_gives_the_run_of_one(both, tmp_path):
 
 @pytest.mark.parametrize("cut_off", ["policy", "reward"])
 def test_a_joint_run_is_resumed_by_either_of_its_runs(cut_off, both, tmp_path):
-    """A part that is finished is skipped; the other goes on from its last checkpoint, or begins."""
+    """A finished part is skipped; the other resumes from its last checkpoint, or begins."""
     copy = both.copy(tmp_path / "copy")
     reward, policy = copy.run("train_reward"), copy.run("train_policy")
     interrupt(policy if cut_off == "policy" else reward)

@@ -345,7 +345,7 @@ HELD = {
 
 @pytest.mark.parametrize("words", HELD.values(), ids=HELD)
 def test_a_run_that_failed_goes_on_as_if_nothing_had_happened(words, tiny_world, tiny_reward, tmp_path, monkeypatch):
-    """Only the time goes on from what meta.json says."""
+    """Only the time continues from what meta.json says."""
     scorer = "" if "function" in words else f"--rewards.trained_model {tiny_reward}"
     words += f" {scorer} --base_model {tiny_world}/model --task.query_dataset {tiny_world}/stories.txt"
     words += " --task.query_length 16 --task.response_length 12 --task.truncate_after 0 --ppo.batch_size 16"
