@@ -2283,8 +2283,9 @@ def run_script(main: Callable[[], Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
-            # What a server or a file says could otherwise command the terminal.
-            line = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(str(error).split()))
+            # An address may hold a password, and what a server or a file says could command the terminal.
+            line = re.sub(r"(?<=://)[^/\s@]*@", "", " ".join(str(error).split()))
+            line = "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     finally:

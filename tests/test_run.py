@@ -217,3 +217,13 @@ def test_weights_that_are_not_finite_are_never_saved():
 def test_runs_of_the_same_second_get_folders_of_their_own(monkeypatch):
     monkeypatch.setattr(train_policy, "time", SimpleNamespace(time=lambda: 1_000_000.5, monotonic=time.monotonic))
     assert [start().folder.name[-7:] for _ in range(3)] == ["1000000", "1000001", "1000002"]
+
+
+@pytest.mark.parametrize("script", [train_policy, train_reward])
+def test_an_error_line_shows_no_password_and_does_not_command_the_terminal(script, capsys):
+    def fail() -> None:
+        raise script.InputError("https://me:secret@hub.test\nsays \x1b]0;owned\x07")
+
+    with pytest.raises(SystemExit) as end:
+        script.run_script(fail)
+    assert (end.value.code, capsys.readouterr().err) == (2, "error: https://hub.test says \ufffd]0;owned\ufffd\n")
