@@ -15,7 +15,7 @@ from runs import error_line, metrics_of, samples_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from ppo_rlhf import train_policy
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.train_policy import AdamTensorFlowStyle, Args, Run
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
