@@ -1671,7 +1671,7 @@ def load_texts(query_dataset: str, split: str, column: str = "text") -> Sequence
         f"--task.query_dataset {query_dataset} cannot be read; give a .txt, .jsonl, .json, .parquet or .csv file, a "
         f"data set on the hub, or tales; python ppo_rlhf/worlds/reviews.py fetches reviews"
     ):
-        if folder := find(query_dataset):
+        if query_dataset not in ("books", "cnndm", "tldr") and (folder := find(query_dataset)):
             texts = read_texts(folder / "stories.txt", column)
             if list(folder.glob("stories_test.txt*")):
                 return texts if split == "train" else read_texts(folder / "stories_test.txt", column)
@@ -1841,7 +1841,7 @@ def commit() -> str:
 
 
 class Run:
-    """The folder of a run, runs/<exp_name>__<preset>__<seed>__<time>. The main process writes
+    """The folder of a run, runs/<exp_name>__<preset>__<seed>__<time>. The main process writes these files.
 
     meta.json           arguments, derived sizes, commit, versions, device, wall time, results
     metrics.csv         one row per step, all metrics; TensorBoard event files hold the same
@@ -1913,7 +1913,7 @@ class Run:
 
         config: what the tracker gets in addition to the arguments.
         """
-        # A signal to stop, which clusters send before they take a machine away, waits for the next checkpoint.
+        # A signal to stop, which clusters send before they take a machine away, waits for the end of the update.
         signal.signal(signal.SIGTERM, lambda number, frame: self.signals.append(number))
         if not self.is_main:
             return
@@ -2083,7 +2083,7 @@ class Run:
 
 
 def checksum(folder: Path, state: dict[str, Any]) -> str:
-    """Of a checkpoint's tensors and its state."""
+    """The SHA-256 of a checkpoint's tensors and its state, in hexadecimal digits."""
     with (folder / "tensors.safetensors").open("rb") as tensors:
         digest = hashlib.file_digest(tensors, "sha256")
     digest.update(json.dumps(state).encode())
@@ -2119,6 +2119,7 @@ def run_script(main: Callable[[], Any]) -> None:
         main()
     except BrokenPipeError:  # nobody reads the output any more, as in `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(2)
     except (InputError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             # An address may hold a password, and what a server or a file says could command the terminal.
