@@ -1049,12 +1049,7 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
-    # [X19] Llama, Mistral and Gemma have never read a text without what their tokenizer puts before it, such as BOS.
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    with_start = tokenizer.encode("a")
-    places = (i for i in range(len(with_start)) if with_start[i : i + len(plain)] == plain)
-    start = with_start[: next(places, 0)]
-    prefix = start + tokenizer.encode(task.query_prefix, add_special_tokens=False)
+    prefix = start_of_texts(tokenizer) + tokenizer.encode(task.query_prefix, add_special_tokens=False)
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
@@ -1066,6 +1061,15 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
     )
+
+
+def start_of_texts(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text, such as BOS; for most models nothing."""
+    # [X19] Llama, Mistral and Gemma have never read a text without it.
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    with_start = tokenizer.encode("a")
+    places = (i for i in range(len(with_start)) if with_start[i : i + len(plain)] == plain)
+    return with_start[: next(places, 0)]
 
 
 class QueryStream:
@@ -1334,7 +1338,19 @@ def input_errors(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {type(error).__name__}: {said}") from error
 
 
-def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:
+# Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
+MAY_CHANGE = {"resume", "save_interval", "log_interval", "trace_interval", "trace_episodes", "gradient_checkpointing"}
+MAY_CHANGE |= {"track", "tracker", "wandb_project_name", "wandb_entity", "upload_model", "hf_entity", "hf_private"}
+MAY_CHANGE |= {"local_micro_batch_size", "local_rollout_batch_size", "ppo.total_episodes"}
+MAY_CHANGE |= {"ppo.local_micro_batch_size", "ppo.local_rollout_batch_size"}
+
+
+def parse_args(
+    presets: dict[str, Args],
+    argv: list[str] | None = None,
+    description: str | None = None,
+    may_change: set[str] = MAY_CHANGE,
+) -> Args:
     """Read the command line: --preset chooses the defaults, and every other flag overrides one.
 
     With --resume runs/<run>, the defaults are the arguments of that run, and few may change.
@@ -1350,7 +1366,7 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
         default = dataclasses.replace(saved_args(type(default), Path(known.resume)), resume=known.resume)
     args = checked(tyro.cli(type(default), args=argv, default=default, description=description))
     if known.resume:
-        check_same_arguments(default, args)
+        check_same_arguments(default, args, may_change)
     return args
 
 
@@ -1374,21 +1390,14 @@ def saved_args(kind: type[Args], folder: Path) -> Args:
     return from_json(kind, json.dumps(read_meta(folder)["args"]), f"{folder / 'meta.json'} of another version: ")
 
 
-# Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
-MAY_CHANGE = {"resume", "save_interval", "log_interval", "trace_interval", "trace_episodes", "gradient_checkpointing"}
-MAY_CHANGE |= {"track", "tracker", "wandb_project_name", "wandb_entity", "upload_model", "hf_entity", "hf_private"}
-MAY_CHANGE |= {"local_micro_batch_size", "local_rollout_batch_size", "ppo.total_episodes"}
-MAY_CHANGE |= {"ppo.local_micro_batch_size", "ppo.local_rollout_batch_size"}
-
-
-def check_same_arguments(saved: Args, args: Args) -> None:
+def check_same_arguments(saved: Args, args: Args, may_change: set[str]) -> None:
     """Refuse to resume with other arguments than the saved ones, except those that may change."""
     old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
     for name in old:
-        if old[name] != new[name] and name not in MAY_CHANGE:
+        if old[name] != new[name] and name not in may_change:
             raise InputError(
                 f"--{name} {new[name]}: the run to resume has {old[name]}; only these may change: "
-                f"{', '.join(sorted(MAY_CHANGE))}"
+                f"{', '.join(sorted(may_change))}"
             )
 
 
@@ -1732,18 +1741,8 @@ def save_policy(
     folder: Path, policy: PolicyWithValueHead, tokenizer: PreTrainedTokenizerBase, args: Args, weights: bool = True
 ) -> None:
     """Save as an ordinary causal language model, with the value head next to it; its weights only if asked for."""
-    # The tokens that end a text for the model or for the tokenizer; some have -1, which means none.
-    own, known = policy.lm_backbone.generation_config, range(vocabulary_size(tokenizer))
-    theirs = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    ends = sorted({token for token in (*theirs, tokenizer.eos_token_id) if token in known})
-    policy.lm_backbone.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=args.task.temperature,
-        top_p=1.0,
-        top_k=0,
-        bos_token_id=own.bos_token_id if own.bos_token_id in known else None,
-        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
-        pad_token_id=own.pad_token_id if own.pad_token_id in known else None,
+    policy.lm_backbone.generation_config = sampling_config(
+        policy.lm_backbone.generation_config, tokenizer, args.task.temperature
     )
     policy.lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
     tokenizer.save_pretrained(folder)
@@ -1758,6 +1757,29 @@ def save_policy(
         "task": dataclasses.asdict(args.task),
     }
     write_json(folder / "ppo_rlhf.json", info)
+
+
+def sampling_config(
+    own: GenerationConfig, tokenizer: PreTrainedTokenizerBase, temperature: float
+) -> GenerationConfig:
+    """The generation_config.json of a policy: how it was sampled in training. own: that of the base model."""
+    ends, known = end_ids(tokenizer, own), range(vocabulary_size(tokenizer))
+    return GenerationConfig(
+        do_sample=True,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        bos_token_id=own.bos_token_id if own.bos_token_id in known else None,
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        pad_token_id=own.pad_token_id if own.pad_token_id in known else None,
+    )
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig) -> list[int]:
+    """The tokens that end a text for the tokenizer, or for the model whose generation_config this is."""
+    theirs = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    known = range(vocabulary_size(tokenizer))  # some have -1, which means none
+    return sorted({token for token in (*theirs, tokenizer.eos_token_id) if token in known})
 
 
 # ---- Plumbing: texts -------------------------------------------------------------------------------------------
@@ -2122,24 +2144,28 @@ class Run:
         tokens: dict[str, Tensor],
         episodes: dict[str, Tensor],
         epochs: dict[str, Tensor],
+        **texts: list[str],
     ) -> None:
         """Keep the episodes of an update of this process for report/, as traces/<update>.safetensors.
 
         tokens: numbers (local_batch, response_length) by name, with `ids`; episodes: (local_batch,); epochs: what
         each epoch computed, (epochs, local_batch, response_length). Texts of the first trace_episodes, query and
-        response up to each token, are in the metadata, so that nobody needs the tokenizer.
+        response up to each token, are in the metadata, so that nobody needs the tokenizer; so are more `texts`.
         """
         if self.is_main:
-            shown = self.args.trace_episodes
-            queries = to_texts(tokenizer, contexts[:shown], vocabulary_size(tokenizer))
-            beginnings = [[tokenizer.decode(row[: k + 1]) for k in range(len(row))] for row in tokens["ids"][:shown]]
+            shown, pad_id = self.args.trace_episodes, vocabulary_size(tokenizer)
+            texts["queries"] = to_texts(tokenizer, contexts[:shown], pad_id)
+            ids = tokens["ids"][:shown].cpu()
+            later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+            texts["beginnings"] = [
+                to_texts(tokenizer, row.expand(len(row), -1).masked_fill(later, pad_id), pad_id) for row in ids
+            ]
             parts = {"tokens": tokens, "episodes": episodes, "epochs": epochs}
             tensors = {f"{part}.{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            texts = json.dumps({"queries": queries, "beginnings": beginnings})
             file = self.folder / "traces" / f"{update}.safetensors"
             file.parent.mkdir(exist_ok=True)
-            save_file(tensors, file.with_suffix(".tmp"), metadata={"texts": texts})
+            save_file(tensors, file.with_suffix(".tmp"), metadata={"texts": json.dumps(texts)})
             file.with_suffix(".tmp").replace(file)
 
     def told_to_stop(self) -> bool:
@@ -2173,10 +2199,7 @@ class Run:
         # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
         if not self.is_main:
             return
-        tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-        for index, moments in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-        tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        tensors = {name: x.detach().contiguous() for name, x in self.training_state(model, optimizer).items()}
         if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise InputError(f"{broken[0]} is not finite after step {state['step']}; nothing more is saved")
         folder = self.folder / "checkpoints"
@@ -2194,6 +2217,29 @@ class Run:
         for old in self.checkpoints()[:-KEPT]:
             shutil.rmtree(old)
         self.save_meta()
+
+    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The tensors of a checkpoint: trained weights and Adam's moments."""
+        tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        for index, moments in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+        """The inverse of training_state."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(tensors[f"model.{name}"])
+        adam = optimizer.state_dict()
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, index, moment = name.split(".")
+                adam["state"].setdefault(int(index), {})[moment] = tensor
+        for group in adam["param_groups"]:
+            if "steps" in group:  # an AdamTensorFlowStyle counts them
+                group["steps"] = int(adam["state"][group["params"][0]]["step"])
+        optimizer.load_state_dict(adam)
 
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints, in their order."""
@@ -2213,7 +2259,6 @@ class Run:
             self.save_checkpoint(model, optimizer, state)
             raise InputError(f"{error}; resume after update {state['step']} with --resume {self.folder}") from error
 
-    @torch.no_grad()
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], total: int
     ) -> dict[str, Any]:
@@ -2225,19 +2270,7 @@ class Run:
             state = json.loads((folder / "state.json").read_text())
             if state.pop("sha256") != checksum(folder, state):
                 raise ValueError("its files are not what was written")
-            tensors = load_file(folder / "tensors.safetensors")
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(tensors[f"model.{name}"])
-            adam = optimizer.state_dict()
-            for name, tensor in tensors.items():
-                if name.startswith("optimizer."):
-                    _, index, moment = name.split(".")
-                    adam["state"].setdefault(int(index), {})[moment] = tensor
-            for group in adam["param_groups"]:
-                if "steps" in group:  # an AdamTensorFlowStyle counts them
-                    group["steps"] = int(adam["state"][group["params"][0]]["step"])
-            optimizer.load_state_dict(adam)
+            self.restore(model, optimizer, load_file(folder / "tensors.safetensors"))
         if state["step"] > total:
             raise InputError(f"the run has made {state['step']} steps, more than the {total} of its arguments")
         return state

@@ -814,12 +814,7 @@ class TaskIds:
 
 def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     """Encode the task's texts."""
-    # [X19] Llama, Mistral and Gemma have never read a text without what their tokenizer puts before it, such as BOS.
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    with_start = tokenizer.encode("a")
-    places = (i for i in range(len(with_start)) if with_start[i : i + len(plain)] == plain)
-    start = with_start[: next(places, 0)]
-    prefix = start + tokenizer.encode(task.query_prefix, add_special_tokens=False)
+    prefix = start_of_texts(tokenizer) + tokenizer.encode(task.query_prefix, add_special_tokens=False)
     suffix = tokenizer.encode(task.query_suffix, add_special_tokens=False)
     return TaskIds(
         # GPT-2 and Pythia have no padding token, and their end of text may be sampled. So padding gets an id that no
@@ -831,6 +826,15 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
         suffix=suffix,
         context_length=len(prefix) + task.query_length + len(suffix),
     )
+
+
+def start_of_texts(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text, such as BOS; for most models nothing."""
+    # [X19] Llama, Mistral and Gemma have never read a text without it.
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    with_start = tokenizer.encode("a")
+    places = (i for i in range(len(with_start)) if with_start[i : i + len(plain)] == plain)
+    return with_start[: next(places, 0)]
 
 
 class QueryStream:
@@ -1265,7 +1269,19 @@ def check_finite(metrics: dict[str, float], step: int) -> None:
         )
 
 
-def parse_args(presets: dict[str, Args], argv: list[str] | None = None, description: str | None = None) -> Args:
+# Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
+MAY_CHANGE = {"resume", "save_interval", "log_interval", "trace_interval", "trace_episodes", "gradient_checkpointing"}
+MAY_CHANGE |= {"track", "tracker", "wandb_project_name", "wandb_entity", "upload_model", "hf_entity", "hf_private"}
+MAY_CHANGE |= {"local_micro_batch_size", "local_rollout_batch_size", "ppo.total_episodes"}
+MAY_CHANGE |= {"ppo.local_micro_batch_size", "ppo.local_rollout_batch_size"}
+
+
+def parse_args(
+    presets: dict[str, Args],
+    argv: list[str] | None = None,
+    description: str | None = None,
+    may_change: set[str] = MAY_CHANGE,
+) -> Args:
     """Read the command line: --preset chooses the defaults, and every other flag overrides one.
 
     With --resume runs/<run>, the defaults are the arguments of that run, and few may change.
@@ -1281,7 +1297,7 @@ def parse_args(presets: dict[str, Args], argv: list[str] | None = None, descript
         default = dataclasses.replace(saved_args(type(default), Path(known.resume)), resume=known.resume)
     args = checked(tyro.cli(type(default), args=argv, default=default, description=description))
     if known.resume:
-        check_same_arguments(default, args)
+        check_same_arguments(default, args, may_change)
     return args
 
 
@@ -1305,21 +1321,14 @@ def saved_args(kind: type[Args], folder: Path) -> Args:
     return from_json(kind, json.dumps(read_meta(folder)["args"]), f"{folder / 'meta.json'} of another version: ")
 
 
-# Arguments that a resumed run may change: length, memory, tracking, output. Other changes would make another run.
-MAY_CHANGE = {"resume", "save_interval", "log_interval", "trace_interval", "trace_episodes", "gradient_checkpointing"}
-MAY_CHANGE |= {"track", "tracker", "wandb_project_name", "wandb_entity", "upload_model", "hf_entity", "hf_private"}
-MAY_CHANGE |= {"local_micro_batch_size", "local_rollout_batch_size", "ppo.total_episodes"}
-MAY_CHANGE |= {"ppo.local_micro_batch_size", "ppo.local_rollout_batch_size"}
-
-
-def check_same_arguments(saved: Args, args: Args) -> None:
+def check_same_arguments(saved: Args, args: Args, may_change: set[str]) -> None:
     """Refuse to resume with other arguments than the saved ones, except those that may change."""
     old, new = flatten(dataclasses.asdict(saved)), flatten(dataclasses.asdict(args))
     for name in old:
-        if old[name] != new[name] and name not in MAY_CHANGE:
+        if old[name] != new[name] and name not in may_change:
             raise InputError(
                 f"--{name} {new[name]}: the run to resume has {old[name]}; only these may change: "
-                f"{', '.join(sorted(MAY_CHANGE))}"
+                f"{', '.join(sorted(may_change))}"
             )
 
 
@@ -2025,10 +2034,7 @@ class Run:
         # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
         if not self.is_main:
             return
-        tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-        for index, moments in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
-        tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        tensors = {name: x.detach().contiguous() for name, x in self.training_state(model, optimizer).items()}
         if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise InputError(f"{broken[0]} is not finite after step {state['step']}; nothing more is saved")
         folder = self.folder / "checkpoints"
@@ -2047,12 +2053,34 @@ class Run:
             shutil.rmtree(old)
         self.save_meta()
 
+    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The tensors of a checkpoint: trained weights and Adam's moments."""
+        tensors = {f"model.{name}": tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        for index, moments in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": tensor for name, tensor in moments.items()}
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+        """The inverse of training_state."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(tensors[f"model.{name}"])
+        adam = optimizer.state_dict()
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, index, moment = name.split(".")
+                adam["state"].setdefault(int(index), {})[moment] = tensor
+        for group in adam["param_groups"]:
+            if "steps" in group:  # an AdamTensorFlowStyle counts them
+                group["steps"] = int(adam["state"][group["params"][0]]["step"])
+        optimizer.load_state_dict(adam)
+
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints, in their order."""
         found = [path for path in (self.folder / "checkpoints").glob("*") if path.name.isdecimal()]
         return sorted(found, key=lambda path: int(path.name))
 
-    @torch.no_grad()
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], total: int
     ) -> dict[str, Any]:
@@ -2064,19 +2092,7 @@ class Run:
             state = json.loads((folder / "state.json").read_text())
             if state.pop("sha256") != checksum(folder, state):
                 raise ValueError("its files are not what was written")
-            tensors = load_file(folder / "tensors.safetensors")
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(tensors[f"model.{name}"])
-            adam = optimizer.state_dict()
-            for name, tensor in tensors.items():
-                if name.startswith("optimizer."):
-                    _, index, moment = name.split(".")
-                    adam["state"].setdefault(int(index), {})[moment] = tensor
-            for group in adam["param_groups"]:
-                if "steps" in group:  # an AdamTensorFlowStyle counts them
-                    group["steps"] = int(adam["state"][group["params"][0]]["step"])
-            optimizer.load_state_dict(adam)
+            self.restore(model, optimizer, load_file(folder / "tensors.safetensors"))
         if state["step"] > total:
             raise InputError(f"the run has made {state['step']} steps, more than the {total} of its arguments")
         return state

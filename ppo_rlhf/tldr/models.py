@@ -5,6 +5,7 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,67 +13,117 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt, PositiveFloat
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.lib import errors, files, pretrained
-from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveFloat
-from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf import train_policy
 from ppo_rlhf.tldr import classifiers, packing
-from ppo_rlhf.train_policy import load_pretrained
+from ppo_rlhf.train_policy import (
+    PAD_TOKEN,
+    Arguments,
+    InputError,
+    input_errors,
+    load_pretrained,
+    model_errors,
+    read_info,
+    sampling_config,
+    vocabulary_size,
+    weights_dtype,
+    write_json,
+)
 from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 # ---- Load ------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
-    """As in pretrained.py; and a model that reads shared prefixes in another way reads each row by itself."""
-    pretrained.check_model(model, base_model, length, vocab_size, read_tokens)
-    if packing.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
-        tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
-        second_half = torch.arange(length, device=model.device) >= length // 2
-        rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])
-        logits = model.get_output_embeddings()(read_tokens(model, rows, vocab_size, slice(None)))
-        if not pretrained.same_logits(logits, model(rows).logits):
-            packing.UNFIT.add(type(model.base_model))
-            what = f"{flag('base_model')} {base_model}"
-            errors.say_once(f"{what} does not read shared prefixes as it should: each row is read by itself")
+@contextlib.contextmanager
+def named(argument: str) -> Iterator[None]:
+    """Within the block, messages about a base model name this argument in its place."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace("--base_model", f"--{argument}")) from error
 
 
-def load_reward_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
-    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
-    # Gain and bias are kept, and the scores are the same bit for bit.   train_reward.py#L292-L329
-    pretrained.find_head(folder)
-    backbone = load_pretrained(str(folder), dtype, trust_remote_code, AutoModel)
-    reward_model = RewardModel(backbone)
-    pretrained.load_head(reward_model, folder)
-    return reward_model.requires_grad_(False)
+def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base model, with the model's generation_config, which may name more ends of a text."""
+    tokenizer = train_policy.load_tokenizer(base_model, trust_remote_code)
+    with model_errors(base_model) as (path, revision):
+        if (file := Path(path, "generation_config.json")).is_file():
+            json.loads(file.read_text())  # of a damaged one, with its ends of a text, the library says no word
+        with contextlib.suppress(OSError):  # there is none
+            tokenizer.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
+    return tokenizer
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig | None = None) -> tuple[int, ...]:
+    """All ids that end a text: the tokenizer's, and those that the model's generation_config.json names.
+
+    own: None is that of the model whose tokenizer load_tokenizer has loaded.
+    """
+    own = own or getattr(tokenizer, "generation_config", None) or GenerationConfig()
+    return tuple(train_policy.end_ids(tokenizer, own))
 
 
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:
     """The base model that a script's arguments name, in the precision of its weights."""
-    dtype = pretrained.dtype_of_weights(args, frozen=frozen)
+    dtype = weights_dtype(args, frozen=frozen)
     return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
 
 
-def load_scalar_model(args: Any, field: str, vocab_size: int, *, frozen: bool = False) -> RewardModel:
-    """The reward model or critic that this field of args.rewards names, checked to fit the base model."""
-    folder, dtype = Path(getattr(args.rewards, field)), pretrained.dtype_of_weights(args, frozen=frozen)
-    with errors.typed_as({"base_model": errors.typed(f"rewards.{field}")}):
-        model = load_reward_model(folder, dtype, args.trust_remote_code)
-    pretrained.check_reward_model(model.lm_backbone, args, vocab_size, field)
+def load_reward_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
+    """A reward model or critic that was saved here, in models/<run>/reward or value, bit for bit."""
+    head_file = Path(folder, "reward_head.safetensors")
+    if not head_file.is_file():
+        raise InputError(
+            f"--base_model {folder} is no reward model that was trained here: there is no {head_file}; give "
+            f"models/<run>/reward, or score with any other model in a function, --rewards.function"
+        )
+    reward_model = RewardModel(load_pretrained(folder, dtype, trust_remote_code, AutoModel))
+    if dtype == torch.float64:
+        reward_model.double()  # the heads, too
+    # Head, gain and bias, and what saving as a classifier changed in the language model.   train_reward.py#L292-L329
+    with input_errors(f"{head_file} does not fit the model next to it"):
+        backbone = reward_model.lm_backbone.state_dict(prefix="lm_backbone.")
+        reward_model.load_state_dict(backbone | load_file(head_file))
+    return reward_model.requires_grad_(False)
+
+
+def load_scalar_model(
+    args: Any, field: str, tokenizer: PreTrainedTokenizerBase, *, frozen: bool = False
+) -> RewardModel:
+    """The reward model or critic that this field of args.rewards names, checked to fit the policy's tokenizer."""
+    folder, argument = getattr(args.rewards, field), f"rewards.{field}"
+    with named(argument):
+        model = load_reward_model(folder, weights_dtype(args, frozen=frozen), args.trust_remote_code)
+    # A critic may start as a reward model, but its values are no scores.
+    if field == "trained_model" and (kind := read_info(folder)["kind"]) != "reward model":
+        raise InputError(f"--{argument} {folder} is a {kind}; it must be a reward model")
+    check_vocabulary(folder, argument, tokenizer, args.trust_remote_code)
     return model
 
 
-def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> RewardModel:
+def check_vocabulary(
+    model: str, argument: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+) -> None:
+    """Raise an InputError unless a model's ids mean the same texts as a tokenizer's."""
+    with named(argument):
+        others = load_tokenizer(model, trust_remote_code).get_vocab()
+    if tokenizer.get_vocab() != {text: token for text, token in others.items() if text != PAD_TOKEN}:
+        raise InputError(f"--{argument} {model} has another tokenizer than the policy")
+
+
+def load_critic(args: Any, tokenizer: PreTrainedTokenizerBase, *, zero_head: bool = False) -> RewardModel:
     """The critic before it learns: the model that the arguments name, or else the base model with a new head.
 
     zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
@@ -80,7 +131,7 @@ def load_critic(args: Any, vocab_size: int, *, zero_head: bool = False) -> Rewar
     trained = args.rewards.trained_model
     if args.rewards.value_model or (trained and not classifiers.is_foreign(trained)):
         field = "value_model" if args.rewards.value_model else "trained_model"
-        return critic_that_learns(load_scalar_model(args, field, vocab_size))
+        return critic_that_learns(load_scalar_model(args, field, tokenizer))
     critic = with_new_head(load_base_model(args, AutoModel), args.seed)
     if zero_head:
         nn.init.zeros_(critic.reward_head.weight)
@@ -105,9 +156,9 @@ def load_any_critic(model: str, dtype: torch.dtype, seed: int, trust_remote_code
     """A critic from a reward model or critic that was trained here, a sequence classifier with one label, or a base
     model, which gets a new head. model: a folder or a name on the hub.
     """
-    if (Path(model) / "reward_head.safetensors").is_file():
-        return critic_that_learns(load_reward_model(Path(model), dtype, trust_remote_code))
-    with pretrained.model_errors(model) as (path, revision):
+    if Path(model, "reward_head.safetensors").is_file():
+        return critic_that_learns(load_reward_model(model, dtype, trust_remote_code))
+    with model_errors(model) as (path, revision):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     if not (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         return with_new_head(load_pretrained(model, dtype, trust_remote_code, AutoModel), seed)
@@ -123,29 +174,6 @@ def critic_of_classifier(classifier: PreTrainedModel, name: str) -> RewardModel:
     critic = RewardModel(classifier.base_model).to(classifier.dtype)
     critic.reward_head.load_state_dict({"bias": torch.zeros(1), **head.state_dict()})
     return critic_that_learns(critic)
-
-
-def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
-    if not enabled:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
-
-
-class MixedPrecision(nn.Module):
-    """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
-
-    low_precision = False
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The precision of what is computed within the block."""
-        return mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """For rollouts and evaluations: the precision of the training, no gradients."""
-        with torch.no_grad(), self.autocast():
-            yield
 
 
 class Reference:
@@ -182,7 +210,7 @@ def response_scorer(reward_model: RewardModel, pad_id: int, *, rows: int = 0) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraArgs:
+class LoraArgs(Arguments):
     rank: NonNegativeInt = 0
     """rank of the policy's low-rank adapters; 0: train all weights. The critic always trains all its weights"""
     alpha: PositiveFloat = 16.0
@@ -210,7 +238,7 @@ def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.
             return get_peft_model(lm_backbone, config)
     except ValueError as error:
         raise InputError(
-            f"{flag('lora.target_modules')} {lora.target_modules!r} does not fit the base model: {error}"
+            f"--lora.target_modules {lora.target_modules!r} does not fit the base model: {error}"
         ) from error
 
 
@@ -220,7 +248,7 @@ def check_target_modules(lm_backbone: PreTrainedModel, names: list[str]) -> None
     An adapter changes one of two such layers. Merged into the weight that both have, it would change the other, too,
     so that the model that is saved would not be the one that was trained.
     """
-    what = f"{flag('lora.target_modules')} {','.join(names)!r}"
+    what = f"--lora.target_modules {','.join(names)!r}"
     weights = {name: getattr(module, "weight", None) for name, module in lm_backbone.named_modules()}
     layers = {name: weight for name, weight in weights.items() if weight is not None}
     for name in names:
@@ -243,10 +271,9 @@ def save_language_model(
     folder: Path, lm_backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, info: dict, weights: bool = True
 ) -> None:
     """Save as an ordinary causal language model, with tokenizer and ppo_rlhf.json; without weights, all but these."""
-    if errors.is_first_process():
-        lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
-        tokenizer.save_pretrained(folder)
-        files.write_json(folder / "ppo_rlhf.json", info)
+    lm_backbone.save_pretrained(folder, state_dict=None if weights else {})
+    tokenizer.save_pretrained(folder)
+    write_json(folder / "ppo_rlhf.json", info)
 
 
 def save_policy(
@@ -257,16 +284,16 @@ def save_policy(
     info: dict[str, Any],
     weights: bool = True,
 ) -> None:
-    """An ordinary causal language model, adapters merged in.
+    """An ordinary causal language model, adapters merged in. The main process saves.
 
     adapters: peft's handle, which saves them once more on their own, in the folder `adapter` there. info: for
     ppo_rlhf.json. weights: whether those of the model are saved, too.
     """
-    if adapters is not None and errors.is_first_process():
+    if adapters is not None:
         save_adapters(folder / "adapter", adapters)
         lm_backbone = adapters.merge_and_unload() if weights else lm_backbone
-    info = {"vocab_size": pretrained.vocabulary_size(tokenizer), **info, "kind": "policy"}
-    lm_backbone.generation_config = pretrained.sampling_config(
+    info = {"vocab_size": vocabulary_size(tokenizer), **info, "kind": "policy"}
+    lm_backbone.generation_config = sampling_config(
         lm_backbone.generation_config, tokenizer, info["task"]["temperature"]
     )
     save_language_model(folder, lm_backbone, tokenizer, info, weights)
@@ -281,11 +308,9 @@ def save_critic(
     weights: bool = True,
 ) -> None:
     """The critic, as a reward model is saved; other arguments as of save_policy."""
-    if errors.is_first_process():
-        info = {"vocab_size": pretrained.vocabulary_size(tokenizer), "kind": "critic"} | {
-            name: info[name] for name in ("base_model", "task")
-        }
-        save_reward_model(folder, critic, tokenizer, info=info, trust_remote_code=trust_remote_code, weights=weights)
+    info = {name: info[name] for name in ("base_model", "task")}
+    info |= {"vocab_size": vocabulary_size(tokenizer), "kind": "critic"}
+    save_reward_model(folder, critic, tokenizer, info=info, trust_remote_code=trust_remote_code, weights=weights)
 
 
 def save_policy_and_critic(
@@ -322,6 +347,6 @@ def save_adapters(folder: Path, adapters: nn.Module) -> None:
     """Save low-rank adapters as peft does, but without a path of this machine and without its empty model card."""
     adapters.save_pretrained(folder)
     (folder / "README.md").unlink()
-    config = files.read_json(folder / "adapter_config.json")
+    config = json.loads((folder / "adapter_config.json").read_text())
     if Path(config["base_model_name_or_path"] or "").is_dir():
-        files.write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})
+        write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})

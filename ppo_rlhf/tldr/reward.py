@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import pretrained, processes
-from ppo_rlhf.tldr import packing, posts
+from ppo_rlhf.tldr import models, packing, posts
 from ppo_rlhf.tldr.sft import cosine_lr
+from ppo_rlhf.tldr.shares import deal, map_rows
 from ppo_rlhf.train_policy import (
     Arguments,
     InputError,
@@ -148,7 +148,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     if not args.base_model:
         raise InputError("--base_model is empty; give the folder of a fine-tuned model, models/<run>/sft")
 
-    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
     data = read_data(args, tokenizer)
     comparisons = data.comparisons
@@ -195,9 +195,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         optimizer.param_groups[0]["lr"] = cosine_lr(args.lr, step, sizes["steps"])
         batch_inds = order[step * args.batch_size : (step + 1) * args.batch_size]
         # (local_batch,); the last batch may be short, and `counts` says which of its rows are none.
-        mb_inds, counts = processes.deal(
-            batch_inds, args.batch_size, accelerator.process_index, accelerator.num_processes
-        )
+        mb_inds, counts = deal(batch_inds, args.batch_size, accelerator.process_index, accelerator.num_processes)
         metrics = pairs_update(
             reward_model,
             optimizer,
@@ -350,7 +348,7 @@ def agreement(
         return score_pairs(reward_model, *tensors, pad_id, int(lengths[inds].max()))
 
     # Two tensors of (comparisons,).
-    scores = processes.map_rows(score, len(comparisons), chunk, accelerator, lengths)
+    scores = map_rows(score, len(comparisons), chunk, accelerator, lengths)
     columns = zip(comparisons.groups, *(s.tolist() for s in scores), prefers_chosen(*scores).tolist(), strict=True)
     rows = [
         {**group, "chosen_reward": chosen, "rejected_reward": rejected, "correct": int(correct)}
@@ -398,7 +396,7 @@ def shift_to_references(
         tokens = posts.trim_padding(some_posts.queries[inds], some_posts.references[inds], pad_id=pad_id)
         return (reward_model(tokens.to(device), pad_id),)
 
-    (scores,) = processes.map_rows(score, len(some_posts), chunk, accelerator, some_posts.lengths(pad_id))
+    (scores,) = map_rows(score, len(some_posts), chunk, accelerator, some_posts.lengths(pad_id))
     scores = scores.double()
     mean = scores.mean().item()
     reward_model.bias.sub_(mean)

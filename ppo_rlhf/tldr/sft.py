@@ -38,8 +38,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import pretrained, processes
 from ppo_rlhf.tldr import models, packing, posts
+from ppo_rlhf.tldr.shares import deal
 from ppo_rlhf.train_policy import (
     Arguments,
     Run,
@@ -162,7 +162,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     task = args.task
     local_batch = split_evenly("--batch_size", args.batch_size, accelerator.num_processes, "processes")
 
-    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
     ids = posts.task_ids(task, tokenizer)
     train_posts = posts.read_posts(task, tokenizer, "train", args.num_train)
     held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
@@ -205,9 +205,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         order = torch.randperm(len(train_posts), generator=keyed_generator(args.seed, "posts", epoch))
         batch_inds = order[batch * args.batch_size : (batch + 1) * args.batch_size]
         # (local_batch,); the last batch of a pass may be short, and `counts` says which of its rows are none.
-        mb_inds, counts = processes.deal(
-            batch_inds, args.batch_size, accelerator.process_index, accelerator.num_processes
-        )
+        mb_inds, counts = deal(batch_inds, args.batch_size, accelerator.process_index, accelerator.num_processes)
         # The query and its reference are one text. It makes no difference where the padding is.
         #       tldr_dataset.py#L202-L212
         tokens = torch.cat([train_posts.queries[mb_inds], train_posts.references[mb_inds]], dim=1)
