@@ -1081,7 +1081,7 @@ def load_sources(
     if classifiers.is_foreign(shaping.trained_model):
         score = classifiers.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, dialogues=dialogues)
     elif shaping.trained_model:
-        reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
+        reward_model = models.load_scalar_model(args, "trained_model", tokenizer, frozen=True)
         packing.enable(reward_model.lm_backbone)
         reward_model.to(accelerator.device)
         score = models.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
@@ -1104,7 +1104,7 @@ def load_networks(
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
-        critic = models.load_critic(args, vocab_size, zero_head=True)
+        critic = models.load_critic(args, tokenizer, zero_head=True)
         packing.enable(critic.lm_backbone, share_prefixes=args.ppo.share_prefixes)
     actor_critic = ActorCritic(
         lm_backbone,
@@ -1239,6 +1239,8 @@ def training_state(
 
 def save_models(folder: Path, setup: Setup, actor_critic: ActorCritic, weights: bool = True) -> None:
     """Save the policy, and the critic if there is one. weights: whether theirs are saved, too."""
+    if not errors.is_first_process():
+        return
     args = setup.args
     info = {
         "task": dataclasses.asdict(args.task),

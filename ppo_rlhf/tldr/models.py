@@ -75,6 +75,20 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig | None = N
     return tuple(train_policy.end_ids(tokenizer, own))
 
 
+@torch.no_grad()
+def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
+    """As in pretrained.py; and a model that reads shared prefixes in another way reads each row by itself."""
+    train_policy.check_model(model, base_model, length, vocab_size)
+    if packing.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
+        tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
+        second_half = torch.arange(length, device=model.device) >= length // 2
+        rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])
+        logits = model.get_output_embeddings()(read_tokens(model, rows, vocab_size, slice(None)))
+        if not torch.allclose(logits, model(rows).logits, atol=1e-3):
+            packing.UNFIT.add(type(model.base_model))
+            print(f"--base_model {base_model} does not read shared prefixes as it should: each row is read by itself")
+
+
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:
     """The base model that a script's arguments name, in the precision of its weights."""
     dtype = weights_dtype(args, frozen=frozen)
@@ -174,6 +188,29 @@ def critic_of_classifier(classifier: PreTrainedModel, name: str) -> RewardModel:
     critic = RewardModel(classifier.base_model).to(classifier.dtype)
     critic.reward_head.load_state_dict({"bias": torch.zeros(1), **head.state_dict()})
     return critic_that_learns(critic)
+
+
+def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
+    if not enabled:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+class MixedPrecision(nn.Module):
+    """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
+
+    low_precision = False
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The precision of what is computed within the block."""
+        return mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """For rollouts and evaluations: the precision of the training, no gradients."""
+        with torch.no_grad(), self.autocast():
+            yield
 
 
 class Reference:

@@ -1176,7 +1176,7 @@ def load_networks(
     vocab_size = pretrained.vocabulary_size(tokenizer)
     return join_networks(
         models.load_base_model(args),
-        models.load_critic(args, vocab_size),
+        models.load_critic(args, tokenizer),
         None if args.lora.rank else models.load_base_model(args, frozen=True),
         args=args,
         length=args.task.query_length + args.task.response_length,
@@ -1226,7 +1226,7 @@ def load_scorer(
     if classifiers.is_foreign(args.rewards.trained_model):
         bare = partial(posts.bare, ids=ids)
         return classifiers.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, bare=bare)
-    reward_model = models.load_scalar_model(args, "trained_model", ids.vocab_size, frozen=True)
+    reward_model = models.load_scalar_model(args, "trained_model", tokenizer, frozen=True)
     packing.enable(reward_model.lm_backbone)
     reward_model.to(accelerator.device)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641
@@ -1256,6 +1256,8 @@ def save_models(
 ) -> None:
     """Save policy and critic, both as ordinary models. weights: whether theirs are saved, too."""
     # They open with the library.   ppo.py#L842-L861
+    if not errors.is_first_process():
+        return
     args = setup.args
     info = {
         "base_model": args.base_model,
