@@ -47,12 +47,12 @@ from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 
 @contextlib.contextmanager
-def named(argument: str) -> Iterator[None]:
-    """Within the block, messages about a base model name this argument in its place."""
+def named(argument: str, other: str = "base_model") -> Iterator[None]:
+    """Within the block, messages name this argument in place of another one, that of the base model."""
     try:
         yield
     except InputError as error:
-        raise InputError(str(error).replace("--base_model", f"--{argument}")) from error
+        raise InputError(str(error).replace(f"--{other}", f"--{argument}")) from error
 
 
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -30,7 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ppo_rlhf.train_policy import KeyValueCache
+from ppo_rlhf.train_policy import KeyValueCache, read_tokens
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
@@ -175,6 +175,24 @@ def find_shared(model: nn.Module, tokens: Tensor, mask: Tensor) -> tuple[Tensor,
     ids = tokens.masked_fill(~mask, -1).cpu()
     numbers, order = prefix_tree(ids.gather(1, (ids < 0).int().argsort(dim=1, stable=True)))
     return (numbers, order) if numbers.max() + 1 <= MOST_LEFT * (ids >= 0).sum() else None
+
+
+@torch.no_grad()
+def check_shared_prefixes(model: PreTrainedModel, length: int, vocab_size: int) -> None:
+    """Try two rows of `length` tokens of which the first half is read once. A model that then says something else
+    reads each row by itself.
+    """
+    if not is_packed(model, "shares_prefixes"):
+        return
+    tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
+    second_half = torch.arange(length, device=model.device) >= length // 2
+    rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])
+    logits = model.get_output_embeddings()(read_tokens(model, rows, vocab_size, slice(None)))
+    expected = model(rows).logits
+    difference = (logits - expected).square().mean(2).sqrt()  # (2, length)
+    if not (difference <= 1e-3 * expected.std(2, correction=0)).all():
+        UNFIT.add(type(model.base_model))
+        print(f"{type(model).__name__} does not read shared prefixes as it should: each row is read by itself")
 
 
 def prefix_tree(ids: Tensor) -> tuple[Tensor, Tensor]:
