@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmark import worlds
-from ppo_rlhf import train_reward
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.lib import command_line, learning_curves
 from ppo_rlhf.lib.errors import InputError
 
@@ -194,7 +194,7 @@ def explained_metrics(chapter: int) -> set[str]:
 
 def error_line(function, *args, **kwargs) -> str:
     """The message of the InputError that the call raises: one line."""
-    with pytest.raises((InputError, train_reward.InputError)) as caught:
+    with pytest.raises((InputError, train_policy.InputError, train_reward.InputError)) as caught:
         function(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)

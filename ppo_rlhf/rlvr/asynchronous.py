@@ -202,7 +202,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         if not self.ray:
             return
         n, processes = self.args.ppo.samples_per_prompt, self.accelerator.num_processes
-        _, contexts, noise = rlvr_policy.draw_problems(self.args, self.source, self.ids.pad, round_number)
+        _, _, contexts, noise = rlvr_policy.draw_problems(self.args, self.source, self.ids.pad, round_number)
         requests = {False: (contexts, noise, self.args.task.temperature)}
         if self.args.ppo.advantage == "remax":
             requests[True] = contexts[::n], torch.full_like(noise[::n], 0.5), problems.GREEDY

@@ -164,10 +164,8 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
             while sum(len(each.mask) for each in kept) < wanted:  # one round is enough, unless groups are filtered
                 check_rounds(generated, kept, wanted)
                 # 1. Draw problems. Every process draws the whole round and takes its rows, whole groups.
-                inds, queries, uniforms = (
-                    rows[mine] for rows in draw_problems(args, train_problems, ids.pad, rounds)
-                )
-                groups = rounds * sizes.problems + torch.arange(sizes.batch)[mine] // n  # (local_batch,)
+                draw = draw_problems(args, train_problems, ids.pad, rounds)
+                inds, groups, queries, uniforms = (rows[mine] for rows in draw)
                 queries, uniforms = queries.to(device), uniforms.to(float64_device(device))
 
                 # 2. Generate responses, each up to its first stop id: (local_batch, response_length), as all that
@@ -645,16 +643,17 @@ def kl_in_loss(new_logprobs: Tensor, part: Rollout, exact_kl: Tensor, shaping: R
 
 def draw_problems(
     args: Args, source: problems.Problems, pad_id: int, round_number: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Step 1 for all processes: numbers of the problems (batch,), each n times; prompts (batch, context_length),
-    padded on the left; and random numbers for each token to be sampled (batch, response_length).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Step 1 for all processes: numbers of the problems, each n times, and of their groups, both (batch,); prompts
+    (batch, context_length), padded on the left; random numbers for the tokens to be sampled (batch, response_length).
 
     round_number: rounds before this one, since the run began.
     """
     batch, n = args.ppo.batch_size, args.ppo.samples_per_prompt
     inds = problems.problems_of_batch(len(source), batch // n, round_number, args.seed).repeat_interleave(n)
+    groups = (round_number * batch + torch.arange(batch)) // n
     uniforms = episode_noise(args.seed, round_number, batch, args.task.response_length)
-    return inds, source.batch(inds.tolist(), pad_id), uniforms
+    return inds, groups, source.batch(inds.tolist(), pad_id), uniforms
 
 
 class Sampler:
