@@ -356,14 +356,14 @@ def check_arguments(args: Args) -> None:
     """Raise an InputError where a run would do something else than its arguments say, and not say so."""
     task, ppo, shaping = args.task, args.ppo, args.rewards
     n, advantage = ppo.samples_per_prompt, f"--ppo.advantage {ppo.advantage}"
-    tasks = [task.problems, task.test_problems] if "reasoning_gym" in (shaping.verifier, shaping.format) else []
-    evaluated = [name for name in tasks if problem_rows.evaluates_text(name)]
-    refuse(
-        evaluated and not shaping.evaluate_text,
-        f"--task.problems {', '.join(evaluated)}: its scorer evaluates what the policy writes as Python, with your "
-        f"rights, though only arithmetic, in a process with limits and, where the system offers it, no network; if "
-        f"you accept the risk that is left, add --rewards.evaluate_text",
-    )
+    by_scorer = "reasoning_gym" in (shaping.verifier, shaping.format)
+    for name, source in (("problems", task.problems), ("test_problems", task.test_problems)):
+        refuse(
+            by_scorer and problem_rows.evaluates_text(source) and not shaping.evaluate_text,
+            f"--task.{name} {source}: its scorer evaluates what the policy writes as Python, with your rights, "
+            f"though only arithmetic, in a process with limits and, where the system offers it, no network; if you "
+            f"accept the risk that is left, add --rewards.evaluate_text",
+        )
     refuse(ppo.total_episodes < ppo.batch_size, "--ppo.total_episodes is less than an update of --ppo.batch_size")
     # [V35] verl would train on raw rewards.   core_algos.py#L309-L311
     refuse(n < 2 and ppo.advantage in algebra.IN_GROUPS, f"{advantage} needs --ppo.samples_per_prompt 2 or more")
