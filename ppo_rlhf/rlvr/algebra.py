@@ -173,7 +173,7 @@ def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
 def scores_differ(scores: Tensor, live: Tensor, groups: Tensor) -> Tensor:
     """Which rows are in a group in which the scores of live rows are not all equal. All are (batch,)."""
     # [V34] Scores are all equal if the largest is the smallest. Rounding may make the mean of equal numbers differ
-    #       from them, so their deviations from it would not be exactly 0.
+    #       from them, so their deviations from it would not be exactly 0.   core_algos.py#L267-L330
     largest = by_group(scores.masked_fill(~live, -math.inf), groups, "amax")
     return largest > by_group(scores.masked_fill(~live, math.inf), groups, "amin")
 
