@@ -135,7 +135,8 @@ def sizes_of(settings: dict[str, float]) -> arguments.PpoSizes:
     names = ("batch_size", "nminibatches", "noptepochs", "total_episodes")
     ours = {name: settings[f"ppo.{name}"] for name in names}
     assert all(value == int(value) for value in ours.values())
-    return arguments.ppo_sizes(arguments.PpoArgs(**{name: int(value) for name, value in ours.items()}), 2)
+    ppo = arguments.PpoArgs(**{name: int(value) for name, value in ours.items()})
+    return arguments.ppo_sizes(arguments.Args(ppo=ppo), 2)
 
 
 @pytest.mark.parametrize(("passes", "accumulation", "iterations"), [(4, 2, 1), (8, 8, 1), (4, 2, 3), (6, 1, 2)])

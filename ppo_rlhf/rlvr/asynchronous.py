@@ -169,6 +169,10 @@ class SamplerAhead(rlvr_policy.Sampler):
             for version, tensors in weights.items():
                 self.put(version, tensors)
 
+    @property
+    def computes_as_training(self) -> bool:
+        return is_on_policy(self.args) and super().computes_as_training
+
     def begin_update(self, update: int) -> None:
         """Publish the weights, and ask for all batches that they are to sample."""
         self.update = update
