@@ -77,7 +77,7 @@ def train(args: Args) -> tuple[Path, Path, Path]:
             train_policy.checked(stage_args)
             train_policy.split_evenly("--batch_size", stage_args.batch_size, processes, "processes")
     with several_stages.flags_of("policy", policy_args):
-        tldr_policy.check(policy_args, processes, scores_are_named=False)
+        tldr_policy.ppo_sizes(policy_args, processes, scores_are_named=False)
     with several_stages.flags_of("reward", reward_args):
         tldr_reward.read_data(reward_args, pretrained.load_tokenizer(args.base_model, args.trust_remote_code))
 
@@ -88,7 +88,7 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     reward_folder = stages.train("reward", lambda args: tldr_reward.train(args, stages.timestamp), reward_args)
     rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder))
     policy_args = dataclasses.replace(policy_args, base_model=base_model, rewards=rewards)
-    policy_folder = stages.train("policy", lambda args: tldr_policy.train(args, stages.joint), policy_args)
+    policy_folder = stages.train("policy", lambda args: tldr_policy.train(args, stages.timestamp), policy_args)
     if stages.accelerator.is_main_process:
         report(stages)
     stages.accelerator.wait_for_everyone()
