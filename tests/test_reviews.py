@@ -258,9 +258,8 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, t
     flags += "--save_interval 1 --eval_interval 0 --eval_posts 2 --trace_interval 0 --lora.rank 2"
     SEEN.clear()
     run = trained(tldr_policy, tmp_path, flags.split())
-    _, first, second, *updates = SEEN[:5]  # after the trial; 8 summaries are sampled at a time
-    assert (len(first), [len(update) for update in updates]) == (8, [8, 8])
-    scores = (first + second)[:12]
+    _, scores, *updates = SEEN[:4]  # after the trial
+    assert [len(said) for said in (scores, *updates)] == [12, 8, 8]
     mean, std = statistics.fmean(scores), statistics.pstdev(scores)
     for row, said in zip(metrics_of(run), updates, strict=True):
         assert row["objective/function_score"] == pytest.approx(statistics.fmean(said), rel=1e-6)
@@ -271,6 +270,8 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, t
         assert "".join(row["query"].split()) == "".join(
             post["post"].split()
         )  # the tokenizer's texts have more spaces
+        for summary, score in (("response", "scores"), ("reference", "reference_scores")):
+            assert row[score] == pytest.approx((1000 + 7 * len(row[summary]) - mean) / std, abs=1e-4)
 
     SEEN.clear()
     trained(tldr_policy, tmp_path, f"--resume {run} --ppo.total_episodes 24".split())
