@@ -207,7 +207,7 @@ def test_a_reward_model_reads_a_post_and_a_summary_in_its_template(tmp_path):
     task = posts.TaskArgs(query_length=256, response_length=64, **chat)
     args = tldr_policy.Args(task=task, rewards=tldr_policy.RewardsArgs(trained_model=folder))
     assert tldr_policy.has_own_scale(args.rewards)
-    score = tldr_policy.load_scorer(args, policy, ids, Accelerator(cpu=True))
+    score = tldr_policy.load_scorer(args, policy, ids, torch.device("cpu"))
     row = in_template(turns(IN_LETTERS, "It sleeps.", system="Sum up."), judge)
     scores = score(found.queries, found.references, found.references)
     assert scores.tolist() == pytest.approx(said_alone(folder, [row]), abs=1e-5)
