@@ -114,7 +114,7 @@ ARGUMENTS = {
         "--policy.ppo.batch_size 18 --policy.ppo.nminibatches 2",
         *("policy.ppo.batch_size 18", "whiten_groups x nminibatches", "20 does"),
     ),
-    "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "--ppo.batch_size 32 is enough"),
+    "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "32 is enough"),
     "labels are not whole batches": both("--reward.num_train 15", "num_train 15", "--reward.num_train 8 is"),
     "no labels": reward("--label_dataset no.json", "--label_dataset no.json"),
     "more labels held out than there are": reward(
