@@ -300,7 +300,8 @@ def reads_rows(
     """Whether a model is called with rows, as the scripts call it, and with an empty cache or with none."""
     if more or input_ids is None or attention_mask is None or position_ids is None:
         return False
-    mask_fits = attention_mask.is_floating_point() and attention_mask.shape[:3] == (len(input_ids), 1, input_ids.shape[1])
+    batch, length = input_ids.shape
+    mask_fits = attention_mask.is_floating_point() and attention_mask.shape[:3] == (batch, 1, length)
     is_empty = isinstance(past_key_values, KeyValueCache) and not past_key_values.is_initialized
     cache_fits = is_empty or (past_key_values is None and use_cache is False)
     return mask_fits and cache_fits and position_ids.shape == input_ids.shape
