@@ -228,15 +228,19 @@ def test_other_calls_reach_the_library(tiny_models, any_width):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_model_that_shares_otherwise_is_refused(tiny_models, monkeypatch, wrong):
     """Such as one whose positions go on after each response."""
-    model, right = tiny_models("gpt2"), packing.as_line
-    packing.enable(model, share_prefixes=True)
+    right = packing.rows_to_line
 
-    def with_other_positions(input_ids, position_ids, *more):
-        later = torch.arange(len(input_ids)).unsqueeze(1) * (position_ids >= CONTEXT)
-        return right(input_ids, position_ids + later, *more)
+    def with_other_positions(backbone, inputs, options):
+        if packing.reads_rows(**options):
+            later = torch.arange(2).unsqueeze(1) * (options["position_ids"] >= CONTEXT)
+            options = options | {"position_ids": options["position_ids"] + later}
+        return right(backbone, inputs, options)
 
     if wrong:
-        monkeypatch.setattr(packing, "as_line", with_other_positions)
+        monkeypatch.setattr(packing, "rows_to_line", with_other_positions)
+    model = tiny_models("gpt2")
+    packing.enable(model, share_prefixes=True)
+    if wrong:
         assert "--ppo.no-share_prefixes" in error_line(packing.check_shared_prefixes, model, 24, VOCAB)
     else:
         packing.check_shared_prefixes(model, 24, VOCAB)

@@ -268,19 +268,48 @@ def check_shared_prefixes(model: PreTrainedModel, length: int, pad_id: int) -> N
 def rows_to_line(
     backbone: PreTrainedModel, inputs: tuple, options: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """Before a call of a packed model: the call with the line of the rows' tokens; None if it stays as it is.
+    """Before a call of a packed model with rows: the call with their tokens one after the other, in a line.
 
-    It takes a mask of numbers to be one of `causal_mask`.
+    None if the call stays as it is. A mask of numbers is taken for one of `causal_mask`. An empty cache gets the keys
+    and values of the real tokens, in their columns. Ids and positions of padding are never read. With shared
+    prefixes, the line has tokens that are repeated only once: of a group of responses [prompt, response 1, ...,
+    response n]. Positions start again after the prompt, and attention gets whole rows.
     """
     if inputs or not reads_rows(**options):
         return None
-    input_ids, cache = options["input_ids"], options.get("past_key_values")
+    input_ids, position_ids, cache = options["input_ids"], options["position_ids"], options.get("past_key_values")
+    device, (batch, length) = input_ids.device, input_ids.shape
     # The last position of a row sees all real tokens, and itself. So it is read, even if it is padding.
-    mask = options["attention_mask"][:, 0, -1, : input_ids.shape[1]] == 0
+    mask = options["attention_mask"][:, 0, -1, :length] == 0  # (batch, length)
     shared = find_shared(backbone, input_ids, mask) if cache is None else None
     if not shared and not backbone.is_packed:
         return None
-    return (), as_line(input_ids, options["position_ids"], mask, cache, shared)
+    real = mask.cpu()  # waits for the device, because what is computed depends on the lengths of rows
+    lengths, order = real.sum(1).sort(descending=True, stable=True)
+    rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
+    rows, numbers, first = order[rows], torch.arange(len(rows)), slice(None)
+    if shared:
+        # [V120] What follows a token changes nothing about it. So repetitions of a token get one place in the line.
+        numbers = shared[0][order][torch.arange(length) < lengths.unsqueeze(1)]  # (rows' tokens,)
+        first = torch.from_numpy(np.unique(numbers, return_index=True)[1])  # (the line's tokens,)
+    tokens = len(numbers[first])
+    # One more token at the end of the line represents all padding. It sees only itself.
+    stand_in = [1] if len(rows) < batch * length else []  # its length
+    places = torch.full((batch, length), tokens).index_put((rows, columns), numbers)
+    line_and_rows = ((numbers, tokens), (first, len(rows)))
+    repeats = shared and [F.pad(x, (0, len(stand_in)), value=end).to(device) for x, end in line_and_rows]
+    rows, columns = rows[first].to(device), columns[first].to(device)
+    line = [F.pad(numbers[rows, columns], (0, len(stand_in))).unsqueeze(0) for numbers in (input_ids, position_ids)]
+    return (), {
+        "input_ids": line[0],
+        "position_ids": line[1],
+        "attention_mask": input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
+        "past_key_values": None if cache is None else LineCache(cache, batch, length, rows, columns),
+        "use_cache": cache is not None,
+        "row_groups": plan_groups([*lengths.tolist(), *stand_in], device),  # these two for `attention`
+        "repeats": repeats,
+        "places": places.to(device),  # in the line of each token of the rows, for line_to_rows: (batch, length)
+    }
 
 
 def line_to_rows(
@@ -305,50 +334,6 @@ def reads_rows(
     is_empty = isinstance(past_key_values, KeyValueCache) and not past_key_values.is_initialized
     cache_fits = is_empty or (past_key_values is None and use_cache is False)
     return mask_fits and cache_fits and position_ids.shape == input_ids.shape
-
-
-def as_line(
-    input_ids: Tensor,
-    position_ids: Tensor,
-    mask: Tensor,
-    cache: KeyValueCache | None,
-    shared: tuple[Tensor, Tensor] | None,
-) -> dict[str, Any]:
-    """What a model is called with, so that it reads the tokens of rows one after the other.
-
-    input_ids, position_ids, mask: (batch, length). The mask is True for real tokens, each of which sees those before
-    it in its row. Ids and positions of padding are never read. cache: if given, it is empty and gets the keys and
-    values of the real tokens, in their columns. shared: as of find_shared; then the line has tokens that are
-    repeated only once: of a group of responses [prompt, response 1, ..., response n]. Positions start again after the
-    prompt, and attention gets whole rows.
-    """
-    device, (batch, length) = mask.device, mask.shape
-    real = mask.cpu()  # waits for the device, because what is computed depends on the lengths of rows
-    lengths, order = real.sum(1).sort(descending=True, stable=True)
-    rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
-    rows, numbers, first = order[rows], torch.arange(len(rows)), slice(None)
-    if shared:
-        # [V120] What follows a token changes nothing about it. So repetitions of a token get one place in the line.
-        numbers = shared[0][order][torch.arange(length) < lengths.unsqueeze(1)]  # (rows' tokens,)
-        first = torch.from_numpy(np.unique(numbers, return_index=True)[1])  # (the line's tokens,)
-    tokens = len(numbers[first])
-    # One more token at the end of the line represents all padding. It sees only itself.
-    stand_in = [1] if len(rows) < batch * length else []  # its length
-    places = torch.full((batch, length), tokens).index_put((rows, columns), numbers)
-    line_and_rows = ((numbers, tokens), (first, len(rows)))
-    repeats = shared and [F.pad(x, (0, len(stand_in)), value=end).to(device) for x, end in line_and_rows]
-    rows, columns = rows[first].to(device), columns[first].to(device)
-    line = [F.pad(numbers[rows, columns], (0, len(stand_in))).unsqueeze(0) for numbers in (input_ids, position_ids)]
-    return {
-        "input_ids": line[0],
-        "position_ids": line[1],
-        "attention_mask": input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
-        "past_key_values": None if cache is None else LineCache(cache, batch, length, rows, columns),
-        "use_cache": cache is not None,
-        "row_groups": plan_groups([*lengths.tolist(), *stand_in], device),  # these two for `attention`
-        "repeats": repeats,
-        "places": places.to(device),  # in the line of each token of the rows, for line_to_rows: (batch, length)
-    }
 
 
 class LineCache:
