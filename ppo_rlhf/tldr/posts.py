@@ -14,8 +14,8 @@ summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1
 
 With `--task.query_format plain`, any prompts and completions can take their place: {"post": prompt, "summary":
 completion}, both read as they are. A completion then begins with its space. The "post" of a comparison may be empty.
-In place of post and summary, a row may have a prompt and a completion, as texts or messages, and a preference, of
-which tldr/preferences.py lists the forms, may take the place of a comparison or, with its chosen answer, of a post.
+In place of post and summary, a row may have a prompt and a completion, as texts or messages, and a preference, in
+one of the forms of train_reward.py, may take the place of a comparison or, with its chosen answer, of a post.
 
 Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
@@ -159,7 +159,7 @@ def fit_query(
     """Token ids of a query whose post is cut until they are at most query_length.
 
     A post loses what follows its last newline, and the newline; one without a newline loses its last character. What
-    is around the post is never cut: if it alone is too long, a ValueError says so. White space at the end of the
+    is around the post is never cut: if it alone is too long, an InputError says so. White space at the end of the
     query has a share in its length, but is left out.
     """
     # [T04] Only the post is cut, line by line, then by characters.   tldr_dataset.py#L125-L151
@@ -179,7 +179,7 @@ def fit_query(
             # [T03] The summary of an article follows the colon too, with a space and no newline between them.
             #       tldr_dataset.py#L298-L313
             return tokens if text == text.rstrip() else encode(text.rstrip())
-    raise ValueError(
+    raise InputError(
         f"query_length {query_length} does not hold a query whose post is empty, of "
         f"{len(encode(format_query('')))} tokens: {format_query('')[:60]!r}"
     )
