@@ -1167,7 +1167,14 @@ def read_preference(row: dict[str, Any]) -> tuple[str, str, str]:
     with: of texts, up to the last "\\n\\nAssistant:" or else up to the last white space; of messages, up to the last
     of the user's.
     """
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    prompt, *answers = split_preference(row.get("prompt"), row["chosen"], row["rejected"])
+    if isinstance(prompt, str):
+        return prompt, *answers
+    return as_text(prompt) + ANSWER, *(as_text(messages).removeprefix(ANSWER) for messages in answers)
+
+
+def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Prompt and the answers to it: three texts, or three lists of messages."""
     if all(isinstance(value, str) for value in (prompt or "", chosen, rejected)):
         if prompt is None:
             prompt = common_prompt(chosen, rejected)
@@ -1188,8 +1195,7 @@ def read_preference(row: dict[str, Any]) -> tuple[str, str, str]:
     for side, messages in answers.items():
         if not messages or messages[0]["role"] != "assistant":
             raise ValueError(f"{side} has no message of the assistant's after the prompt")
-    texts = [as_text(messages).removeprefix(ANSWER) for messages in answers.values()]
-    return as_text(common) + ANSWER, *texts
+    return common, *answers.values()
 
 
 def common_prompt(chosen: str, rejected: str) -> str:
