@@ -245,14 +245,15 @@ def test_groups_divisors_and_whitening_of_chapter_3(half, same, tmp_path):
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     raw = torch.randn(12, 6, generator=generator).double()
     raw[:same] = 0.5
-    whitened, mean, deviation = whiten_by_hand(raw, mask)
+    is_kept = torch.arange(12) != 5
+    whitened, mean, deviation = whiten_by_hand(raw, mask & is_kept.unsqueeze(1))
     minibatches = torch.stack([torch.randperm(half, generator=generator).view(3, -1) for _ in range(2)])
     names = ("tokens", "sequences", "episodes", "right_tokens")
     counts = torch.randint(1, 99, (4, 2, 3), generator=generator)
     zeros = torch.zeros(12, 6)
     tokens = {"scored": mask, "mask": mask.clone(), "logprobs": zeros, "new_logprobs": zeros.clone()}
     tokens |= {"rewards": scores.unsqueeze(1) * last, "advantages": whitened, "raw_advantages": raw}
-    episodes = {"scores": scores, "groups": torch.arange(12) // 3, "kept": torch.arange(12) != 5, "baselines": drawn}
+    episodes = {"scores": scores, "groups": torch.arange(12) // 3, "kept": is_kept, "baselines": drawn}
     epochs = dict(zip(names, counts, strict=True)) | {
         "minibatches": minibatches,
         "new_logprobs": torch.zeros(2, 12, 6),

@@ -61,8 +61,8 @@ def read(run_folder: Path, update: int) -> Trace:
     settings = derivation.settings_of(meta["args"], meta["script"])
     if settings["chapter"] == 2:
         tokens["mask"] = tokens.pop("scored")
-    statistics = statistics_of(tokens, epochs, settings, meta["args"]["ppo"])
-    statistics |= {name: episodes.pop(name) for name in ("kept", "baselines") if name in episodes}
+    statistics = {name: episodes.pop(name) for name in ("kept", "baselines") if name in episodes}
+    statistics |= statistics_of(tokens, epochs, statistics.get("kept"), settings, meta["args"]["ppo"])
     tokens |= derived_tokens(tokens, epochs, settings)
     queries, responses = texts.pop("queries"), [pieces(row) for row in texts.pop("beginnings")]
     # The first episodes, and others of their groups.
@@ -126,10 +126,12 @@ def derived_tokens(tokens: Tensors, epochs: Tensors, settings: dict[str, Any]) -
 # ---- What episodes share ---------------------------------------------------------------------------------------
 
 
-def statistics_of(tokens: Tensors, epochs: Tensors, settings: dict[str, Any], ppo: dict[str, Any]) -> Tensors:
+def statistics_of(
+    tokens: Tensors, epochs: Tensors, is_kept: Tensor | None, settings: dict[str, Any], ppo: dict[str, Any]
+) -> Tensors:
     """Divisors of losses, means and deviations of whitening: (rows,) or (rows, epochs) under each name.
 
-    ppo: the arguments of that name.
+    is_kept: (rows,) bool, False for those that chapter 3 has left out whole. ppo: the arguments of that name.
     """
     rows, length = tokens["ids"].shape
     if settings["chapter"] == 1:
@@ -154,7 +156,8 @@ def statistics_of(tokens: Tensors, epochs: Tensors, settings: dict[str, Any], pp
     places = (minibatches.unsqueeze(3) == torch.arange(rows)).any(2).int().argmax(1)
     found = {name: table.gather(1, places).T for name, table in numbers.items()}
     if "raw_advantages" in tokens:  # chapter 3 whitens the whole batch
-        of_batch = line(tokens["raw_advantages"], tokens["advantages"], tokens["scored"].bool())
+        mask = tokens["scored"].bool() & is_kept.bool().unsqueeze(1)
+        of_batch = line(tokens["raw_advantages"], tokens["advantages"], mask)
         for name, number in zip(("advantage_mean", "advantage_deviation"), of_batch, strict=True):
             found[name] = number.expand(rows)
     return found
