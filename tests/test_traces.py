@@ -1,6 +1,5 @@
 """Traces: they hold the numbers of the run, change nothing in it, leave nothing when off, and survive a resume."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -16,7 +15,6 @@ from runs import (
     only,
     policy_arguments,
     posts_arguments,
-    rows_of,
     samples_of,
     sums_arguments,
     trained,
@@ -78,11 +76,6 @@ def score(queries, responses, answers=None):
     if os.environ.get("FAILS") == os.environ.get("RANK", "0") and max(updates(), default=0) > 0:
         raise TimeoutError("no answer")
     return [float(sum(map(str.isalnum, response)) % 2) for response in responses]
-
-def own(queries, responses):
-    if len(responses) > 2:  # it is tried with two
-        raise TimeoutError("no answer")
-    return [1.0] * len(responses)
 """
 
 
@@ -90,10 +83,7 @@ def own(queries, responses):
     ("script", "processes"), [("train_policy.py", 2), ("tldr/policy.py", 1), ("rlvr/policy.py", 1)]
 )
 def test_a_function_that_fails_costs_no_update(script, processes, tiny_world, tiny_posts, tiny_sums, tmp_path):
-    """It fails in the second update, of two processes on one; a trace does not call it. No checkpoint is due.
-
-    In chapter 2, a monitor that fails is NaN.
-    """
+    """It fails in the second update, of two processes on one; a trace does not call it. No checkpoint is due."""
     (tmp_path / "failing.py").write_text(FAILING)
     flags = "--ppo.batch_size 16 --ppo.total_episodes 32 --ppo.nminibatches 1 --save_interval 0 --trace_interval 1 "
     if script == "train_policy.py":
@@ -101,7 +91,7 @@ def test_a_function_that_fails_costs_no_update(script, processes, tiny_world, ti
         flags += "--rewards.function failing:score"
     elif script == "tldr/policy.py":
         arguments = [*posts_arguments(tiny_posts), "--base_model", f"{tiny_posts}/model"]
-        flags += "--rewards.function failing:score --rewards.monitor failing:own --eval_posts 4 --eval_interval 1"
+        flags += "--rewards.function failing:score --eval_posts 4 --eval_interval 1"
     else:
         arguments = sums_arguments(tiny_sums)
         flags += "--rewards.verifier failing:score"
@@ -114,14 +104,6 @@ def test_a_function_that_fails_costs_no_update(script, processes, tiny_world, ti
     results = launch_together(processes, script, "--resume", str(run), folder=tmp_path)
     assert [result.status for result in results] == [0] * processes, results
     assert [row["step"] for row in metrics_of(run)] == [0, 1]
-    if script == "rlvr/policy.py":
-        return
-    for row in metrics_of(run):
-        assert {name for name, value in row.items() if math.isnan(value)} == {name for name in row if "own" in name}
-    for file in (run / "meta.json", *run.glob("checkpoints/*/state.json")):  # JSON has no NaN
-        json.loads(file.read_text(), parse_constant=pytest.fail)
-    for table in run.glob("evaluation.jsonl"):
-        assert [row["own"] for row in rows_of(table)] == [None] * 4
     assert page.render(page.read_run(run))
 
 
