@@ -313,7 +313,8 @@ def print_row(row: dict[str, Any]) -> None:
         if isinstance(value, str):
             numbers = {key.removeprefix(f"{name} "): x for key, x in row.items() if key.startswith(f"{name} ")}
             print(f"{name:9}  {value.strip()!r}")
-            print(" " * 9, *(f"{key} {number:+.2f}" for key, number in numbers.items()), sep="  ")
+            if numbers:
+                print(" " * 9, *(f"{key} {number:+.2f}" for key, number in numbers.items()), sep="  ")
         elif isinstance(value, float) and " " not in name:
             print(f"{name:9}  {value:+.2f}")
 
