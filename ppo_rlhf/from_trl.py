@@ -59,8 +59,8 @@ def convert(args: Args) -> None:
 def load(folder: Path) -> tuple[PreTrainedModel, RewardModel]:
     """The language model, and a critic of its own whose value is the head's, both in float32 and eval mode.
 
-    Raises an InputError if the folder has no value head, weights that do not fit config.json, parts elsewhere, or a
-    pickle with more than tensors.
+    Raises an InputError if the folder has no value head, weights that do not fit config.json, or a pickle with more
+    than tensors.
     """
     with input_errors(f"{folder} cannot be read as a model with a value head"):
         if not (folder / "config.json").is_file():
@@ -98,9 +98,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         if (folder / name).is_file():
             return read_file(folder / name)
         if index.is_file():
-            parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if outside := [part for part in parts if Path(part).name != part]:
-                raise ValueError(f"{index.name} names {outside[0]}; all parts must be in the folder itself")
+            parts = set(json.loads(index.read_text())["weight_map"].values())
             return {name: tensor for part in parts for name, tensor in read_file(folder / part).items()}
     raise ValueError("it has neither model.safetensors nor pytorch_model.bin, nor an index of their parts")
 

@@ -85,15 +85,12 @@ class Args(Arguments):
 ADDRESS = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?(/[\w.~%/+-]*)?", re.ASCII | re.IGNORECASE)
 
 
-def check_arguments(args: Args) -> Args:
-    """The same arguments, if they can be meant."""
-    args = checked(args)
+def check_arguments(args: Args) -> None:
     by_endpoint = bool(args.endpoint.url and args.endpoint.model)
     if bool(args.gold) == by_endpoint:
         raise InputError("the judge: give either --gold, or --endpoint.url and --endpoint.model")
     if by_endpoint and not ADDRESS.fullmatch(args.endpoint.url):  # it is not shown, because it may hold a password
         raise InputError("--endpoint.url: must be like http://localhost:8000/v1, without user, password or query")
-    return args
 
 
 # ---- The comparison --------------------------------------------------------------------------------------------
@@ -106,7 +103,8 @@ def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
 
     Raises InputError if no row can be judged.
     """
-    args = check_arguments(args)
+    args = checked(args)
+    check_arguments(args)
     folder = results_folder(args)
     pairs, unit = read_pairs(args)
     if args.gold:
@@ -321,7 +319,8 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
     client = openai.OpenAI(base_url=args.url, api_key=api_key, max_retries=RETRIES)
 
     def reply_to(text: str) -> str:
-        try:
+        # An answer may also break the protocol.
+        with input_errors(f"--endpoint.url {args.url} (the same command continues where this one stopped)"):
             answer = client.chat.completions.create(
                 model=args.model,
                 messages=[{"role": "user", "content": text}],
@@ -329,13 +328,6 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
                 max_completion_tokens=args.max_completion_tokens,
             )
             reply = written(answer.choices[0].message.content)
-        # The last four errors come from reading an answer that does not follow the protocol.
-        except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError) as error:
-            said = error.__cause__ or error
-            raise InputError(
-                f"--endpoint.url {args.url}: {type(error).__name__}: {said}; the same command continues where this "
-                f"one stopped"
-            ) from error
         # One write appends a whole line, so threads need no lock. The line break comes first, in case the line before
         # was cut.
         with cache.open("a", encoding="utf-8") as file:
@@ -358,11 +350,8 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
 
 def written(content: str | list[dict[str, Any]] | None) -> str:
     """The text of a message, which some servers send in parts, such as thoughts and text."""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    if not isinstance(content, str | None):
-        raise TypeError(f"the content of its message is a {type(content).__name__}, not a text")
-    return content or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def read_cache(cache: Path) -> dict[str, str]:

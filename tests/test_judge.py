@@ -208,7 +208,7 @@ def test_without_a_key_and_without_a_temperature(server, monkeypatch):
     [
         ("wrong key", (401, '{"error": {"message": "wrong key"}}')),
         ("JSONDecodeError", (200, "{")),
-        ("is a dict, not a text", {"text": "Preferred: A"}),
+        ("expected str instance, dict found", {"text": "Preferred: A"}),
     ],
 )
 def test_what_may_pass_is_asked_again_and_another_answer_ends_in_a_line(server, reason, said):
@@ -216,7 +216,7 @@ def test_what_may_pass_is_asked_again_and_another_answer_ends_in_a_line(server, 
     refused = {0: (503, ""), 6: said}
     server.behave = lambda number, text: refused.get(number) or truth(number, text)
     line = error_line(ask, server)
-    assert line.startswith(f"--endpoint.url {server.url}: ") and reason in line
+    assert line.startswith(f"--endpoint.url {server.url} (") and reason in line
     assert cached() == 5 and sorted(os.listdir("run")) == ["evaluation.jsonl", "judge_cache.jsonl"]
     ask(server)
     assert results() == OUTCOMES[:3] and len(server.payloads) == 8 and cached() == 6

@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from pydantic import NonNegativeInt
 
-from ppo_rlhf import judge
+from ppo_rlhf import judge, train_both
 from ppo_rlhf.tldr import (
     models,
     policy as tldr_policy,
@@ -32,7 +32,6 @@ from ppo_rlhf.tldr import (
     reward_functions,
     sft as tldr_sft,
 )
-from ppo_rlhf.train_both import begin, messages_of, parse, part_args, print_row, train_part
 from ppo_rlhf.train_policy import (
     Arguments,
     InputError,
@@ -94,19 +93,21 @@ def train(args: Args) -> tuple[Path, Path, Path]:
     Raises InputError, a ValueError, before the first stage starts if anything is wrong with the arguments of any.
     """
     args = checked(args)
-    with messages_of("policy", args.policy):
+    with train_both.messages_of("policy", args.policy):
         accelerator = make_accelerator(args.policy.dtype)
-    sft_args, reward_args, policy_args = (part_args(args, part) for part in (args.sft, args.reward, args.policy))
+    sft_args, reward_args, policy_args = (
+        train_both.part_args(args, part) for part in (args.sft, args.reward, args.policy)
+    )
     check(sft_args, reward_args, policy_args, accelerator)
-    timestamp = begin(args, accelerator)
+    timestamp = train_both.begin(args, accelerator)
 
-    sft_folder = train_part(tldr_sft, "sft", sft_args, timestamp, accelerator)
+    sft_folder = train_both.train_part(tldr_sft, "sft", sft_args, timestamp, accelerator)
     base_model = os.path.relpath(sft_folder)
     reward_args = dataclasses.replace(reward_args, base_model=base_model)
-    reward_folder = train_part(tldr_reward, "reward", reward_args, timestamp, accelerator)
+    reward_folder = train_both.train_part(tldr_reward, "reward", reward_args, timestamp, accelerator)
     rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder))
     policy_args = dataclasses.replace(policy_args, base_model=base_model, rewards=rewards)
-    policy_folder = train_part(tldr_policy, "policy", policy_args, timestamp, accelerator)
+    policy_folder = train_both.train_part(tldr_policy, "policy", policy_args, timestamp, accelerator)
 
     if accelerator.is_main_process:
         report(sft_folder, reward_folder, policy_folder)
@@ -130,12 +131,12 @@ def check(
             f"of its own"
         )
     for kind, part in (("sft", sft_args), ("reward", reward_args)):
-        with messages_of(kind, part):
+        with train_both.messages_of(kind, part):
             split_evenly("--batch_size", part.batch_size, processes, "processes")
-    with messages_of("policy", policy_args):
+    with train_both.messages_of("policy", policy_args):
         tldr_policy.ppo_sizes(policy_args, processes, scores_are_named=False)
     tokenizer = models.load_tokenizer(policy_args.base_model, policy_args.trust_remote_code)
-    with messages_of("policy", policy_args):
+    with train_both.messages_of("policy", policy_args):
         ids = posts.task_ids(policy_args.task, tokenizer)
         of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
         reward_functions.load_monitor(policy_args.rewards.monitor, tldr_policy.TAKEN, of_texts)
@@ -144,7 +145,7 @@ def check(
         if policy_args.lora.rank:
             base = load_pretrained(policy_args.base_model, torch.float32, policy_args.trust_remote_code)
             models.add_adapters(base, policy_args.lora, policy_args.seed)
-    with messages_of("reward", reward_args):
+    with train_both.messages_of("reward", reward_args):
         tldr_reward.read_data(reward_args, tokenizer)
 
 
@@ -184,7 +185,7 @@ def report(*models_of_stages: Path) -> None:
     )
     print("\nHeld-out posts, summarised after SFT and after PPO")
     for row in rows[:4]:
-        print_row(row)
+        train_both.print_row(row)
     print("", *sentences, "", sep="\n")
     print(f"summaries   {policy_run}/evaluation.jsonl")
     print(
@@ -232,4 +233,4 @@ def compare_by_gold(function: str, sft_run: str, policy_run: str, posts: int) ->
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse(presets=PRESETS, description=__doc__)))
+    run_script(lambda: train(train_both.parse(presets=PRESETS, description=__doc__)))
