@@ -514,6 +514,8 @@ def test_a_call_of_train_refuses_it_too(script, in_a_fresh_folder):
 def test_an_argument_has_the_name_of_its_stage():
     """Those of all stages, and of none here, have their own."""
     with pytest.raises(InputError) as caught, messages_of("policy", train_policy.Args()):
-        raise train_reward.InputError("--rewards.kl_coef 1, ppo.lr, --task.temperature, --base_model, lr, lora.rank")
-    named = "--policy.rewards.kl_coef 1, policy.ppo.lr, --task.temperature, --base_model, lr, lora.rank"
+        raise train_reward.InputError(
+            "--rewards.kl_coef 1, ppo.lr, --task.temperature, --base_model, a dtype, lora.rank"
+        )
+    named = "--policy.rewards.kl_coef 1, policy.ppo.lr, --task.temperature, --base_model, a dtype, lora.rank"
     assert str(caught.value) == named

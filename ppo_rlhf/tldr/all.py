@@ -126,17 +126,13 @@ def check(
     processes = accelerator.num_processes
     names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
     if len(set(names)) < len(names):
-        raise InputError(
-            f"--sft.exp_name, --reward.exp_name and --policy.exp_name are {', '.join(names)}; give each stage a name "
-            f"of its own"
-        )
+        raise InputError(f"the exp_names of the stages are {', '.join(names)}; give each stage a name of its own")
     for kind, part in (("sft", sft_args), ("reward", reward_args)):
         with train_both.messages_of(kind, part):
             split_evenly("--batch_size", part.batch_size, processes, "processes")
     with train_both.messages_of("policy", policy_args):
         tldr_policy.ppo_sizes(policy_args, processes, scores_are_named=False)
-    tokenizer = models.load_tokenizer(policy_args.base_model, policy_args.trust_remote_code)
-    with train_both.messages_of("policy", policy_args):
+        tokenizer = models.load_tokenizer(policy_args.base_model, policy_args.trust_remote_code)
         ids = posts.task_ids(policy_args.task, tokenizer)
         of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
         reward_functions.load_monitor(policy_args.rewards.monitor, tldr_policy.TAKEN, of_texts)
