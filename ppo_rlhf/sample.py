@@ -137,13 +137,12 @@ class Comparison:
         if info.get("kind") != "policy":
             argument = "--task_of" if args.task_of else "--policy"
             raise InputError(f"{argument} {folder} is a {info.get('kind')}, not a policy that was trained here")
-        with train_policy.input_errors(f"{folder}/ppo_rlhf.json was damaged"):
-            saved_task, base_model, reward_model = (info[name] for name in ("task", "base_model", "reward_model"))
+        damaged = f"{folder}/ppo_rlhf.json is of another version"
+        with train_policy.input_errors(damaged):
+            base_model, reward_model = info["base_model"], info["reward_model"]
             function, monitor = info["function"], info["monitor"]
-        self.chapter = next((chapter for field, chapter in CHAPTERS.items() if field in saved_task), train_policy)
-        self.task = task = train_policy.from_json(
-            self.chapter.TaskArgs, json.dumps(saved_task), f"{folder}/ppo_rlhf.json was damaged: "
-        )
+            self.chapter = next(chapter for field, chapter in CHAPTERS.items() if field in info["task"])
+        self.task = task = train_policy.from_json(self.chapter.TaskArgs, json.dumps(info["task"]), f"{damaged}: ")
         evaluated = [task.problems, task.test_problems] if function == "reasoning_gym" else []
         runs_code = any(map(problem_rows.evaluates_text, evaluated)) or not rewards.keeps_nothing(function, monitor)
         if runs_code and not (trust or trusted):

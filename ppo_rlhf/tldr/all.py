@@ -15,7 +15,6 @@ import json
 import os
 import types
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,14 +23,7 @@ from accelerate import Accelerator
 from pydantic import NonNegativeInt
 
 from ppo_rlhf import judge, train_both
-from ppo_rlhf.tldr import (
-    models,
-    policy as tldr_policy,
-    posts,
-    reward as tldr_reward,
-    reward_functions,
-    sft as tldr_sft,
-)
+from ppo_rlhf.tldr import models, policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 from ppo_rlhf.train_policy import (
     Arguments,
     InputError,
@@ -134,8 +126,8 @@ def check(
         tldr_policy.ppo_sizes(policy_args, processes, scores_are_named=False)
         tokenizer = models.load_tokenizer(policy_args.base_model, policy_args.trust_remote_code)
         ids = posts.task_ids(policy_args.task, tokenizer)
-        of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
-        reward_functions.load_monitor(policy_args.rewards.monitor, tldr_policy.TAKEN, of_texts)
+        if policy_args.rewards.monitor:
+            posts.text_scorer(policy_args.rewards.monitor, "rewards.monitor", tokenizer, ids)
         if policy_args.rewards.value_model:
             models.load_scalar_model(policy_args, "value_model", tokenizer)
         if policy_args.lora.rank:
