@@ -47,7 +47,7 @@ else:  # this file is run, and its neighbours are next to it
 
 @dataclass(frozen=True, kw_only=True)
 class Args(train_policy.Arguments):
-    script: ClassVar[str] = "train_both"
+    script: ClassVar[str] = "train_both"  # begins the name of the file that keeps the arguments
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     seed: NonNegativeInt = 1

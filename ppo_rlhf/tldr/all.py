@@ -43,7 +43,7 @@ tldr_policy.train = lambda args, timestamp: OLD.train(args, JOINT | {"timestamp"
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Arguments):
-    script: ClassVar[str] = "tldr_all"
+    script: ClassVar[str] = "tldr_all"  # begins the name of the file that keeps the arguments
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     seed: NonNegativeInt = 44413
