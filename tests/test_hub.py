@@ -194,7 +194,8 @@ def cache(filled, tmp_path, monkeypatch) -> Path:
             str(folder_of(cache, name)) if name == posts.POSTS_REPOSITORY else name, *words, **options
         )
 
-    monkeypatch.setattr(posts, "load_dataset", load)
+    for module in (datasets, posts):
+        monkeypatch.setattr(module, "load_dataset", load)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "tables")
     return cache

@@ -234,7 +234,7 @@ def test_a_task_that_evaluates_text_needs_a_flag(name):
         rlvr_arguments.check_arguments(dataclasses.replace(preset, task=task, rewards=shaping))
 
     for judge in ("verifier", "format"):
-        with pytest.raises(InputError, match=rf"^--task.{name} reasoning_gym:countdown,size=9: .*evaluate_text$"):
+        with pytest.raises(InputError, match=r"^--task\.\w+ reasoning_gym:countdown,size=9: .*evaluate_text$"):
             check(**{judge: "reasoning_gym"})
         check(**{judge: "reasoning_gym"}, evaluate_text=True)
     check(verifier="exact")

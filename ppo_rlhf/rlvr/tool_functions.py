@@ -69,7 +69,7 @@ class OwnTool:
         """field: the argument that names it, for messages."""
         self.name, self.failure_shown = name, False
         self.worker = confined_worker.Worker(name, computing=0, seconds=SECONDS, confined=False)
-        with input_errors(f"--{field} {name} must be package.module:name of a function of a text"):
+        with input_errors(f"--{field} {name}: give package.module:name of a function of a text"):
             self.worker.start()
 
     def __call__(self, call: str) -> str:
