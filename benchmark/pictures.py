@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 from playwright.sync_api import sync_playwright
 
 from benchmark import pages
-from ppo_rlhf.lib import errors, files, learning_curves, run
+from ppo_rlhf.lib import errors, files, run
 from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import __main__ as report
+from ppo_rlhf.report import __main__ as report, learning_curves
 
 ROOT = Path(__file__).parents[1]
 STATIC = ROOT / "static"

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 from whole_runs import Whole, check_same
 
-from ppo_rlhf import sample
-from ppo_rlhf.lib import several_stages
+from ppo_rlhf import sample, train_both
 from ppo_rlhf.tldr import (
     all as tldr_all,
     policy as tldr_policy,
@@ -383,19 +382,22 @@ def test_a_resumed_run_gives_the_same_numbers(run, stage, request, tmp_path):
 
 
 def test_all_three_are_resumed_where_they_began_with_their_arguments(all_three, tmp_path, monkeypatch):
+    def parse(*words: Any) -> tldr_all.Args:
+        return train_both.parse(["--resume", *map(str, words)], tldr_all.PRESETS)
+
     copy = all_three.copy(tmp_path / "copy")
     run = run_of("reward", copy)
     monkeypatch.chdir(copy.folder)
-    args = tldr_all.parse(["--resume", f"runs/{run.name}/"])
+    args = parse(f"runs/{run.name}/")
     assert (args.sft.lr, args.reward.batch_size, args.task.eval_temperature) == (0.03, 20, 1e-6)
-    with pytest.raises(InputError, match=r"--reward\.lr: --resume takes the arguments with which tldr/all\.py began"):
-        tldr_all.parse(["--resume", f"runs/{run.name}", "--reward.lr", "1"])
+    with pytest.raises(InputError, match=r"--reward\.lr: --resume takes the arguments with which tldr_all began"):
+        parse(run, "--reward.lr", 1)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=f"resume in {copy.folder}, where it began"):
-        tldr_all.parse(["--resume", str(run)])
+        parse(run)
     only(copy.folder, "runs/*.json").unlink()
-    with pytest.raises(InputError, match=r"tldr/all\.py did not start that run; resume it with its own script"):
-        tldr_all.parse(["--resume", str(run)])
+    with pytest.raises(InputError, match="is not the folder of a run that tldr_all began"):
+        parse(run)
 
 
 @pytest.mark.parametrize("shorter", ["sft", "policy"])
@@ -405,9 +407,7 @@ def test_the_summary_says_what_happened(all_three, tmp_path, capsys, shorter):
     runs = {name: run_of(name, copy) for name in SCRIPTS}
     file = runs[shorter] / "evaluation.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
-    stages = several_stages.Stages(tldr_all.SCRIPT, tldr_all.Args(), *runs)
-    stages.folders = runs
-    tldr_all.report(stages)
+    tldr_all.report(*map(copy.model, SCRIPTS))
     said = capsys.readouterr().out
     sft, policy = (table_of(stage, copy)[:5] for stage in ("sft", "policy"))
     queries = [row["query"] for row in policy]
