@@ -42,10 +42,7 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import flatten
-from ppo_rlhf.lib.pretrained import read_info
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.train_policy import InputError, flatten, read_info, read_meta, run_script
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds
@@ -255,7 +252,4 @@ def main(args: Args, tool_arguments: list[str]) -> int:
 if __name__ == "__main__":
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
-    try:
-        sys.exit(main(tyro.cli(Args, args=words[:split], description=__doc__), words[split + 1 :]))
-    except (InputError, OSError) as error:
-        exit_with(str(error))
+    run_script(lambda: sys.exit(main(tyro.cli(Args, args=words[:split], description=__doc__), words[split + 1 :])))
