@@ -201,7 +201,7 @@ def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
 def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
     """The published command: our runs against OpenAI's, all metrics, one column per task."""
     if "elapsed/time" not in ours[0].table:
-        raise InputError("runs of chapters 2 and 3 have other metrics: name them after two dashes, as README.md says")
+        raise InputError("runs of chapters 2 and 3 have other metrics: openrlbenchmark.sh names them")
     presets = sorted({run.config["preset.value"] for run in ours}, key=lambda preset: preset != "sentiment")
     names = sorted({run.config["exp_name.value"] for run in ours})
     columns = max(1, 6 // len(presets)) * len(presets)  # a metric's panels side by side, about six in a line
