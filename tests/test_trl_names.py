@@ -13,10 +13,10 @@ import torch
 from runs import ROOT
 from transformers import TrainingArguments
 
-from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.loop import PPO
 from ppo_rlhf.rlvr import arguments, asynchronous, tools
 from ppo_rlhf.tldr import policy
+from ppo_rlhf.train_policy import flatten
 
 PAGE = (ROOT / "docs/reference/trl.md").read_text()
 # What those releases call their arguments, verl's in short; with the defaults of TRL's, null where there is none.
@@ -109,7 +109,7 @@ def test_statistics_exist(tiny_models, tiny_tokenizer):
     ppo.step(ppo.generate(["a cat", "b"]), [1.0, 2.0])
     batch = ppo.generate(["a cat", "b"])
     metrics, rollout = ppo.step(batch, [1.0, 2.0]), batch.rollout
-    of_trl = -0.5 * (rollout.logprobs - rollout.ref_logprobs)[rollout.mask].mean().item()
+    of_trl = -0.5 * (rollout.logprobs - batch.ref_logprobs)[rollout.mask].mean().item()
     ours = metrics["objective/non_score_reward"]
     assert ours == pytest.approx(of_trl * metrics["objective/response_length"], rel=1e-5) and abs(ours) > 1e-3
     rows = rows_of("Statistics of TRL 0.11")

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.tldr import classifiers, packing
+from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import (
     PAD_TOKEN,
     Arguments,
@@ -71,28 +71,21 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig | None = N
 
     own: None is that of the model whose tokenizer load_tokenizer has loaded.
     """
+    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
+    #       workers/fsdp_workers.py#L945-L949
     own = own or getattr(tokenizer, "generation_config", None) or GenerationConfig()
     return tuple(train_policy.end_ids(tokenizer, own))
-
-
-@torch.no_grad()
-def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
-    """As in pretrained.py; and a model that reads shared prefixes in another way reads each row by itself."""
-    train_policy.check_model(model, base_model, length, vocab_size)
-    if packing.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
-        tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
-        second_half = torch.arange(length, device=model.device) >= length // 2
-        rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])
-        logits = model.get_output_embeddings()(read_tokens(model, rows, vocab_size, slice(None)))
-        if not torch.allclose(logits, model(rows).logits, atol=1e-3):
-            packing.UNFIT.add(type(model.base_model))
-            print(f"--base_model {base_model} does not read shared prefixes as it should: each row is read by itself")
 
 
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:
     """The base model that a script's arguments name, in the precision of its weights."""
     dtype = weights_dtype(args, frozen=frozen)
     return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
+
+
+def was_trained_here(model: str) -> bool:
+    """Whether this is the folder of a reward model or critic that was trained here."""
+    return any(Path(model, name).is_file() for name in ("ppo_rlhf.json", "reward_head.safetensors"))
 
 
 def load_reward_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
@@ -143,7 +136,7 @@ def load_critic(args: Any, tokenizer: PreTrainedTokenizerBase, *, zero_head: boo
     zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
     """
     trained = args.rewards.trained_model
-    if args.rewards.value_model or (trained and not classifiers.is_foreign(trained)):
+    if args.rewards.value_model or (trained and was_trained_here(trained)):
         field = "value_model" if args.rewards.value_model else "trained_model"
         return critic_that_learns(load_scalar_model(args, field, tokenizer))
     critic = with_new_head(load_base_model(args, AutoModel), args.seed)
@@ -188,29 +181,6 @@ def critic_of_classifier(classifier: PreTrainedModel, name: str) -> RewardModel:
     critic = RewardModel(classifier.base_model).to(classifier.dtype)
     critic.reward_head.load_state_dict({"bias": torch.zeros(1), **head.state_dict()})
     return critic_that_learns(critic)
-
-
-def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
-    if not enabled:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
-
-
-class MixedPrecision(nn.Module):
-    """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
-
-    low_precision = False
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The precision of what is computed within the block."""
-        return mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """For rollouts and evaluations: the precision of the training, no gradients."""
-        with torch.no_grad(), self.autocast():
-            yield
 
 
 class Reference:

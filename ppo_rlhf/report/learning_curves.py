@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 METRICS = tomllib.loads((Path(__file__).parents[1] / "metrics.toml").read_text("utf-8"))
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#888888"]  # of curves
 
@@ -60,8 +62,6 @@ def panels_of(
 
 def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[str, Any]) -> None:
     """Draw learning_curves.png in the folder of a run with these arguments."""
-    from matplotlib.figure import Figure
-
     metrics = without_groups_of_one(rows[0] if rows else [], args)
     metrics = [name for name in metrics if "@" not in name]  # rows only repeat what it was before training
     if not (panels := panels_of(metrics, own_metrics([args]))):
