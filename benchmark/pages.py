@@ -27,7 +27,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmark import lab
-from ppo_rlhf.lib import learning_curves
+from ppo_rlhf.report import learning_curves
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("train_reward", "train_policy", "train_both", "tldr/sft", "tldr/reward", "tldr/policy", "tldr/all")

@@ -23,8 +23,7 @@ from matplotlib.figure import Figure
 from playwright.sync_api import sync_playwright
 
 from benchmark import pages
-from ppo_rlhf.lib import learning_curves
-from ppo_rlhf.report import __main__ as report
+from ppo_rlhf.report import __main__ as report, learning_curves
 from ppo_rlhf.train_policy import InputError, read_meta, run_script
 
 ROOT = Path(__file__).parents[1]

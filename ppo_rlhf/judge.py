@@ -40,21 +40,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.lib import command_line, errors, files
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.errors import InputError
+import tyro
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
 from ppo_rlhf.tldr import reward_functions
+from ppo_rlhf.train_policy import Arguments, InputError, checked, input_errors, run_script, write_json
 
 END_OF_TEXT = "<|endoftext|>"  # ends the references of the published data
 Z_95 = 1.96  # standard deviations on either side of a 95 % interval
 RETRIES = 10  # of a request that fails for a reason that may pass
-GO_ON = "the same command continues where this one stopped"
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointArgs:
+class EndpointArgs(Arguments):
     url: str = ""
     """address of an OpenAI-compatible API, to which /chat/completions is added, such as http://localhost:8000/v1"""
     model: str = ""
@@ -68,7 +68,7 @@ class EndpointArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
+class Args(Arguments):
     candidate: str
     """the side whose wins are counted: a run's folder or a file of rows"""
     baseline: str = "reference"
@@ -103,6 +103,7 @@ def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
 
     Raises InputError if no row can be judged.
     """
+    args = checked(args)
     check_arguments(args)
     folder = results_folder(args)
     pairs, unit = read_pairs(args)
@@ -137,8 +138,8 @@ def judge(args: Args, *, shown: bool = True) -> dict[str, Any]:
         "args": dataclasses.asdict(args),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    files.replace_file(folder / "judgement.jsonl", files.json_lines(rows))
-    files.write_json(folder / "judgement.json", report)
+    (folder / "judgement.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json(folder / "judgement.json", report)
     if shown:
         print(f"win rate {rate:.1%} (95 % interval {low:.1%} to {high:.1%}; ties count half)")
         print(f"mean lengths {report['candidate_length']:.1f} and {report['baseline_length']:.1f} {unit}")
@@ -192,7 +193,7 @@ def read_pairs(args: Args) -> tuple[list[Row], str]:
 
 def read_rows(path: Path, flag: str, *, with_reference: bool) -> list[Row]:
     """The rows of a file. with_reference: whether each needs a reference. Raises InputError with the line."""
-    with errors.input_errors(f"{flag} {path}: cannot be read as JSON lines", OSError, ValueError, RecursionError):
+    with input_errors(f"{flag} {path}: cannot be read as JSON lines"):
         lines = path.read_text(encoding="utf-8").split("\n")
         rows = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
     kinds = {"query": str, "response": str, "reference": str if with_reference else str | None}
@@ -200,9 +201,8 @@ def read_rows(path: Path, flag: str, *, with_reference: bool) -> list[Row]:
         if isinstance(row, dict) and "policy" in row:  # of sample.py --out
             row.setdefault("response", row["policy"])
         for name, kind in kinds.items():
-            if not isinstance(row, dict) or not files.fits(row.get(name), kind):
+            if not isinstance(row, dict) or not isinstance(row.get(name), kind):
                 raise InputError(f"{flag} {path}: line {number} has no text {name}; rows of chapter 2 have one")
-            files.check_text(row.get(name) or "", f"{flag} {path}: line {number}, {name},")
     if not rows:
         raise InputError(f"{flag} {path}: holds no rows")
     return [row for _, row in rows]
@@ -319,7 +319,8 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
     client = openai.OpenAI(base_url=args.url, api_key=api_key, max_retries=RETRIES)
 
     def reply_to(text: str) -> str:
-        try:
+        # An answer may also break the protocol.
+        with input_errors(f"--endpoint.url {args.url} (the same command continues where this one stopped)"):
             answer = client.chat.completions.create(
                 model=args.model,
                 messages=[{"role": "user", "content": text}],
@@ -327,10 +328,6 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
                 max_completion_tokens=args.max_completion_tokens,
             )
             reply = written(answer.choices[0].message.content)
-        # The last four errors come from reading an answer that does not follow the protocol.
-        except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError) as error:
-            said = error.__cause__ or error
-            raise InputError(f"--endpoint.url {args.url}: {type(error).__name__}: {said}; {GO_ON}") from error
         # One write appends a whole line, so threads need no lock. The line break comes first, in case the line before
         # was cut.
         with cache.open("a", encoding="utf-8") as file:
@@ -353,11 +350,8 @@ def ask(args: EndpointArgs, cache: Path, questions: Sequence[str]) -> dict[str, 
 
 def written(content: str | list[dict[str, Any]] | None) -> str:
     """The text of a message, which some servers send in parts, such as thoughts and text."""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    if not isinstance(content, str | None):
-        raise TypeError(f"the content of its message is a {type(content).__name__}, not a text")
-    return content or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def read_cache(cache: Path) -> dict[str, str]:
@@ -410,10 +404,5 @@ def win_rate(results: Sequence[float]) -> tuple[float, float, float]:
     return rate, low, high
 
 
-def main() -> None:
-    errors.how_to_go_on = GO_ON
-    judge(command_line.parse(Args, description=__doc__))
-
-
 if __name__ == "__main__":
-    errors.run_script(main)
+    run_script(lambda: judge(tyro.cli(Args, description=__doc__)))

@@ -31,26 +31,44 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN, NewGELUActivation
 
-from ppo_rlhf.lib import command_line, errors, pretrained, processes
-from ppo_rlhf.lib.errors import InputError, NumericalError
-from ppo_rlhf.tldr import models, packing, posts, reward_functions
+from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.policy import (
+    FIRST_RATIO_TOLERANCE,
     Args,
     PpoArgs,
     RewardsArgs,
     Rollout,
-    algorithm_metrics,
     compute_rewards,
     join_networks,
     ppo_update,
     reference_logprobs,
-    respond,
+    update_metrics,
 )
-from ppo_rlhf.tldr.responses import draw_minibatches
-from ppo_rlhf.train_policy import AdaptiveKLController, TaskArgs, episode_noise, has_stop, load_pretrained, padded
+from ppo_rlhf.tldr.responses import draw_minibatches, generate_until
+from ppo_rlhf.tldr.reward_functions import LARGEST_SCORE
+from ppo_rlhf.tldr.shares import sum_over_processes
+from ppo_rlhf.train_policy import (
+    AdaptiveKLArgs,
+    AdaptiveKLController,
+    InputError,
+    TaskArgs,
+    checked,
+    episode_noise,
+    float64_device,
+    has_stop,
+    input_errors,
+    load_pretrained,
+    make_accelerator,
+    padded,
+    start_of_texts,
+    to_texts,
+    vocabulary_size,
+)
 from ppo_rlhf.train_reward import RewardModel
 
 Text = str | Sequence[int] | Tensor  # a text, or its token ids, which are taken as they are
@@ -66,7 +84,8 @@ class Batch:
     stopped: list[bool]  # whether there is one
     step: int  # how many steps the policy had made
     maker: PPO
-    rollout: Rollout  # without scores, and so without rewards
+    rollout: Rollout  # rewards are 0, because there are no scores yet
+    ref_logprobs: Tensor  # (batch, response_length)
 
 
 class PPO:
@@ -126,11 +145,9 @@ class PPO:
         known = vars(PpoArgs()).keys() - {"total_episodes", "batch_size"}
         if unknown := [name for name in ppo if name not in known]:
             raise InputError(f"PPO has no argument {unknown[0]}; docs/from_trl.md says what TRL's are called here")
-        adaptive_kl = command_line.AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)
-        rewards = RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl)
         args = Args(
             base_model=name,
-            rewards=rewards,
+            rewards=RewardsArgs(kl_coef=kl_coef, adaptive_kl=AdaptiveKLArgs(target=kl_target, horizon=kl_horizon)),
             ppo=PpoArgs(**ppo),
             lora=lora,
             dtype=dtype,
@@ -144,27 +161,28 @@ class PPO:
             end_text=None,
             truncate_text=None,
         )
-        self.args, self.task = checked(args), checked(task)
-        self.accelerator = processes.make_accelerator()
-        self.tokenizer = tokenizer or pretrained.load_tokenizer(name, trust_remote_code)
-        self.pad_id = pretrained.vocabulary_size(self.tokenizer)
+        with input_errors("PPO"):
+            self.args, self.task = checked(args), checked(task)
+        self.accelerator = make_accelerator(dtype)
+        self.tokenizer = tokenizer or models.load_tokenizer(name, trust_remote_code)
+        self.pad_id = vocabulary_size(self.tokenizer)
         # Every copy is made before the networks are joined, which changes how they read rows.
         weights = torch.float64 if dtype == "float64" else torch.float32
         if loaded:
-            policy = pretrained.as_if_loaded_here(loaded.to(weights))
+            policy = as_if_loaded_here(loaded.to(weights))
         else:
             policy = load_pretrained(name, weights, trust_remote_code)
-        self.stop_ids = pretrained.end_ids(self.tokenizer, policy.generation_config)
+        self.stop_ids = models.end_ids(self.tokenizer, policy.generation_config)
         if isinstance(critic, RewardModel):
             value_model = models.critic_that_learns(critic.to(weights))
-            pretrained.as_if_loaded_here(value_model.lm_backbone)
+            as_if_loaded_here(value_model.lm_backbone)
         elif critic is None and loaded:
             value_model = models.with_new_head(copy.deepcopy(policy.base_model), seed)
         else:
             critic = self._checked("critic", critic or name)
             value_model = models.load_any_critic(critic, weights, seed, trust_remote_code)
         if isinstance(reference, PreTrainedModel):
-            frozen = pretrained.as_if_loaded_here(copy.deepcopy(reference).to(weights))
+            frozen = as_if_loaded_here(copy.deepcopy(reference).to(weights))
             if frozen.get_input_embeddings().num_embeddings != policy.get_input_embeddings().num_embeddings:
                 raise InputError("reference has another number of token embeddings than the model")
         elif reference is not None:
@@ -190,24 +208,16 @@ class PPO:
         self.steps = 0
         self.draws = 0  # calls of generate, each with noise of its own
         self.broken = ""  # why nothing can go on, if an update has not come to its end
-        self._rehearse()
+        # Try to save what `save` will save, but for the weights, before anything is trained.
+        with tempfile.TemporaryDirectory() as folder, input_errors("the model could not be saved after training"):
+            self._save(Path(folder), weights=False)
 
     def _checked(self, what: str, model: str | Path) -> str:
         """A model that must have the policy's vocabulary."""
         if not isinstance(model, str | Path):
             raise InputError(f"{what} is a {type(model).__name__}; give the folder or the name of a model")
-        pretrained.check_vocabulary(str(model), f"{what} {model}", self.args.base_model, self.args.trust_remote_code)
+        models.check_vocabulary(str(model), what, self.tokenizer, self.args.trust_remote_code)
         return str(model)
-
-    def _rehearse(self) -> None:
-        """Try to save what `save` will save, but for the weights, before anything is trained."""
-        problem = ""
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                self._save(Path(folder), weights=False)
-            except Exception as error:  # the library and a model's own code may raise anything
-                problem = f"the model could not be saved after training: {type(error).__name__}: {error}"
-        processes.fail_together(problem)
 
     def _check_whole(self) -> None:
         """Raise an InputError if an update has not come to its end: its weights are nobody's."""
@@ -227,11 +237,22 @@ class PPO:
         batch, length = len(contexts), task.response_length
         noise = episode_noise(self.args.seed, self.draws, batch * self.accelerator.num_processes, length)
         self.draws += 1
-        uniforms = noise[self._rows(batch)].to(processes.device_of_noise(contexts.device))
-        responses, logprobs, values, _ = self._in_passes(
-            respond, contexts, uniforms, new_tokens=length, stop_ids=self.stop_ids
+        uniforms = noise[self._rows(batch)].to(float64_device(contexts.device))
+        responses, _ = self._in_passes(
+            lambda tokens, noise: generate_until(
+                self.actor_critic.lm_backbone,
+                tokens,
+                noise,
+                self.pad_id,
+                vocab_size=self.pad_id,
+                temperature=self.task.temperature,
+                stop_ids=self.stop_ids,
+            ),
+            contexts,
+            uniforms,
+            new_tokens=length,
         )
-        return self._make_batch(contexts, responses, logprobs, values, own=responses != self.pad_id)
+        return self._read(contexts, responses, own=responses != self.pad_id)
 
     def batch(
         self, queries: Sequence[Text], responses: Sequence[Text], mask: Sequence[Sequence[bool]] | None = None
@@ -257,30 +278,33 @@ class PPO:
         # Every response has a step after its last token, the longest one, too. Else numbers would depend on which
         # responses are in one process.
         tokens, own = F.pad(tokens, (0, 1), value=self.pad_id), F.pad(own, (0, 1))
-        query_responses = torch.cat([contexts, tokens], dim=1)
-        logprobs, _, values = self._in_passes(nn.Module.__call__, query_responses, tokens)
-        return self._make_batch(contexts, tokens, logprobs, values, own=own)
+        return self._read(contexts, tokens, own=own)
 
-    def _in_passes(self, function: Callable, tokens: Tensor, *others: Tensor, **more: Any) -> Any:
-        """What a function of the actor-critic returns for rows of tokens, of which it gets a few at a time."""
+    @torch.no_grad()
+    def _in_passes(self, function: Callable, *tensors: Tensor, new_tokens: int = 0) -> Any:
+        """Apply a function to a few rows at a time, which are of similar length, so that little padding is read."""
         self.actor_critic.eval()  # without dropout, also if the model that is trained in place was in use elsewhere
-        with self.actor_critic.sampling():
-            return packing.by_length(
-                function,
-                self.actor_critic,
-                tokens,
-                *others,
-                pad_id=self.pad_id,
-                rows=self.args.ppo.local_rollout_batch_size,
-                temperature=self.task.temperature,
-                **more,
-            )
+        return packing.by_length(
+            lambda _, *rows, pad_id: function(*rows),
+            self.actor_critic,
+            *tensors,
+            pad_id=self.pad_id,
+            rows=self.args.ppo.local_rollout_batch_size,
+            new_tokens=new_tokens,
+        )
 
-    def _make_batch(
-        self, contexts: Tensor, responses: Tensor, logprobs: Tensor, values: Tensor, *, own: Tensor
-    ) -> Batch:
-        """own: whether a token is the policy's. All tensors but contexts are (batch, response_length)."""
+    def _read(self, contexts: Tensor, responses: Tensor, *, own: Tensor) -> Batch:
+        """What all networks say of responses (batch, response_length). own: whether a token is the policy's."""
+        pad_id, temperature = self.pad_id, self.task.temperature
         query_responses = torch.cat([contexts, responses], dim=1)
+        logprobs, _, values = self._in_passes(
+            lambda tokens, texts: self.actor_critic(tokens, texts, pad_id, temperature), query_responses, responses
+        )
+        ref_logprobs = self._in_passes(
+            lambda tokens, texts: reference_logprobs(self.reference, tokens, texts, pad_id, temperature, pad_id),
+            query_responses,
+            responses,
+        )
         # As response_masks has them, but tokens of somebody else don't count, wherever they are.
         columns = torch.arange(responses.shape[1], device=responses.device)
         last = (columns * own).max(1, keepdim=True).values  # (batch, 1)
@@ -291,18 +315,17 @@ class PPO:
             rewards=torch.zeros_like(logprobs),
             mask=own,
             value_mask=own | (columns == last + 1),
-            stopped=has_stop(responses, self.stop_ids, 0),
-            ref_logprobs=self._in_passes(reference_logprobs, query_responses, responses, reference=self.reference),
         )
         ends = torch.isin(responses, responses.new_tensor(self.stop_ids))
         return Batch(
-            queries=posts.to_texts(self.tokenizer, contexts, self.pad_id),
-            responses=posts.to_texts(self.tokenizer, responses.masked_fill(ends, self.pad_id), self.pad_id),
-            response_ids=[row[row != self.pad_id].tolist() for row in responses],
-            stopped=rollout.stopped.tolist(),
+            queries=to_texts(self.tokenizer, contexts, pad_id),
+            responses=to_texts(self.tokenizer, responses.masked_fill(ends, pad_id), pad_id),
+            response_ids=[row[row != pad_id].tolist() for row in responses],
+            stopped=has_stop(responses, self.stop_ids, 0).tolist(),
             step=self.steps,
             maker=self,
             rollout=rollout,
+            ref_logprobs=ref_logprobs,
         )
 
     # ---- Step: steps 5 to 8 ------------------------------------------------------------------------------------
@@ -313,9 +336,9 @@ class PPO:
         Every process must call this, with a batch of its own. Raises an InputError, on all of them, if the scores
         don't fit the batch, or if the batch is older than the last step; then nothing has changed.
 
-        Raises a NumericalError before an optimiser step whose losses or gradients are not finite, and before the
-        first one if the ratio is not 1. After that, or any other exception within the update, such as that of Ctrl-C,
-        no method goes on but load_state_dict, with a state from before it.
+        Raises one, too, before an optimiser step whose losses or gradients are not finite, and before the first one
+        if the ratio is not 1. After that, or any other exception within the update, such as that of Ctrl-C, no method
+        goes on but load_state_dict, with a state from before it.
         """
         self._check_whole()
         scores = self._checked_scores(batch, scores)
@@ -323,15 +346,7 @@ class PPO:
         of_episodes = torch.tensor(scores, dtype=torch.float64).to(rollout.logprobs)  # (batch,)
         kl_coef = self.controller.value
         rewards, non_score_rewards, kl = compute_rewards(
-            of_episodes,
-            logprobs=rollout.logprobs,
-            ref_logprobs=rollout.ref_logprobs,
-            mask=rollout.mask,
-            kl_coef=kl_coef,
-            kl_estimator="k1",
-        )
-        rollout = dataclasses.replace(
-            rollout, rewards=rewards, scores=of_episodes, kl=kl, non_score_rewards=non_score_rewards
+            of_episodes, rollout.logprobs, batch.ref_logprobs, rollout.mask, kl_coef=kl_coef, kl_estimator="k1"
         )
         rows = self._rows(len(scores))
         minibatches = draw_minibatches(args.seed, self.steps, ppo.noptepochs, rows, ppo.nminibatches)
@@ -342,37 +357,45 @@ class PPO:
         )
         self.steps += 1
         self.actor_critic.eval()
-        steps = ppo_update(
+        stats = ppo_update(
             self.actor_critic,
             self.optimizer,
-            rollout=rollout,
-            minibatches=minibatches,
-            ppo=ppo,
+            dataclasses.replace(rollout, rewards=rewards),
+            minibatches,
+            ppo,
             pad_id=self.pad_id,
             temperature=self.task.temperature,
             accelerator=self.accelerator,
             before_step=partial(self._check_numbers, batch.step),
         )
         if not all(parameter.isfinite().all() for parameter in self.actor_critic.parameters()):
-            raise NumericalError(f"the weights are not finite after step {batch.step}; a lower lr may prevent it")
-        metrics = algorithm_metrics(rollout, steps, self.accelerator, kl_coef=kl_coef, more={})
+            raise InputError(f"the weights are not finite after step {batch.step}; a lower lr may prevent it")
+        objectives = {  # as in train() of tldr/policy.py
+            "kl": kl.sum(1),
+            "entropy": -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
+            "non_score_reward": non_score_rewards.sum(1),
+            "scores": of_episodes,
+            "eos_rate": torch.tensor(batch.stopped, device=kl.device),
+            "response_length": rollout.mask.sum(1),
+        }
+        metrics = update_metrics(objectives, stats, kl_coef, self.accelerator)
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         self.controller.update(metrics["objective/kl"], len(scores) * self.accelerator.num_processes)
         self.broken = ""
         return metrics
 
     def _check_numbers(self, step: int, optimizer_step: int, shares: dict[str, Tensor]) -> None:
-        """Raise a NumericalError, on every process, if the numbers of an optimiser step of this step are impossible.
+        """Raise an InputError, on every process, if the numbers of an optimiser step of this step are impossible.
 
         shares: as ppo_update has them.
         """
-        means = processes.sum_over_processes(shares, self.accelerator)
+        means = sum_over_processes(shares, self.accelerator)
         where = f"before optimiser step {optimizer_step + 1} of step {step}"
         if wrong := [f"{name} is {mean}" for name, mean in means.items() if not math.isfinite(mean)]:
-            raise NumericalError(f"{', '.join(wrong[:4])} {where}; a lower lr may prevent it")
-        gap = math.sqrt(means["square_of_ratio_minus_1"])
-        if optimizer_step == 0 and gap > processes.FIRST_RATIO_TOLERANCE[self.args.dtype]:
-            raise NumericalError(
+            raise InputError(f"{', '.join(wrong[:4])} {where}; a lower lr may prevent it")
+        gap = math.sqrt(means["squared_ratio_gap"])
+        if optimizer_step == 0 and gap > FIRST_RATIO_TOLERANCE[self.args.dtype]:
+            raise InputError(
                 f"the ratio is off 1 by {gap:.2g} {where}: the model that learns is not the one that read the batch"
             )
 
@@ -384,7 +407,7 @@ class PPO:
             numbers = [float(score) for score in scores]
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: of a longer tensor
             problem = f"scores must be a list of numbers: {error}"
-        wrong = [number for number in numbers if not abs(number) <= reward_functions.LARGEST_SCORE]
+        wrong = [number for number in numbers if not abs(number) <= LARGEST_SCORE]
         if not isinstance(batch, Batch) or batch.maker is not self:
             problem = "step needs a batch that generate or batch of the same PPO has made"
         elif not problem and len(numbers) != len(batch.responses):
@@ -395,8 +418,11 @@ class PPO:
             problem = f"the batch is of step {batch.step}, but the policy has made {self.steps}; make it again"
         elif len(numbers) % nminibatches:
             problem = f"{len(numbers)} responses do not divide by nminibatches {nminibatches}"
-        processes.fail_together(problem)
-        processes.check_equal("the number of responses", len(numbers), self.accelerator)
+        problems, counts = zip(*gather_object([(problem, len(numbers))]), strict=True)
+        if problem := next(filter(None, problems), ""):
+            raise InputError(problem)
+        if len(set(counts)) > 1:
+            raise InputError(f"processes have {counts} responses; each needs as many as every other")
         return numbers
 
     # ---- Keep --------------------------------------------------------------------------------------------------
@@ -426,10 +452,11 @@ class PPO:
     def save(self, folder: str | Path) -> None:
         """Save the policy as an ordinary causal language model, adapters merged in, and the critic in `critic` there.
 
-        Training may go on. sample.py continues texts with what is saved.
+        Training may go on. sample.py continues texts with what is saved. The main process saves.
         """
         self._check_whole()
-        self._save(Path(folder))
+        if self.accelerator.is_main_process:
+            self._save(Path(folder))
 
     def _save(self, folder: Path, *, weights: bool = True) -> None:
         """weights: whether theirs are saved, too."""
@@ -444,15 +471,9 @@ class PPO:
             "function": "",
             "reward_model": "",
         }
-        models.save_policy(folder, policy, adapters, tokenizer=self.tokenizer, info=info, weights=weights)
-        models.save_critic(
-            folder / "critic",
-            self.actor_critic.critic,
-            tokenizer=self.tokenizer,
-            info=info,
-            trust_remote_code=self.args.trust_remote_code,
-            weights=weights,
-        )
+        models.save_policy(folder, policy, adapters, self.tokenizer, info, weights=weights)
+        critic, trust = self.actor_critic.critic, self.args.trust_remote_code
+        models.save_critic(folder / "critic", critic, self.tokenizer, info, trust_remote_code=trust, weights=weights)
 
     # ---- Texts and token ids -----------------------------------------------------------------------------------
 
@@ -461,7 +482,7 @@ class PPO:
         listed = [] if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) else [*rows]
         if not listed:
             raise InputError(f"{what} must be a list with a text, or a list of token ids, for each episode")
-        start = pretrained.start_of_plain(self.tokenizer) if what == "queries" else []
+        start = start_of_texts(self.tokenizer) if what == "queries" else []
         encoded = []
         for number, row in enumerate(listed, 1):
             if isinstance(row, str):
@@ -489,10 +510,21 @@ class PPO:
         return slice(rank * local_batch, (rank + 1) * local_batch)
 
 
-def checked(args: Any) -> Any:
-    """The same arguments. Raises an InputError if one has another type than its field, or is out of its bounds."""
-    with errors.input_errors("PPO", InputError):
-        return command_line.from_dict(type(args), dataclasses.asdict(args))
+def as_if_loaded_here(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model that somebody has loaded, in place, compute what it would if `load_pretrained` had loaded it.
+
+    See there for the reasons. Dropout is off while the model is in eval mode.
+    """
+    if getattr(model.config, "final_logit_softcapping", None) or getattr(
+        model.config, "attn_logit_softcapping", None
+    ):
+        raise InputError(f"a {type(model).__name__} that caps its logits (Gemma 2) is not supported")
+    for part in list(model.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(part, name, ACT2FN["gelu_pytorch_tanh"])
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
 
 
 def adam(parameters: Iterable[nn.Parameter], args: PpoArgs) -> torch.optim.Optimizer:

@@ -14,7 +14,6 @@ Files and lines next to marks are those of openai/lm-human-preferences at commit
 """
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import re
@@ -25,22 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_both, train_policy
-from ppo_rlhf.lib import command_line, errors, files, pretrained, processes, run
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problem_rows, problems, rewards
-from ppo_rlhf.tldr import chat_templates, posts
+from ppo_rlhf.tldr import chat_templates, models, posts
+from ppo_rlhf.train_policy import InputError
 
 SHOWN = 50  # rows that are printed, of more
 AT_A_TIME = 64  # queries
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
+class Args(train_policy.Arguments):
     policy: str
     """a trained policy, models/<run>/policy; with --task_of, any causal language model, in a folder or on the hub"""
     n: PositiveInt = 5
@@ -114,7 +113,7 @@ def without_padding(tokens: Tensor, pad_id: int) -> list[list[int]]:
 
 def to_texts(responses: Tensor, tokenizer: PreTrainedTokenizerBase, pad_id: int) -> list[str]:
     """Responses (n, response_length) as people and functions read them: up to the end of the text."""
-    ends = pretrained.end_ids(tokenizer)
+    ends = models.end_ids(tokenizer)
     rows = without_padding(responses, pad_id)
     return [tokenizer.decode(list(itertools.takewhile(lambda token: token not in ends, row))) for row in rows]
 
@@ -133,65 +132,51 @@ class Comparison:
 
     def __init__(self, args: Args, trusted: bool = False):
         """trusted: whether functions that the policy names may run, and not just those of ppo_rlhf."""
-        folder, trust = Path(args.task_of or args.policy), args.trust_remote_code
-        info = pretrained.read_info(folder)
-        if info["kind"] != "policy":
+        folder, trust = args.task_of or args.policy, args.trust_remote_code
+        info = train_policy.read_info(folder)
+        if info.get("kind") != "policy":
             argument = "--task_of" if args.task_of else "--policy"
-            raise InputError(f"{argument} {folder} is a {info['kind']}, not a policy that was trained here")
-        self.chapter = next((chapter for field, chapter in CHAPTERS.items() if field in info["task"]), train_policy)
-        file = folder / "ppo_rlhf.json"
-        if self.chapter is train_policy:
-            task = train_policy.from_json(train_policy.TaskArgs, json.dumps(info["task"]), f"{file} was damaged: ")
-        else:
-            with errors.input_errors(f"{file} was damaged", InputError):
-                task = command_line.from_dict(self.chapter.TaskArgs, info["task"])
-        evaluated = [task.problems, task.test_problems] if info["function"] == "reasoning_gym" else []
-        runs_code = any(map(problem_rows.evaluates_text, evaluated))
-        runs_code = runs_code or not rewards.keeps_nothing(info["function"], info["monitor"])
+            raise InputError(f"{argument} {folder} is a {info.get('kind')}, not a policy that was trained here")
+        damaged = f"{folder}/ppo_rlhf.json is of another version"
+        with train_policy.input_errors(damaged):
+            base_model, reward_model = info["base_model"], info["reward_model"]
+            function, monitor = info["function"], info["monitor"]
+            self.chapter = next(chapter for field, chapter in CHAPTERS.items() if field in info["task"])
+        self.task = task = train_policy.from_json(self.chapter.TaskArgs, json.dumps(info["task"]), f"{damaged}: ")
+        evaluated = [task.problems, task.test_problems] if function == "reasoning_gym" else []
+        runs_code = any(map(problem_rows.evaluates_text, evaluated)) or not rewards.keeps_nothing(function, monitor)
         if runs_code and not (trust or trusted):
             raise InputError(
-                f"{folder} is scored by code that is not ours ({info['function']} {info['monitor']}) or by answers "
-                f"that are evaluated as Python; if you trust them, add --trust_remote_code"
+                f"{folder} is scored by code that is not ours ({function} {monitor}) or by answers that are "
+                f"evaluated as Python; if you trust them, add --trust_remote_code"
             )
         if info.get("tool"):
-            errors.say(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
-        saved = train_policy.Args(
-            base_model=info["base_model"],
-            trust_remote_code=trust,
-            task=task,
-            rewards=train_policy.RewardsArgs(trained_model=info["reward_model"]),
-        )
-        self.task = task
-        with errors.typed_as({"base_model": "policy"}):
-            self.tokenizer = pretrained.load_tokenizer(args.policy, trust)
-        self.ids = self.chapter.task_ids(self.task, self.tokenizer)
-        self.pad_id, self.seed, self.device = self.ids.pad, args.seed, processes.default_device()
+            print(f"{folder} was trained with the tool {info['tool']}; here nothing answers its calls")
+        self.seed, self.device = args.seed, train_policy.make_accelerator("float32").device
+        with models.named("policy"):
+            self.tokenizer = models.load_tokenizer(args.policy, trust)
+        self.ids = self.chapter.task_ids(task, self.tokenizer)
+        self.pad_id = self.ids.pad
         usual = getattr(task, "eval_temperature", task.temperature)
         self.temperature = usual if args.temperature is None else args.temperature
+        models.check_vocabulary(base_model, "base_model", self.tokenizer, trust)
+        self.longest = getattr(self.ids, "context_length", task.query_length)  # context, in tokens
         self.models: dict[str, PreTrainedModel] = {}
-        for name, model in (("base", saved.base_model), ("policy", args.policy)):
-            pretrained.check_vocabulary(model, f"the {name} model {model}", args.policy, trust)
-            self.models[name] = train_policy.load_pretrained(model, torch.float32, trust).to(self.device)
+        for name, model, argument in (("base", base_model, "base_model"), ("policy", args.policy, "policy")):
+            with models.named(argument):
+                self.models[name] = train_policy.load_pretrained(model, torch.float32, trust).to(self.device)
+                length = self.longest + task.response_length
+                train_policy.check_model(self.models[name], model, length, self.pad_id)
         self.scorers: dict[str, Scorer] = {}
-        reward_model = args.reward_model or saved.rewards.trained_model
-        if info["function"] and not args.reward_model:
-            self.scorers["score"] = self.score_of_texts(info["function"], "rewards.function")
-        elif args.reward_model or (Path(reward_model) / "reward_head.safetensors").is_file():
-            shaping = dataclasses.replace(saved.rewards, trained_model=reward_model)
-            try:
-                self.scorers["score"] = self.score_of_model(
-                    dataclasses.replace(saved, base_model=args.policy, rewards=shaping)
-                )
-            except InputError as error:
-                raise InputError(str(error).replace("--rewards.trained_model", "--reward_model")) from error
+        if function and not args.reward_model:
+            self.scorers["score"] = self.score_of_texts(function, "rewards.function")
+        elif args.reward_model or Path(reward_model, "reward_head.safetensors").is_file():
+            self.scorers["score"] = self.score_of_model(args.reward_model or reward_model, trust)
         else:
-            errors.say(
-                f"the texts get no scores: {reward_model} is no reward model of ours; --reward_model names another"
-            )
-        if info["monitor"]:
-            name = re.split("[:.]", info["monitor"])[-1]
-            name = "gold" if name == "gold_scores" else name
-            self.scorers[name] = self.score_of_texts(info["monitor"], "rewards.monitor")
+            print(f"the texts get no scores: {reward_model} is no reward model of ours; --reward_model names another")
+        if monitor:
+            name = re.split("[:.]", monitor)[-1].replace("gold_scores", "gold")
+            self.scorers[name] = self.score_of_texts(monitor, "rewards.monitor")
 
     def score_of_texts(self, name: str, field: str) -> Scorer:
         """Score with a function or a verifier. In chapter 3, a score is 1 if the solution is correct, and else 0."""
@@ -212,9 +197,11 @@ class Comparison:
 
         return score
 
-    def score_of_model(self, args: train_policy.Args) -> Scorer:
-        """Score with the reward model that args.rewards names."""
-        model = train_policy.load_reward_model(args, self.tokenizer, self.device)
+    def score_of_model(self, folder: str, trust_remote_code: bool) -> Scorer:
+        """Score with the reward model in a folder."""
+        with models.named("reward_model"):
+            model = models.load_reward_model(folder, torch.float32, trust_remote_code).to(self.device)
+        models.check_vocabulary(folder, "reward_model", self.tokenizer, trust_remote_code)
         whole = self.chapter is not train_policy  # in chapters 2 and 3, our reward models read the whole context
 
         def score(queries: list[Query], responses: Tensor, texts: list[str]) -> list[float]:
@@ -226,11 +213,11 @@ class Comparison:
 
     def queries(self, n: int = 0, prompts: Sequence[str] = ()) -> list[Query]:
         """The first n held-out queries of the policy's task, or those that somebody types."""
-        for prompt in prompts:
-            files.check_text(prompt, "--prompt")
         queries = read_queries(self.task, self.ids, self.tokenizer, n=n, prompts=prompts)
         if not all(query.tokens for query in queries):
             raise InputError("--prompt: a query needs at least one token")
+        if (length := max(len(query.context) for query in queries)) > self.longest:
+            raise InputError(f"--prompt: {length} tokens are more than the {self.longest} of the policy's task")
         return queries
 
     def rows(self, queries: list[Query], first_key: int = 0) -> list[dict[str, Any]]:
@@ -246,16 +233,14 @@ class Comparison:
     @torch.no_grad()
     def rows_of_part(self, queries: list[Query], key: int) -> list[dict[str, Any]]:
         contexts = train_policy.padded([query.context for query in queries], self.pad_id).to(self.device)
-        length = contexts.shape[1] + self.task.response_length
         generator = train_policy.keyed_generator(self.seed, "sample", key)
         noise = torch.rand(len(queries), self.task.response_length, generator=generator, dtype=torch.float64)
-        noise = noise.to(processes.device_of_noise(self.device))
+        noise = noise.to(train_policy.float64_device(self.device))
         columns: dict[str, list[Any]] = {"query": [self.tokenizer.decode(query.tokens) for query in queries]}
         known = any(query.reference for query in queries)
         if known:
             columns["reference"] = [query.reference for query in queries]
         for name, model in self.models.items():
-            pretrained.check_size(model, f"the {name} model", length, self.pad_id)
             responses, _ = train_policy.generate(
                 model, contexts, noise, self.pad_id, self.pad_id, max(self.temperature, problems.GREEDY)
             )
@@ -298,25 +283,29 @@ def typed_queries() -> Iterator[str]:
 
 
 def sample(args: Args) -> list[dict[str, Any]]:
-    """Print the comparison as a table, write it to args.out, and return its rows."""
+    """Print the comparison, write it to args.out, and return its rows."""
+    args = train_policy.checked(args)
     comparison = Comparison(args)
     if args.interactive:
         rows = []
         for key, prompt in enumerate(typed_queries()):
             rows += comparison.rows(comparison.queries(prompts=[prompt]), key)
-            run.print_pairs("", rows[-1:])
+            train_both.print_row(rows[-1])
     else:
         queries = comparison.queries(args.n, args.prompt)
         if args.out:
             Path(args.out).open("a").close()  # fail now, not after the sampling
         rows = comparison.rows(queries)
-        run.print_pairs(f"{args.policy}, temperature {comparison.temperature}", rows[:SHOWN])
+        print(f"{args.policy}, temperature {comparison.temperature}")
+        for row in rows[:SHOWN]:
+            train_both.print_row(row)
         if len(rows) > SHOWN:
             train_both.print_changes(rows)
     if args.out:
-        Path(args.out).write_text(files.json_lines(map(files.without_nan, rows)))
+        without_nan = ({name: None if x != x else x for name, x in row.items()} for row in rows)  # JSON has none
+        Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in without_nan))
     return rows
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: sample(command_line.parse(Args, description=__doc__)))
+    train_policy.run_script(lambda: sample(tyro.cli(Args, description=__doc__)))

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import tyro
@@ -47,6 +47,7 @@ else:  # this file is run, and its neighbours are next to it
 
 @dataclass(frozen=True, kw_only=True)
 class Args(train_policy.Arguments):
+    script: ClassVar[str] = "train_both"  # begins the name of the file that keeps the arguments
     preset: str = "sentiment"
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     seed: NonNegativeInt = 1
@@ -118,9 +119,9 @@ def train(args: Args) -> tuple[Path, Path]:
 
 
 def begin(args: Args, accelerator: Accelerator) -> int:
-    """Choose the time stamp of both runs, and write a file by which --resume finds the arguments of both again.
+    """Choose the time stamp of all runs, and write a file by which --resume finds the arguments of all again.
 
-    If two runs are resumed, they have one.
+    If runs are resumed, they have one.
     """
     if args.resume:
         return int(Path(args.resume).name.rpartition("__")[2])
@@ -129,7 +130,7 @@ def begin(args: Args, accelerator: Accelerator) -> int:
         timestamp += 1
     (timestamp,) = broadcast_object_list([timestamp])
     if accelerator.is_main_process:
-        file = Path("runs", f"train_both__{args.preset}__{args.seed}__{timestamp}.json")
+        file = Path("runs", f"{args.script}__{args.preset}__{args.seed}__{timestamp}.json")
         file.parent.mkdir(exist_ok=True)
         train_policy.write_json(file, dataclasses.asdict(args))
     return timestamp
@@ -138,23 +139,23 @@ def begin(args: Args, accelerator: Accelerator) -> int:
 def train_part(module: Any, kind: str, part: Any, timestamp: int, accelerator: Accelerator) -> Path:
     """Train a part, or resume it with the arguments that it began with, or skip it if it is finished.
 
-    module: its script. kind: reward or policy. Returns models/<run>/<kind>.
+    module: its script. kind: its name, such as reward. Returns models/<run>/<kind>.
     """
     run = Path("runs", f"{part.exp_name}__{part.preset}__{part.seed}__{timestamp}")
     has_begun = (run / "meta.json").exists()
     accelerator.wait_for_everyone()  # none begins before all have looked
     with messages_of(kind, part):
         if has_begun:
-            if module.read_meta(run)["finished"]:
+            if train_policy.read_meta(run)["finished"]:
                 return Path("models", run.name, kind).absolute()
-            part = dataclasses.replace(module.saved_args(type(part), run), resume=str(run))
+            part = dataclasses.replace(train_policy.saved_args(type(part), run), resume=str(run))
         elif accelerator.is_main_process:
             shutil.rmtree(run, ignore_errors=True)  # it was killed before it wrote anything to resume from
         return module.train(part, timestamp)
 
 
 def part_args(args: Args, part: Any) -> Any:
-    """The arguments of a part, with those that both share."""
+    """The arguments of a part, with those that all parts share."""
     shared = {name: getattr(args, name) for name in SHARED if name not in ("resume", "task")}
     task = type(part.task)(**dataclasses.asdict(args.task))
     return dataclasses.replace(part, task=task, resume="", **shared)
@@ -198,41 +199,42 @@ def messages_of(kind: str, part: Any) -> Iterator[None]:
 # ---- The command line -------------------------------------------------------------------------------------------
 
 
-def saved_args(run: str) -> Args:
-    """The arguments of train_both.py when it began a run, with this run to resume."""
+def saved_args(kind: type[Args], run: str) -> Args:
+    """The arguments of train_both.py, or of another such script, when it began a run; with this run to resume."""
     folder = Path(run).resolve()
-    file = folder.with_name(f"train_both__{'__'.join(folder.name.split('__')[-3:])}.json")
+    file = folder.with_name(f"{kind.script}__{'__'.join(folder.name.split('__')[-3:])}.json")
     if not file.is_file():
         raise train_policy.InputError(
-            f"--resume {run} is not the folder of a run that train_both.py began; resume others with their own script"
+            f"--resume {run} is not the folder of a run that {kind.script} began; resume others with their own script"
         )
     if folder.parent != Path("runs").resolve():
         raise train_policy.InputError(f"--resume {run}: resume in {folder.parents[1]}, where it began")
-    saved = train_policy.from_json(Args, file.read_text(), f"{file} of another version: ")
+    saved = train_policy.from_json(kind, file.read_text(), f"{file} of another version: ")
     return dataclasses.replace(saved, resume=run)
 
 
-def parse(argv: list[str] | None = None) -> Args:
-    """Read the command line. With --resume, the arguments are those with which the two runs were started."""
+def parse(argv: list[str] | None = None, presets: dict[str, Args] = PRESETS, description: str = __doc__) -> Args:
+    """Read the command line. With --resume, the arguments are those with which the runs were started."""
+    kind = type(next(iter(presets.values())))
     shared = "|".join(SHARED).replace("_", ".")  # in a pattern, a dot also matches the hyphen of --base-model
     for flag in sys.argv[1:] if argv is None else argv:
-        if match := re.match(rf"--(?:reward|policy)\.((?:no.)?(?:{shared})\b[^=]*)", flag):
-            raise train_policy.InputError(f"{match[0]}: both parts share it; give --{match[1]}")
+        if match := re.match(rf"--(?:sft|reward|policy)\.((?:no.)?(?:{shared})\b[^=]*)", flag):
+            raise train_policy.InputError(f"{match[0]}: all parts share it; give --{match[1]}")
         if re.match(r"--policy\.rewards\.(trained.model|function)", flag):
             raise train_policy.InputError(
-                f"{flag.split('=')[0]}: the reward model is trained here; use train_policy.py"
+                f"{flag.split('=')[0]}: the reward model is trained here; use the policy's own script"
             )
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--resume", default="")
     known, _ = first.parse_known_args(argv)
     if not known.resume:
-        return train_policy.parse_args(PRESETS, argv, description=__doc__)
-    default = saved_args(known.resume)
-    args = train_policy.checked(tyro.cli(Args, args=argv, default=default, description=__doc__))
+        return train_policy.parse_args(presets, argv, description=description)
+    default = saved_args(kind, known.resume)
+    args = train_policy.checked(tyro.cli(kind, args=argv, default=default, description=description))
     old, new = (train_policy.flatten(dataclasses.asdict(each)) for each in (default, args))
     if changed := [name for name in old if old[name] != new[name]]:
         raise train_policy.InputError(
-            f"--{changed[0]}: --resume takes the arguments with which train_both.py began; to change those of an "
+            f"--{changed[0]}: --resume takes the arguments with which {kind.script} began; to change those of an "
             f"interrupted part, resume it with its own script"
         )
     return args
@@ -305,12 +307,16 @@ def compare(args: train_policy.Args, folder: Path, accelerator: Accelerator) -> 
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Print a query and what the models wrote, each text with the numbers that are named after it."""
-    print(f"\nquery   {row['query'].strip()!r}")
-    for name in ("base", "policy"):
-        numbers = {key.removeprefix(f"{name} "): value for key, value in row.items() if key.startswith(f"{name} ")}
-        print(f"{name:6}  {row[name].strip()!r}")
-        print(" " * 7, *(f"{key} {value:+.2f}" for key, value in numbers.items()), sep="  ")
+    """Print texts, and below each the numbers that are named after it: "policy score" below "policy"."""
+    print()
+    for name, value in row.items():
+        if isinstance(value, str):
+            numbers = {key.removeprefix(f"{name} "): x for key, x in row.items() if key.startswith(f"{name} ")}
+            print(f"{name:9}  {value.strip()!r}")
+            if numbers:
+                print(" " * 9, *(f"{key} {number:+.2f}" for key, number in numbers.items()), sep="  ")
+        elif isinstance(value, float) and " " not in name:
+            print(f"{name:9}  {value:+.2f}")
 
 
 def changes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,9 +13,10 @@ started from (the reference) keeps the text fluent. Each update has eight steps:
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-This file is the whole program: copy it alone into a folder, and it runs. `train()` has steps 1 to 5 and 8,
-`ppo_update()` below it steps 6 and 7, because each minibatch whitens its own rewards and advantages. Then come the
-formulas, how a model reads and writes tokens, queries, and at the end the plumbing: loading, logs, checkpoints.
+This file is the whole program: copy it alone into a folder, and it runs. To learn the method, begin at `train()`,
+below the presets. It has steps 1 to 5 and 8, and `ppo_update()` below it steps 6 and 7, because each minibatch
+whitens its own rewards and advantages. Then come the formulas, how a model reads and writes tokens, queries, and at
+the end the plumbing: loading, logs, checkpoints.
 What `train_reward.py` needs too has the same text there. Left out: models that are split over several GPUs (each
 holds whole copies), responses that end early (all have the same length), and an entropy bonus.
 
@@ -28,6 +29,8 @@ purpose: docs/reference.
     python train_policy.py                                          # the newest reward model in models/
     accelerate launch --num_processes 8 train_policy.py --track
     python train_policy.py --resume runs/<run>                      # resume after an interruption
+
+A response without a full stop gets -1 in place of its score, unless --task.truncate_text is None.
 """
 
 from __future__ import annotations
@@ -191,8 +194,8 @@ class PpoArgs(Arguments):
     whiten_rewards: bool = True
     """scale the rewards of each group's minibatch to variance 1 (advantages always are)"""
     whiten_groups: PositiveInt = 8
-    """groups: slices of the batch, each whitened with its own mean and variance; the original: one per process [X03].
-    In chapter 3, a group is something else: the responses to one problem"""
+    """groups: slices of the batch, each whitened with its own mean and variance; in the original, one per process
+    [X03]"""
     local_micro_batch_size: PositiveInt = 8
     """episodes per forward and backward pass on one process, at most; changes memory and speed, not numbers"""
     local_rollout_batch_size: PositiveInt = 64
@@ -406,7 +409,9 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             # 2. Generate responses. Compute their log-probs and values, all (local_batch, response_length).
             contexts = add_affixes(queries, ids.prefix, ids.suffix)  # (local_batch, context_length)
             responses, sampled_logprobs = few_rows_at_a_time(
-                lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, task.temperature),
+                lambda contexts, uniforms: generate(
+                    policy.lm_backbone, contexts, uniforms, ids.pad, vocab_size=ids.pad, temperature=task.temperature
+                ),
                 pass_rows,
                 contexts,
                 uniforms,
@@ -446,7 +451,8 @@ def train(args: Args, timestamp: int | None = None) -> Path:
                     raw_scores = (function_scores - score_mean) / score_std
                 if monitor:
                     monitored = call(monitor, *texts).to(logprobs)
-            # [D50] Without a stop token, a penalty takes the place of the score.   train_policy.py#L384-L390
+            # [D50] Without a stop token, a penalty takes the place of the score. On the scale of normalised scores,
+            #       -1 is one deviation below the mean.   train_policy.py#L384-L390
             stopped = has_stop(truncated_responses, ids.stop, task.truncate_after)
             scores = torch.where(stopped, raw_scores, task.penalty_reward_value)
 
@@ -677,8 +683,9 @@ def group_advantages(rewards: Tensor, values: Tensor, ppo: PpoArgs) -> tuple[Ten
 
     rewards, values: (groups, group_minibatch, response_length). Returns two tensors of that shape.
     """
-    # [D55] Rewards are whitened here, minibatch by minibatch. They keep their mean, and only their spread changes:
-    #       without the mean, each return would lose it once for each token that is left.
+    # [D55] Rewards are whitened here, minibatch by minibatch, so that the critic's targets keep their scale while
+    #       scores and coefficient change. Only the spread is made 1. The mean stays: a return adds up the rewards of
+    #       all tokens that follow, so a mean taken from each would make returns depend on how many follow.
     #       train_policy.py#L323-L325
     # [D77] A group is the part of a minibatch that one process of the original has.   train_policy.py#L158-L159
     if ppo.whiten_rewards:
@@ -903,7 +910,8 @@ def response_logprobs(
     context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
     gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
     """
-    # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
+    # [D47] What the model says at position i is about token i + 1: hence the shift by one. Where the context ends in
+    #       padding, that column shows what the last real token before it shows.   policy.py#L114-L126
     hidden_states = read_tokens(lm_backbone, context_responses, pad_id, slice(context_length - 1, -1))
     responses = context_responses[:, context_length:]
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
@@ -1227,7 +1235,9 @@ def scale_of_scores(
     generator = keyed_generator(args.seed, "scale of the function")
     uniforms = torch.rand(samples, args.task.response_length, generator=generator, dtype=torch.float64)[mine]
     responses, _ = few_rows_at_a_time(
-        lambda *parts: generate(policy.lm_backbone, *parts, ids.pad, ids.pad, args.task.temperature),
+        lambda contexts, uniforms: generate(
+            policy.lm_backbone, contexts, uniforms, ids.pad, vocab_size=ids.pad, temperature=args.task.temperature
+        ),
         args.ppo.local_rollout_batch_size,
         add_affixes(queries, ids.prefix, ids.suffix),
         uniforms.to(float64_device(accelerator.device)),
@@ -1397,7 +1407,7 @@ def check_same_arguments(saved: Args, args: Args, may_change: set[str]) -> None:
         if old[name] != new[name] and name not in may_change:
             raise InputError(
                 f"--{name} {new[name]}: the run to resume has {old[name]}; only these may change: "
-                f"{', '.join(sorted(may_change))}"
+                f"{', '.join(sorted(may_change & old.keys()))}"
             )
 
 
@@ -1445,15 +1455,14 @@ def ppo_sizes(args: Args, num_processes: int) -> PpoSizes:
     """Divide the global sizes exactly, or raise an InputError that says which size does not divide and what would."""
     ppo, task = args.ppo, args.task
     slices = ppo.whiten_groups * ppo.nminibatches
-    local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
-    group_minibatch = split_evenly("ppo.batch_size", ppo.batch_size, slices, "whiten_groups x nminibatches")
     # The original asks for eight episodes.   train_policy.py#L69-L75
-    if ppo.whiten_rewards and group_minibatch < 8:
+    if ppo.whiten_rewards and ppo.batch_size < 8 * slices:
         raise InputError(
-            f"ppo.whiten_rewards needs at least 8 episodes per group and minibatch, and ppo.batch_size "
-            f"{ppo.batch_size} gives {group_minibatch}; --ppo.batch_size {8 * slices} is enough; fewer "
-            f"--ppo.whiten_groups need less"
+            f"ppo.whiten_rewards needs at least 8 episodes per group and minibatch, and --ppo.batch_size "
+            f"{ppo.batch_size} gives fewer; {8 * slices} is enough; fewer --ppo.whiten_groups need less"
         )
+    split_evenly("ppo.batch_size", ppo.batch_size, slices, "whiten_groups x nminibatches")
+    local_groups = split_evenly("ppo.whiten_groups", ppo.whiten_groups, num_processes, "processes")
     if task.truncate_after > task.response_length:
         raise InputError(f"--task.truncate_after {task.truncate_after} must be at most {task.response_length}")
     if args.rewards.trained_model and args.rewards.function:
@@ -1500,11 +1509,10 @@ def find(name: str) -> Path | None:
     Worlds are next to this script, in the package, and, where they were fetched, in $PPO_RLHF_CACHE or
     ~/.cache/ppo_rlhf. So arguments keep their names, and a run can be moved.
     """
-    package = importlib.util.find_spec("ppo_rlhf")
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
     places = [Path(), Path(__file__).with_name("worlds") / "data", cache]
-    if package and package.origin:
-        places.append(Path(package.origin).with_name("worlds") / "data")
+    with contextlib.suppress(ImportError, AttributeError, TypeError):  # it need not be installed
+        places.append(Path(importlib.util.find_spec("ppo_rlhf").origin).with_name("worlds") / "data")
     return next((place / name for place in places if name and (place / name).is_dir()), None)
 
 
@@ -2047,7 +2055,8 @@ class Run:
         config: what the tracker gets in addition to the arguments.
         """
         # A signal to stop, which clusters send before they take a machine away, waits for the end of the update.
-        signal.signal(signal.SIGTERM, lambda number, frame: self.signals.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.stop_soon)
         if not self.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
@@ -2168,6 +2177,13 @@ class Run:
             save_file(tensors, file.with_suffix(".tmp"), metadata={"texts": json.dumps(texts)})
             file.with_suffix(".tmp").replace(file)
 
+    def stop_soon(self, number: int, frame: Any) -> None:
+        """What SIGTERM and the first Ctrl-C do: the run stops when its checkpoint is written."""
+        self.signals.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.is_main:
+            print("\nthe run stops after this update; Ctrl-C again stops it at once", file=sys.stderr)
+
     def told_to_stop(self) -> bool:
         """Whether one of the processes has got a signal to stop. All processes must call this."""
         return any(gather_object([bool(self.signals)]))
@@ -2187,6 +2203,7 @@ class Run:
                 tracker.finish()
             print(f"finished {self.folder}; what it trained is in {self.models / part}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.accelerator.wait_for_everyone()
 
     # ---- Checkpoints: trained weights and Adam's moments in safetensors, the rest in JSON ----

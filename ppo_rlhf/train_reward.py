@@ -1167,7 +1167,14 @@ def read_preference(row: dict[str, Any]) -> tuple[str, str, str]:
     with: of texts, up to the last "\\n\\nAssistant:" or else up to the last white space; of messages, up to the last
     of the user's.
     """
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    prompt, *answers = split_preference(row.get("prompt"), row["chosen"], row["rejected"])
+    if isinstance(prompt, str):
+        return prompt, *answers
+    return as_text(prompt) + ANSWER, *(as_text(messages).removeprefix(ANSWER) for messages in answers)
+
+
+def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Prompt and the answers to it: three texts, or three lists of messages."""
     if all(isinstance(value, str) for value in (prompt or "", chosen, rejected)):
         if prompt is None:
             prompt = common_prompt(chosen, rejected)
@@ -1188,8 +1195,7 @@ def read_preference(row: dict[str, Any]) -> tuple[str, str, str]:
     for side, messages in answers.items():
         if not messages or messages[0]["role"] != "assistant":
             raise ValueError(f"{side} has no message of the assistant's after the prompt")
-    texts = [as_text(messages).removeprefix(ANSWER) for messages in answers.values()]
-    return as_text(common) + ANSWER, *texts
+    return common, *answers.values()
 
 
 def common_prompt(chosen: str, rejected: str) -> str:
@@ -1328,7 +1334,7 @@ def check_same_arguments(saved: Args, args: Args, may_change: set[str]) -> None:
         if old[name] != new[name] and name not in may_change:
             raise InputError(
                 f"--{name} {new[name]}: the run to resume has {old[name]}; only these may change: "
-                f"{', '.join(sorted(may_change))}"
+                f"{', '.join(sorted(may_change & old.keys()))}"
             )
 
 
@@ -1414,11 +1420,10 @@ def find(name: str) -> Path | None:
     Worlds are next to this script, in the package, and, where they were fetched, in $PPO_RLHF_CACHE or
     ~/.cache/ppo_rlhf. So arguments keep their names, and a run can be moved.
     """
-    package = importlib.util.find_spec("ppo_rlhf")
     cache = Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
     places = [Path(), Path(__file__).with_name("worlds") / "data", cache]
-    if package and package.origin:
-        places.append(Path(package.origin).with_name("worlds") / "data")
+    with contextlib.suppress(ImportError, AttributeError, TypeError):  # it need not be installed
+        places.append(Path(importlib.util.find_spec("ppo_rlhf").origin).with_name("worlds") / "data")
     return next((place / name for place in places if name and (place / name).is_dir()), None)
 
 
@@ -1923,7 +1928,8 @@ class Run:
         config: what the tracker gets in addition to the arguments.
         """
         # A signal to stop, which clusters send before they take a machine away, waits for the end of the update.
-        signal.signal(signal.SIGTERM, lambda number, frame: self.signals.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.stop_soon)
         if not self.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=bool(self.args.resume))
@@ -2003,6 +2009,13 @@ class Run:
                 table = library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
                 self.accelerator.log({"samples": table}, step=step)
 
+    def stop_soon(self, number: int, frame: Any) -> None:
+        """What SIGTERM and the first Ctrl-C do: the run stops when its checkpoint is written."""
+        self.signals.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self.is_main:
+            print("\nthe run stops after this update; Ctrl-C again stops it at once", file=sys.stderr)
+
     def told_to_stop(self) -> bool:
         """Whether one of the processes has got a signal to stop. All processes must call this."""
         return any(gather_object([bool(self.signals)]))
@@ -2022,6 +2035,7 @@ class Run:
                 tracker.finish()
             print(f"finished {self.folder}; what it trained is in {self.models / part}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.accelerator.wait_for_everyone()
 
     # ---- Checkpoints: trained weights and Adam's moments in safetensors, the rest in JSON ----

@@ -56,7 +56,7 @@ def die(*_) -> None:
 
 def be_told_to_stop(*_) -> None:
     if os.environ.get("RANK", "1") == "1":
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.Signals[fault])
 
 
 def die_within_a_row(of_run: train_policy.Run, step: int, metrics: dict[str, float]) -> None:
@@ -94,6 +94,7 @@ FAULTS = {
     "name of a checkpoint": lambda: before_call(Path, "rename", die, is_checkpoint),
     "removal of a folder": lambda: before_call(shutil, "rmtree", die),
     "SIGTERM": lambda: in_each("log", be_told_to_stop),
+    "SIGINT": lambda: in_each("log", be_told_to_stop),  # Ctrl-C
     "full disk": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (number, number)),
 }
 

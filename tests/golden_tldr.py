@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import learning_curves, processes
 from ppo_rlhf.tldr import (
     models,
     packing,
@@ -137,7 +136,7 @@ def saved_model(folder: Path) -> PreTrainedModel | train_reward.RewardModel:
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------
 
-RECORDED = ("policy_loss", "value_loss", "token_statistics", "evaluate_policy")
+RECORDED = ("policy_loss", "value_loss", "evaluate")
 
 
 def run_of(
@@ -153,19 +152,17 @@ def run_of(
     results of each call of the functions above, and `first_gradient` that of the first optimiser step.
     """
     first_gradient: Arrays = {}
-    holder = script if hasattr(script, "average_gradients") else processes
-    right_average = holder.average_gradients
+    right_average = script.average_gradients
 
-    def average_gradients(model, *others):
-        right_average(model, *others)
+    def average_gradients(model):
+        right_average(model)
         if not first_gradient:
             named = model.named_parameters()
             first_gradient.update({name: p.grad.clone() for name, p in named if p.grad is not None})
 
     replaced = (
-        (learning_curves, "draw_learning_curves", lambda *_: None),
         (posts, "read_posts", lambda task, tokenizer, split, limit=0: splits[split]),
-        (holder, "average_gradients", average_gradients),
+        (script, "average_gradients", average_gradients),
         *replaced,
     )
     with contextlib.ExitStack() as stack:
@@ -271,12 +268,6 @@ def reward_run(case: dict, arrays: Arrays) -> SimpleNamespace:
 # ---- Runs of tldr/policy.py ------------------------------------------------------------------------------------
 
 
-def everywhere(name: str, function: Any) -> list[Replaced]:
-    """A function that several modules import, in each of them."""
-    users = (train_policy, train_reward, tldr_responses, posts, tldr_sft, tldr_reward, tldr_policy)
-    return [(module, name, function) for module in users if hasattr(module, name)]
-
-
 def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> list[Replaced]:
     """At this temperature the sampler gets the uniform numbers with which it samples the stored responses."""
     generate, stored = tldr_responses.generate_until, iter(responses)
@@ -285,10 +276,12 @@ def steered(case: dict, steered_at: float, responses: list[torch.Tensor]) -> lis
         if temperature == steered_at:
             tokens = next(stored).long()
             query_responses, length = torch.cat([contexts, tokens], dim=1), tokens.shape[1]
-            uniforms = steering_uniforms(lm_backbone, query_responses, length, pad_id, vocab_size, temperature)
+            uniforms = steering_uniforms(
+                lm_backbone, query_responses, length, pad_id, case["output_rows"], temperature
+            )
         return generate(lm_backbone, contexts, uniforms, pad_id, case["output_rows"], temperature, stop_ids)
 
-    return everywhere("generate_until", wrapper)
+    return [(module, "generate_until", wrapper) for module in (posts, tldr_policy)]
 
 
 def in_order(lengths: torch.Tensor, device: torch.device, rows: int = 0, *_, **__) -> list[packing.Pass]:
@@ -308,16 +301,16 @@ def all_output_rows(case: dict) -> list[Replaced]:
     def scaled_logits(lm_backbone, hidden_states, vocab_size, temperature):
         return right(lm_backbone, hidden_states, case["output_rows"], temperature)
 
-    return everywhere("scaled_logits", scaled_logits)
+    return [(tldr_responses, "scaled_logits", scaled_logits)]
 
 
 def whitened_once() -> list[Replaced]:
     """Advantages are whitened over the whole rollout, before minibatches are drawn [X25]."""
-    right, make, rollouts = tldr_policy.compute_advantages, tldr_policy.make_rollout, []
+    right, update, rollouts = tldr_policy.compute_advantages, tldr_policy.ppo_update, []
 
-    def make_rollout(*arguments, **options):
-        rollouts.append(make(*arguments, **options))
-        return rollouts[-1]
+    def ppo_update(actor_critic, optimizer, rollout, *arguments, **options):
+        rollouts.append(rollout)
+        return update(actor_critic, optimizer, rollout, *arguments, **options)
 
     def compute_advantages(rewards, values, mask, value_mask, ppo, reduce):
         whole = rollouts[-1]
@@ -325,7 +318,7 @@ def whitened_once() -> list[Replaced]:
         rows = (values.unsqueeze(1) == whole.values).all(2).int().argmax(1)  # of the minibatch in the rollout
         return tuple(tensor[rows] for tensor in found)
 
-    return [(tldr_policy, "make_rollout", make_rollout), (tldr_policy, "compute_advantages", compute_advantages)]
+    return [(tldr_policy, "ppo_update", ppo_update), (tldr_policy, "compute_advantages", compute_advantages)]
 
 
 def policy_run(

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from ppo_rlhf.lib.errors import NumericalError
 from ppo_rlhf.loop import PPO
+from ppo_rlhf.train_policy import InputError
 
 model, out = sys.argv[1:]
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ for step in range(4):
         batch.rollout.values[-1, 0] = math.nan
     try:
         row = ppo.step(batch, [float(response.count("e")) for response in batch.responses])
-    except NumericalError as error:
+    except InputError as error:
         row = {"error": str(error)}
     rows.append(row | {"kl_coef": ppo.controller.value})
 if rank == 0:

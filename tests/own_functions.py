@@ -70,3 +70,9 @@ def countdown(
 def first(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
     """Only the first response is correct."""
     return [float(place == 0) for place in range(len(responses))]
+
+
+def known(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+    """The number that the answer has for the response, spaces apart; 0 if it has none."""
+    texts = [response.replace(" ", "") for response in responses]
+    return [json.loads(answer).get(text, 0.0) for text, answer in zip(texts, answers, strict=True)]

@@ -27,8 +27,6 @@ from typing import Any
 import huggingface_hub
 from matplotlib.figure import Figure
 
-from ppo_rlhf.lib import learning_curves
-
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "PPO_RLHF_THREADS": "1"}
 
@@ -139,15 +137,13 @@ def _run(
     subprocess.Popen = ForkingPopen
     if not pictures:
         Figure.savefig = _save_first_panel
-        learning_curves.draw_learning_curves = lambda folder, *_: (folder / "learning_curves.png").touch()
     _run_script([script, *arguments], {**os.environ, **environment})
 
 
 class Launched:
     """A process that runs a script of ppo_rlhf/, or any other file.
 
-    pictures: whether pictures are drawn whole. Else learning curves, which take longer than a small run, are an empty
-    file, and other pictures have their first panel only.
+    pictures: whether pictures are drawn whole. Else they have their first panel only.
     """
 
     def __init__(self, script: str | Path, *arguments: str, folder: Path, pictures: bool = False, **environment: str):

@@ -14,8 +14,9 @@ import pytest
 
 from benchmark import worlds
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import command_line, learning_curves
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.lib import command_line
+from ppo_rlhf.report import learning_curves
+from ppo_rlhf.train_policy import InputError
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,8 +127,7 @@ def both_arguments(world: Path) -> list[str]:
 
 def trained(script: ModuleType, folder: Path, words: Iterable[str]) -> Path:
     """Train in a folder, in this process; returns the folder of the run."""
-    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learning_curves, "draw_learning_curves", lambda *_: None)  # which takes longer than the run
+    with contextlib.chdir(folder):
         parse_args = getattr(script, "parse_args", command_line.parse_args)
         script.train(parse_args(script.PRESETS, list(words)))
     return only(folder, "runs/*")

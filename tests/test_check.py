@@ -17,7 +17,7 @@ import pytest
 import torch
 from mistakes import text_of
 from processes import ForkingPopen, Result, launch, read_by_nobody
-from runs import ROOT
+from runs import ROOT, error_line
 
 from ppo_rlhf.check import __main__ as command, cases, child, diagnosis, faults, forms
 from ppo_rlhf.check.diagnosis import Report
@@ -433,16 +433,14 @@ def test_quiet_prints_only_what_does_not_match(capsys):
         ("import time\ndef whiten(values): time.sleep(1_000)", "adapter.py: whiten:0 took longer than 5 seconds"),
     ],
 )
-def test_bad_input_ends_in_one_line_and_status_2(text, message, tmp_path, monkeypatch, capsys):
+def test_bad_input_ends_in_one_line(text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         Path("adapter.py").write_text(text)
     if "longer" in message:
         monkeypatch.setattr(command, "LIMIT", 5)
     monkeypatch.setattr(sys, "argv", ["check", "adapter.py"])
-    assert command.main() == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error_line(command.main)
 
 
 def test_an_interpreter_that_does_not_serve_is_named(tmp_path):
@@ -474,13 +472,13 @@ def test_the_list_can_be_cut_off(monkeypatch, capsys):
     assert command.main() == 0 and capsys.readouterr().out.startswith("truncate(")
     with read_by_nobody(), pytest.raises(SystemExit) as end:
         runpy.run_path(command.__file__, run_name="__main__")
-    assert end.value.code == 0
+    assert end.value.code == 2
 
 
 def test_an_exercise_is_written_and_found_to_be_fixed(tmp_path):
     path, fault = tmp_path / "exercise_7.py", command.EXERCISES[6]
     (tmp_path / "exercise_8.py").symlink_to("nowhere/exercise_8.py")
-    assert f"{tmp_path}/exercise_8.py: No such file" in run("--exercise", "8", folder=tmp_path).stderr
+    assert "No such file or directory: 'exercise_8.py'" in run("--exercise", "8", folder=tmp_path).stderr
     written, broken = (run("--exercise", "7", folder=tmp_path) for _ in range(2))
     assert written.status == 0 and path.read_text() in written.stdout and fault.says not in path.read_text()
     assert broken.status == 1 and "is not fixed yet" in broken.stdout

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import error_line
+from runs import error_line, write_rows
 from test_tldr_data import PAD, Letters
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds
-from ppo_rlhf.lib import hub, pretrained
 from ppo_rlhf.rlvr import problems
-from ppo_rlhf.tldr import posts, reward_functions
+from ppo_rlhf.tldr import models, posts, reward_functions
 from ppo_rlhf.train_policy import QueryStream, TaskArgs
 
 
@@ -131,7 +130,6 @@ def connections(monkeypatch):
         raise socket.gaierror("tests have no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    hub.hub_is_reachable.cache_clear()
     return hosts
 
 
@@ -145,13 +143,13 @@ def connections(monkeypatch):
             "--label_dataset sentiment/no.json.*hub",
         ),
         (train_reward.find_label_file, ["/no/such.json", "nowhere"], "--label_dataset /no/such.json(?!.*hub)"),
-        (pretrained.load_tokenizer, ["models/a-run/sft"], "--base_model models/a-run/sft: no such folder(?!.*hub)"),
+        (models.load_tokenizer, ["models/a-run/sft"], "--base_model models/a-run/sft cannot be loaded"),
     ],
 )
 def test_what_is_not_there_is_named_and_nobody_is_asked_for_it(
     monkeypatch, tmp_path, connections, find, words, message
 ):
-    """The tests set HF_HUB_OFFLINE. Of a folder, nothing is said of the hub."""
+    """The tests set HF_HUB_OFFLINE. Of a file, nothing is said of the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert re.match(message, error_line(find, *words)) and not connections
 
@@ -160,22 +158,19 @@ def test_a_folder_may_have_an_at_sign_in_its_name(in_a_fresh_folder, tiny_tokeni
     """It names no revision."""
     tiny_models("gpt2").save_pretrained("model@refs")
     tiny_tokenizer.save_pretrained("model@refs")
-    assert len(pretrained.load_tokenizer("model@refs")) == len(tiny_tokenizer)
+    assert len(models.load_tokenizer("model@refs")) == len(tiny_tokenizer)
 
 
 # ---- Paths -----------------------------------------------------------------------------------------------------
 
 
 def test_names_of_worlds_become_paths(in_a_fresh_folder):
-    """Whatever else has such a name, but for a model that was trained here."""
+    """Unless there is a folder of that name."""
     world = worlds.DATA / "tales"
     labels = train_reward.find_label_file("sentiment/offline_5k.json", "tales")
     assert labels == world / "labels/sentiment/offline_5k.json"
     assert train_policy.load_texts("tales", "train")[0] == train_policy.load_texts(str(world), "train")[0]
-    Path("tales").mkdir()
-    for argument, value in (("base_model", "gpt3"), ("label_dataset", "tales"), ("task.posts", "tales")):
-        assert worlds.find_value(argument, value) == value
-    with pretrained.model_errors("tales") as place:
+    with train_policy.model_errors("tales") as place:
         assert place == (f"{world}/model", None)
     for load_rows, name, kind in (
         (posts.load_rows, "posts", "comparisons"),
@@ -184,8 +179,12 @@ def test_names_of_worlds_become_paths(in_a_fresh_folder):
         where, _ = next(iter(load_rows(name, kind, "train")))
         assert where.startswith(f"{worlds.DATA}/{name}/{kind}_train.jsonl")
     assert posts.known_ceiling("posts") > 0.5
-    Path("tales/ppo_rlhf.json").touch()
-    assert worlds.find_value("base_model", "tales") == "tales"
+    for load_rows, name, kind in (
+        (posts.load_rows, "posts", "comparisons"),
+        (problems.load_rows, "sums", "problems"),
+    ):
+        write_rows(f"{name}/{kind}_train.jsonl", {"own": kind})
+        assert load_rows(name, kind, "train") == [(f"{name}/{kind}_train.jsonl, line 1", {"own": kind})]
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ def make_stream(tmp_path):
 
 
 def as_texts(queries: torch.Tensor) -> list[str]:
-    return posts.to_texts(Letters(), queries, PAD)
+    return train_policy.to_texts(Letters(), queries, PAD)
 
 
 def batch_texts(stream: QueryStream, size: int) -> list[str]:
@@ -352,18 +351,11 @@ BLIND = [
 ]
 
 
-async def scores_later(queries=(), responses=()):
-    return [1.0, 2.0]
-
-
-@pytest.mark.filterwarnings("error")  # also that nobody awaited a coroutine
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda texts: texts, "too many positional arguments"),
         *[(function, "none of its arguments gets the responses") for function in BLIND],
-        (scores_later, "it is async"),
-        (lambda solution_str: scores_later(), "it is async"),
         (lambda q, r: [1.0], "returned 1 scores for 2 responses"),
         (lambda q, r: "12", "returned a str"),
         (lambda q, r: [1e300, 1.0], "returned 1e+300 for text 1"),  # infinite in float32

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from runs import ROOT, meta_of, rows_of
 
-from ppo_rlhf import judge
+from ppo_rlhf import judge, train_both
 from ppo_rlhf.rlvr import tool_functions
 from ppo_rlhf.tldr import all as tldr_all
 from ppo_rlhf.tldr.posts import rouge
@@ -88,6 +88,6 @@ def test_the_script_takes_the_commands_of_the_paper(tmp_path):
     environment = os.environ | {"PYTHON": str(stub)}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     for line in said:
-        args = tldr_all.parse(shlex.split(line.partition("ppo_rlhf/tldr/all.py")[2]))
+        args = train_both.parse(shlex.split(line.partition("ppo_rlhf/tldr/all.py")[2]), tldr_all.PRESETS)
         assert args.policy.dtype == args.sft.dtype == args.reward.dtype == "bfloat16"
     assert len(said) == 4

@@ -1,5 +1,6 @@
 """derivation.py computes what the scripts compute, also in the recorded updates that the chapters' pages show."""
 
+import json
 import math
 import re
 import statistics
@@ -11,8 +12,6 @@ import torch
 from oracles import double
 from runs import ROOT
 
-from ppo_rlhf.lib import traces
-from ppo_rlhf.lib.files import read_json
 from ppo_rlhf.report import derivation
 from ppo_rlhf.rlvr import algebra
 
@@ -57,7 +56,8 @@ def with_algebra(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]
 
 def episodes_of(x: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], s: dict) -> list[dict]:
     """The batch as a trace has it."""
-    mean, deviation = (number.item() for number in traces.moments(theirs["raw_advantages"], x["scored"]))
+    raw_advantages = theirs["raw_advantages"][x["scored"]]
+    mean, deviation = raw_advantages.mean().item(), math.sqrt(raw_advantages.var(unbiased=False).item() + 1e-8)
     episodes = []
     for i in range(8):
         n = int(x["scored"][i].sum())
@@ -167,7 +167,7 @@ def test_the_recorded_runs_computed_the_same(chapter):
 
     test_explain.py compares with a run of chapter 1.
     """
-    told = read_json(ROOT / f"benchmark/results/{RECORDED[chapter]}.json")
+    told = json.loads((ROOT / f"benchmark/results/{RECORDED[chapter]}.json").read_text())
     settings, episodes = derivation.settings_of(told["args"], told["script"]), told["episodes"]
     steps, group = derivation.steps_of(settings), episodes if chapter == 3 else ()
     epochs = [  # of each, every number of its tokens

@@ -1,20 +1,17 @@
 """What `ppo_rlhf/report --explain` prints and a click on the page shows follows from what a run recorded."""
 
-import contextlib
 import json
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from runs import meta_of, only, sums_arguments
+from runs import meta_of, sums_arguments, trained
 
-from ppo_rlhf.lib import command_line, learning_curves
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import __main__ as report, derivation, page
 from ppo_rlhf.rlvr import policy as rlvr_policy
+from ppo_rlhf.train_policy import InputError
 
 TWO_UPDATES = (
     "--rewards.verifier own_functions:letters --rewards.kl_estimator full --ppo.critic_warmup 0 --ppo.lr 0.01 "
@@ -32,10 +29,8 @@ OWN = {  # settings for which a trace has to hold something of its own
 
 def own_run(name: str, world: Path, folder: Path) -> Path:
     """The folder of a run in this folder."""
-    words = [*sums_arguments(world), *f"{TWO_UPDATES} {OWN[name]}".format(world=world).split()]
-    with contextlib.chdir(folder), patch.object(learning_curves, "draw_learning_curves"):  # longer than the run
-        rlvr_policy.train(command_line.parse_args(rlvr_policy.PRESETS, words))
-    return only(folder, "runs/*")
+    words = f"{TWO_UPDATES} {OWN[name]}".format(world=world).split()
+    return trained(rlvr_policy, folder, [*sums_arguments(world), *words])
 
 
 def lines_of(run: Path) -> Iterator[tuple[dict, derivation.Line]]:
@@ -44,9 +39,7 @@ def lines_of(run: Path) -> Iterator[tuple[dict, derivation.Line]]:
     settings = page.settings_of(one_run)
     steps = derivation.steps_of(settings)
     for update in one_run.kept():
-        episodes = one_run.episodes(update)
-        for episode in episodes[::2]:
-            group = page.group_of(episode, episodes)
+        for episode, group in [*page.with_groups(one_run.episodes(update))][::2]:
             last = len(episode["epochs"].get("new_logprobs", [0])) - 1
             numbers = derivation.derive(episode, settings, steps, last, group)
             for lines in derivation.lines_of(episode, steps, numbers, last):
@@ -70,8 +63,8 @@ def test_every_number_is_derived_and_a_calculator_finds_it(name, request, tiny_s
     run = own_run(name, tiny_sums, tmp_path) if name in OWN else request.getfixturevalue(name).run("*policy")
     rounding = 1e-12 if meta_of(run)["args"]["dtype"] == "float64" else 1e-5
     checked = dict.fromkeys(derivation.RECORDED, 0)
-    for episode, line in lines_of(run):
-        assert not line.wrong and (episode["again"] or line.result != "?"), line
+    for _, line in lines_of(run):
+        assert not line.wrong and line.result != "?", line
         if line.recorded == line.recorded:
             assert line.value == pytest.approx(line.recorded, rel=0, abs=rounding), line
             checked[line.step.recorded] += 1

@@ -1,4 +1,4 @@
-"""What a run survives: kill -9, SIGTERM, a full disk; and continuing with something else.
+"""What a run survives: kill -9, SIGTERM, Ctrl-C, a full disk; and continuing with something else.
 
 Each fault leaves the last good checkpoint, and at most one line.
 """
@@ -51,14 +51,14 @@ def check_rounded(run: Whole, undisturbed: Whole) -> None:
     assert_close(*weights, rtol=0, atol=1e-5)
 
 
-# ---- kill -9 and SIGTERM ---------------------------------------------------------------------------------------
+# ---- kill -9, SIGTERM, Ctrl-C ---------------------------------------------------------------------------------
 
 # What happens each time that the run is started, and at which call.
 FAULTS = [
     ("JSON file", 0),  # there is nothing to resume yet
     ("rollout", 0),
     ("tensors of a checkpoint", 0),
-    ("SIGTERM", 1),
+    ("SIGINT", 1),
     ("checksum of a checkpoint", 1),  # the first call is for the checkpoint that is read
     ("name of a checkpoint", 0),
     ("optimiser step", 3),  # from here on in the second stage
@@ -82,7 +82,7 @@ def test_a_joint_run_that_dies_again_and_again_gives_the_numbers_of_one_that_doe
     for fault, number in FAULTS:
         arguments = resume(tmp_path) or both.arguments
         result = launch(*faulty(fault, number, both.script, *arguments), folder=tmp_path)
-        if fault == "SIGTERM":
+        if fault in ("SIGTERM", "SIGINT"):
             run = Path(resume(tmp_path)[-1])
             step = len(metrics_of(run))
             assert result.status == 0 and re.search(

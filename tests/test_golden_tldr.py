@@ -33,9 +33,9 @@ from golden_tldr import (
 from runs import write_rows
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
 from ppo_rlhf.tldr.posts import TaskArgs
+from ppo_rlhf.train_policy import InputError
 
 # Largest differences that the golden numbers allow, from their README. We compute in float64; they were computed and
 # stored in float32.
@@ -256,9 +256,16 @@ def test_reward_run(name):
         assert run.results[f"eval/rm/normalized_{key}"] == pytest.approx(number.item(), abs=MARGIN)
 
 
-def of_micro_batches(run: SimpleNamespace, function: str, part: int | str, accumulation: int) -> torch.Tensor:
-    """A number of each micro-batch that a loss or statistic gave; it has a share of 1 / accumulation."""
+def of_micro_batches(run: SimpleNamespace, function: str, part: int, accumulation: int) -> torch.Tensor:
+    """A number of each micro-batch that a loss gave; it has a share of 1 / accumulation."""
     return torch.stack([result[part].detach() for _, result in run.calls[function]]) * accumulation
+
+
+def ratios_of(run: SimpleNamespace, accumulation: int) -> torch.Tensor:
+    """The mean ratio of each micro-batch, from what the policy's loss got."""
+    given = [arguments for arguments, _ in run.calls["policy_loss"]]
+    shares = [(new - old)[mask].detach().exp().sum() / count for new, old, _, mask, _, count in given]
+    return torch.stack(shares) * accumulation
 
 
 # In every pass of ppo_gpt2_leftpad the original lacks positions. test_forward shows that alone, and TRL's run has the
@@ -276,7 +283,7 @@ def test_policy_run(name):
     update_of = torch.arange(len(rows)) * len(updates) // len(rows)
     masks = torch.stack([~updates[i]["padding_mask"][inds] for i, inds in zip(update_of, rows, strict=True)])
     share = masks.double().mean((1, 2))
-    ratios = of("token_statistics", "val/ratio") * share + 1 - share
+    ratios = ratios_of(run, accumulation) * share + 1 - share
     statistics = {"pg_loss": of("policy_loss", 0), "ratio": ratios, "vf_loss": of("value_loss", 0)}
     statistics |= {"pg_clipfrac": of("policy_loss", 1) * share, "approxkl": of("policy_loss", 2) * share}
     for key, numbers in statistics.items():
@@ -305,7 +312,7 @@ def test_policy_run(name):
         # [X34] The original counts end-of-text tokens before it truncates.
         assert row["val/num_eos_tokens"] == update["contain_eos_token"].sum()
 
-    held_out, (_, table) = under(arrays, "evaluation0/"), run.calls["evaluate_policy"][0][1]
+    held_out, (_, table) = under(arrays, "evaluation0/"), run.calls["evaluate"][0][1]
     for key in ("score", "reference_score"):
         assert [row[f"{key}s"] for row in table] == pytest.approx(held_out[key].tolist(), abs=VALUE)
     words = [row[(row != EOS) & (row != PAD)].tolist() for row in held_out["postprocessed_response_token"]]
@@ -324,7 +331,7 @@ def test_trl_run(name):
     case, arrays = case_and_arrays(name)
     updates = [under(arrays, f"update{i}/") for i in range(case["updates"])]
     run = trl_policy_run(case, arrays)
-    ratios = of_micro_batches(run, "token_statistics", "val/ratio", 1)
+    ratios = ratios_of(run, 1)
     for i, (row, update, expected) in enumerate(zip(run.metrics, updates, case["metrics"], strict=True)):
         share = (~update["padding_mask"]).double().mean().item()
         steps = len(ratios) // len(updates)

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.interoperability import hub_check
 from ppo_rlhf import train_both, train_policy, train_reward
-from ppo_rlhf.lib import pretrained
 from ppo_rlhf.rlvr import problems
-from ppo_rlhf.tldr import all as tldr_all, posts
+from ppo_rlhf.tldr import all as tldr_all, models, posts
+from ppo_rlhf.train_policy import to_texts
 
 CHAPTER_2 = tldr_all.PRESETS["tldr"]
 LABELS = {
@@ -194,7 +194,8 @@ def cache(filled, tmp_path, monkeypatch) -> Path:
             str(folder_of(cache, name)) if name == posts.POSTS_REPOSITORY else name, *words, **options
         )
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    for module in (datasets, posts):
+        monkeypatch.setattr(module, "load_dataset", load)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "tables")
     return cache
@@ -225,18 +226,18 @@ def test_texts(name, train, test):
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_of_chapter_1(name):
     preset, (_, query_length, response_length) = train_both.PRESETS[name], LABELS[name]
-    tokenizer = pretrained.load_tokenizer(preset.base_model)
+    tokenizer = models.load_tokenizer(preset.base_model)
     labels = train_reward.read_labels(preset.reward.label_dataset, preset.task, tokenizer)
     assert labels.queries.shape == (2, query_length) and labels.samples.shape == (2, 4, response_length)
     assert labels.targets.tolist() == [3, 0] and labels.queries[0, :3].tolist() == [1, 2, 259]
 
 
 def test_posts():
-    task, tokenizer = CHAPTER_2.task, pretrained.load_tokenizer(CHAPTER_2.base_model)
+    task, tokenizer = CHAPTER_2.task, models.load_tokenizer(CHAPTER_2.base_model)
     for split, title in (("train", "train"), ("validation", "valid"), ("test", "test")):
         found = posts.read_posts(task, tokenizer, split)
         query = f"SUBREDDIT: r/cats\n\nTITLE: A {title} cat\n\nPOST: It slept.\nIt ate.\n\nTL;DR:"
-        texts = [posts.to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (found.queries, found.references)]
+        texts = [to_texts(tokenizer, tokens, len(tokenizer)) for tokens in (found.queries, found.references)]
         assert texts == [[query], [" Cat sleeps.<|endoftext|>"]]
 
 
@@ -252,11 +253,9 @@ CAT = "SUBREDDIT: r/cats\n\nTITLE: A cat\n\nPOST: It slept.\n\nTL;DR:"
     ],
 )
 def test_comparisons(split, articles, texts, confidence):
-    task, tokenizer = CHAPTER_2.task, pretrained.load_tokenizer(CHAPTER_2.base_model)
+    task, tokenizer = CHAPTER_2.task, models.load_tokenizer(CHAPTER_2.base_model)
     found = posts.read_comparisons(task, tokenizer, split, articles=articles)
-    columns = (
-        posts.to_texts(tokenizer, rows, len(tokenizer)) for rows in (found.queries, found.chosen, found.rejected)
-    )
+    columns = (to_texts(tokenizer, rows, len(tokenizer)) for rows in (found.queries, found.chosen, found.rejected))
     assert [text.removesuffix("<|endoftext|>") for (text,) in columns] == texts
     assert found.groups == [{"split": "train", "batch": "batch3", "confidence": confidence}]
 
@@ -264,14 +263,14 @@ def test_comparisons(split, articles, texts, confidence):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_problems(split):
     task = problems.TaskArgs(prompt_format="plain")
-    found = problems.read_problems(task, pretrained.load_tokenizer("gpt2"), split)
+    found = problems.read_problems(task, models.load_tokenizer("gpt2"), split)
     suffix = ' Let\'s think step by step and output the final answer after "####".'
     assert (found.texts, found.answers) == ([f"1+1 in {split}?{suffix}"], ["2"])
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "somebody/pickle"])
 def test_models(name, filled):
-    assert pretrained.load_tokenizer(name).eos_token_id == 256
+    assert models.load_tokenizer(name).eos_token_id == 256
     model = train_policy.load_pretrained(name, torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.arange(5).unsqueeze(0)).logits[0, -1, :4]

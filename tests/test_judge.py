@@ -15,7 +15,6 @@ import pytest
 from runs import error_line, rows_of, write_rows
 
 from ppo_rlhf.judge import Args, EndpointArgs, judge, parse_verdict, win_rate
-from ppo_rlhf.lib import errors
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 KEY = "sk-a-key-that-nobody-may-see"
@@ -209,7 +208,7 @@ def test_without_a_key_and_without_a_temperature(server, monkeypatch):
     [
         ("wrong key", (401, '{"error": {"message": "wrong key"}}')),
         ("JSONDecodeError", (200, "{")),
-        ("is a dict, not a text", {"text": "Preferred: A"}),
+        ("expected str instance, dict found", {"text": "Preferred: A"}),
     ],
 )
 def test_what_may_pass_is_asked_again_and_another_answer_ends_in_a_line(server, reason, said):
@@ -217,7 +216,7 @@ def test_what_may_pass_is_asked_again_and_another_answer_ends_in_a_line(server, 
     refused = {0: (503, ""), 6: said}
     server.behave = lambda number, text: refused.get(number) or truth(number, text)
     line = error_line(ask, server)
-    assert line.startswith(f"--endpoint.url {server.url}: ") and reason in line
+    assert line.startswith(f"--endpoint.url {server.url} (") and reason in line
     assert cached() == 5 and sorted(os.listdir("run")) == ["evaluation.jsonl", "judge_cache.jsonl"]
     ask(server)
     assert results() == OUTCOMES[:3] and len(server.payloads) == 8 and cached() == 6
@@ -238,17 +237,17 @@ def test_a_question_that_was_asked_costs_nothing_again(server):
 
 
 def test_an_end_keeps_what_is_under_way(server):
-    """Eight answers come, eight are under way: more are not asked at a time, and none after the signal."""
+    """Eight answers come, eight are under way: more are not asked at a time, and none after Ctrl-C."""
     go_on = threading.Event()
 
     def behave(number: int, text: str) -> str:
         if number == 15:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         assert number < 8 or go_on.wait(60)
         return truth(number, text)
 
     server.behave = behave
-    with pytest.raises(errors.Stopped), errors.on_sigterm(errors.stop_now):
+    with pytest.raises(KeyboardInterrupt):
         ask(server, 30, concurrency=8)
     go_on.set()
     for thread in threading.enumerate():

@@ -23,9 +23,15 @@ from whole_runs import check_same_weights
 BLOCKED = """
 import os, signal, sys
 
-for name in ["ppo_rlhf", *sys.modules]:
+class Blocked:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "ppo_rlhf":
+            raise ModuleNotFoundError(f"{name} is blocked")
+
+for name in [*sys.modules]:
     if name.partition(".")[0] == "ppo_rlhf":
-        sys.modules[name] = None  # Python then raises a ModuleNotFoundError
+        del sys.modules[name]
+sys.meta_path.insert(0, Blocked)
 """
 # Dies within its second checkpoint, of which each has two files.
 DIES = """

@@ -12,14 +12,14 @@ import pytest
 import torch
 from conftest import VOCAB
 from oracles import gradients, numbers
+from runs import error_line
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import errors
-from ppo_rlhf.lib.layers import checkpoint_layers
 from ppo_rlhf.sample import without_padding
 from ppo_rlhf.tldr import models, packing, responses as tldr_responses
+from ppo_rlhf.train_reward import prepare
 
 PAD = VOCAB
 CONTEXT, RESPONSE = 6, 7
@@ -143,7 +143,7 @@ def test_it_reads_the_same(tiny_models, monkeypatch, architecture, cost, checkpo
     packing.enable(model, share_prefixes=shares)
     assert packing.is_packed(model) != shares
     if checkpointing:
-        checkpoint_layers(model)
+        prepare(model, SimpleNamespace(gradient_checkpointing=True, dtype="float64"))
     counted = Read(model)
     found = read(model, tokens)
     (found * weights).sum().backward()
@@ -169,7 +169,6 @@ def test_adapters_read_the_same(tiny_models, any_width, share_prefixes):
     assert (found - before).abs().max() > 0.1
     with adapters.disable_adapter():
         assert_close(read(model, tokens), before, atol=1e-4, rtol=1e-4)
-    del model.base_model.is_packed, model.base_model.forward
     assert_close(found, read_alone(model, tokens), atol=1e-4, rtol=1e-4)
 
 
@@ -189,8 +188,9 @@ def test_loaded_models_are_packed_where_a_script_asks_for_it(tiny_models, tmp_pa
     """Also their layers, which have another configuration than the model; the one that is saved does not change."""
     tiny_models(architecture).save_pretrained(tmp_path / "model")
     loaded, tokens = train_policy.load_pretrained(str(tmp_path / "model"), torch.float32), ragged()
-    assert not packing.is_packed(loaded) and "forward" not in vars(loaded.base_model)
-    packing.enable(loaded)
+    assert not packing.is_packed(loaded)
+    for _ in range(2):
+        packing.enable(loaded)  # once more changes nothing
     counted = Read(loaded)
     assert_close(read(loaded, tokens), read_alone(loaded, tokens), atol=1e-4, rtol=1e-4)
     assert counted.tokens == least(tokens) + (tokens != PAD).sum()
@@ -226,27 +226,24 @@ def test_other_calls_reach_the_library(tiny_models, any_width):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_model_that_shares_otherwise_is_noticed_before_the_run(tiny_models, monkeypatch, capsys, wrong):
+def test_a_model_that_shares_otherwise_is_refused(tiny_models, monkeypatch, wrong):
     """Such as one whose positions go on after each response."""
-    errors.say_once.cache_clear()
-    monkeypatch.setattr(packing, "UNFIT", set())
-    model, critic, tokens = tiny_models("gpt2"), tiny_models("gpt2", seed=1), grouped()
-    packing.enable(model, critic, share_prefixes=True)
-    right = packing.read
+    right = packing.rows_to_line
 
-    def with_other_positions(backbone, input_ids, position_ids, *more):
-        if more[-1]:
-            position_ids = position_ids + torch.arange(len(input_ids)).unsqueeze(1) * (position_ids >= CONTEXT)
-        return right(backbone, input_ids, position_ids, *more)
+    def with_other_positions(backbone, inputs, options):
+        if packing.reads_rows(**options):
+            later = torch.arange(2).unsqueeze(1) * (options["position_ids"] >= CONTEXT)
+            options = options | {"position_ids": options["position_ids"] + later}
+        return right(backbone, inputs, options)
 
     if wrong:
-        monkeypatch.setattr(packing, "read", with_other_positions)
-    for _ in range(2):
-        models.check_model(model, "tiny", 24, PAD - 1, train_policy.read_tokens)
-    said = "--base_model tiny does not read shared prefixes as it should: each row is read by itself\n"
-    assert capsys.readouterr().out == said * wrong
-    for network in (model, critic, SimpleNamespace(modules=critic.modules)):
-        assert (packing.find_shared(network, tokens, tokens != PAD) is None) == wrong
+        monkeypatch.setattr(packing, "rows_to_line", with_other_positions)
+    model = tiny_models("gpt2")
+    packing.enable(model, share_prefixes=True)
+    if wrong:
+        assert "--ppo.no-share_prefixes" in error_line(packing.check_shared_prefixes, model, 24, VOCAB)
+    else:
+        packing.check_shared_prefixes(model, 24, VOCAB)
 
 
 # ---- Sampling --------------------------------------------------------------------------------------------------

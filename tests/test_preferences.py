@@ -14,7 +14,7 @@ from test_problems import byte_tokenizer
 from test_tldr_data import Letters, texts_of
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.tldr import posts, preferences
+from ppo_rlhf.tldr import data_files, posts, preferences
 
 TOKENIZER = byte_tokenizer()  # its chat template has turns like "<|im_start|>user\nWhy?<|im_end|>\n"
 
@@ -83,7 +83,7 @@ FORMS = {
 def test_forms(name):
     """As chapter 1 and chapter 2 read them."""
     row, *texts = FORMS[name]
-    assert [*train_reward.read_preference(row)] == [*preferences.read_preference(row, "a row").texts()] == texts
+    assert [*train_reward.read_preference(row)] == [*preferences.read_preference(row)] == texts
 
 
 @pytest.mark.parametrize(
@@ -91,17 +91,18 @@ def test_forms(name):
     [
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]}, "has no prompt"),
         ({"prompt": CHAT, "chosen": "a", "rejected": "b"}, "has no prompt"),
-        ({"chosen": CHAT, "rejected": CHAT[:1]}, "'rejected', has no message of the assistant's"),
-        ({"chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, user("c")]}, "'chosen', has no message of the assistant's"),
-        ({"chosen": "a", "rejected": ["b"]}, "'rejected', must be a text, a number, or messages"),
-        ({"chosen": "a", "rejected": "\udcff"}, "not valid Unicode"),
+        ({"chosen": CHAT, "rejected": CHAT[:1]}, "rejected has no message of the assistant's"),
+        ({"chosen": [SYSTEM, *CHAT], "rejected": [SYSTEM, user("c")]}, "chosen has no message of the assistant's"),
+        ({"chosen": "a", "rejected": ["b"]}, "TypeError"),
+        ({"chosen": "a", "rejected": "\udcff"}, "surrogates not allowed"),
     ],
 )
 def test_what_is_no_preference(row, words, tmp_path):
-    line = error_line(preferences.read_preference, row, "--x rows.jsonl, line 3")
-    assert line.startswith("--x rows.jsonl, line 3") and words in line
-    file = written(tmp_path / "labels.jsonl", [pair(0), row])
-    assert error_line(read_labels, file).startswith(f"--label_dataset {file}, row 2, is no label; ")
+    file = written(tmp_path / "rows.jsonl", [pair(0), row])
+    line = error_line(posts.read_comparisons, task_of(file), Letters(), "train")
+    assert line.startswith(f"--task.comparisons {file}, line 2: ") and words in line
+    line = error_line(read_labels, file)
+    assert line.startswith(f"--label_dataset {file}, row 2, is no label; ") and words in line
 
 
 # ---- Files and the hub -----------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def on_hub(tmp_path, monkeypatch):
         def load(name: str, *words: Any, **options: Any) -> Any:
             return load_dataset(str(tmp_path / "hub") if name == "owner/name" else name, *words, **options)
 
-        for module in (datasets, train_policy, train_reward):
+        for module in (data_files, train_policy, train_reward):
             monkeypatch.setattr(module, "load_dataset", load)
         return "owner/name"
 
@@ -149,7 +150,7 @@ def texts_of_labels(labels: train_reward.Labels) -> list[list[str]]:
     """Query, chosen and rejected sample of each."""
     assert labels.kind == "best" and labels.targets.eq(0).all() and labels.samples.shape[1] == 2
     rows = zip(labels.queries, *labels.samples.unbind(1), strict=True)
-    return [posts.to_texts(TOKENIZER, torch.nn.utils.rnn.pad_sequence(row, True, 259), 259) for row in rows]
+    return [train_policy.to_texts(TOKENIZER, torch.nn.utils.rnn.pad_sequence(row, True, 259), 259) for row in rows]
 
 
 ROWS = {  # of one form each, as files and tables hold them
@@ -301,7 +302,7 @@ def test_the_mark_of_a_turn_within_a_message_is_text(tmp_path):
         ),
         (FORMS["messages, the same answer and then another turn"][0], {"prompt_format": "chat"}, "several messages"),
         (FORMS["HH-RLHF"][0], {"query_format": "tldr"}, "--task.query_format plain"),
-        (FORMS["HH-RLHF"][0], {"query_column": "query"}, "has nothing under 'query'; it has 'chosen', 'rejected'"),
+        (FORMS["HH-RLHF"][0], {"query_column": "query"}, "has nothing under 'query', but 'chosen', 'rejected'"),
     ],
 )
 def test_comparisons_that_are_refused(tmp_path, row, changes, words):

@@ -5,7 +5,6 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import runs
@@ -13,9 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf import train_policy
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.rlvr.problems import TaskArgs
+from ppo_rlhf.train_policy import InputError
 
 GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 DEFAULT = "<|im_start|>system\nBe good.<|im_end|>\n"
@@ -110,8 +110,6 @@ def test_stop_ids_are_the_tokenizer_s_and_the_model_s(eos, expected):
 
 
 def test_a_response_needs_something_that_ends_it():
-    with pytest.raises(InputError, match=r"generation_config\.json names the token \['<eos>'\]"):
-        problems.task_ids(task(), TOKENIZER, SimpleNamespace(eos_token_id=["<eos>"]))
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="ends a response"):
@@ -173,7 +171,8 @@ def test_of_a_single_file_every_50th_row_is_held_out(tmp_path):
     assert read(file, "test", test_problems=other).answers == ["0", "2", "4"]
     rows = sums(61)
     rows[60] = {"question": "60+60?"}  # the 60th of those that are trained on
-    assert f"--task.problems {file}, line 61 has nothing" in error_line(written(tmp_path, rows, "sums.jsonl"))
+    line = error_line(written(tmp_path, rows, "sums.jsonl"))
+    assert f"--task.problems {file}, line 61: ValueError: it has nothing" in line
 
 
 def test_a_limit_takes_the_first_rows(tmp_path):
@@ -183,7 +182,7 @@ def test_a_limit_takes_the_first_rows(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([*sums(1), "", {"question": None, "answer": "#### 5"}], "line 3 has nothing under 'question'"),
+        ([*sums(1), "", {"question": None, "answer": "#### 5"}], "line 3: ValueError: it has nothing under"),
         ([{"question": "Why?", "answer": "five"}], "none of its train rows can be used: 1 give no answer"),
     ],
 )
@@ -209,7 +208,7 @@ def test_without_a_network_one_line_says_what_to_do(monkeypatch, tmp_path):
     def not_there(*arguments, **options):
         raise OSError("no network")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", not_there)
+    monkeypatch.setattr(train_policy, "snapshot_download", not_there)
     line = error_line(Path("gsm8k"))
     assert line.startswith("--task.problems gsm8k") and "--preset sums" in line
 

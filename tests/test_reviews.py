@@ -15,7 +15,7 @@ from runs import error_line, metrics_of, rows_of, trained
 from test_hub import tar
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_rlhf import sample, train_policy, worlds
+from ppo_rlhf import sample, train_policy
 from ppo_rlhf.tldr import policy as tldr_policy, posts
 from ppo_rlhf.worlds import reviews, smollm
 
@@ -123,15 +123,12 @@ def test_the_model_comes_from_the_index(stand_in, tiny_models):
     for name, weight in tiny_models("llama").state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
     assert (train_policy.find("smollm2-135m"), train_policy.find("reviews")) == stand_in
-    assert worlds.find_value("base_model", "smollm2-135m") == str(place)
-    assert worlds.find_value("task.posts", "reviews") == str(world)
     assert reviews.fetch("reviews", lambda folder: pytest.fail("again")) == world
 
 
 def test_what_is_not_fetched_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PPO_RLHF_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"python ppo_rlhf/worlds/reviews\.py fetches reviews$"):
-        worlds.find_value("task.posts", "reviews")
+    assert "worlds/reviews.py fetches it" in error_line(posts.load_rows, "reviews", "posts", "train")
     assert "worlds/reviews.py fetches reviews" in error_line(train_policy.load_texts, "reviews", "train")
     assert "worlds/reviews.py fetches smollm2-135m" in error_line(train_policy.load_tokenizer, "smollm2-135m", False)
 
@@ -235,7 +232,7 @@ def test_only_a_plain_comparison_may_have_no_query(tmp_path, tiny_tokenizer):
     found = posts.read_comparisons(task, tiny_tokenizer, "train")
     assert found.queries.tolist() == [[29] * 4] and found.chosen.tolist() == [[1, 27, 2, 28, 29, 29]]
     (tmp_path / "posts_train.jsonl").write_text(json.dumps({"post": "", "summary": "a"}))
-    assert "has an empty query" in error_line(posts.read_posts, task, tiny_tokenizer, "train")
+    assert "its query is empty" in error_line(posts.read_posts, task, tiny_tokenizer, "train")
 
 
 # ---- A run ------------------------------------------------------------------------------------------------------
@@ -258,9 +255,8 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, t
     flags += "--save_interval 1 --eval_interval 0 --eval_posts 2 --trace_interval 0 --lora.rank 2"
     SEEN.clear()
     run = trained(tldr_policy, tmp_path, flags.split())
-    _, first, second, *updates = SEEN[:5]  # after the trial; 8 summaries are sampled at a time
-    assert (len(first), [len(update) for update in updates]) == (8, [8, 8])
-    scores = (first + second)[:12]
+    _, scores, *updates = SEEN[:4]  # after the trial
+    assert [len(said) for said in (scores, *updates)] == [12, 8, 8]
     mean, std = statistics.fmean(scores), statistics.pstdev(scores)
     for row, said in zip(metrics_of(run), updates, strict=True):
         assert row["objective/function_score"] == pytest.approx(statistics.fmean(said), rel=1e-6)
@@ -271,6 +267,8 @@ def test_scores_of_a_function_are_put_on_the_scale_of_a_reward_model(stand_in, t
         assert "".join(row["query"].split()) == "".join(
             post["post"].split()
         )  # the tokenizer's texts have more spaces
+        for summary, score in (("response", "scores"), ("reference", "reference_scores")):
+            assert row[score] == pytest.approx((1000 + 7 * len(row[summary]) - mean) / std, abs=1e-4)
 
     SEEN.clear()
     trained(tldr_policy, tmp_path, f"--resume {run} --ppo.total_episodes 24".split())

@@ -16,7 +16,6 @@ from test_problems import TOKENIZER
 from test_tldr_data import COMPARISON, POST, task
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.train_reward import OPENAI_PAD_ID, Labels
@@ -234,7 +233,7 @@ def test_files_with_any_damage(kind, folder):
             (folder / form.sidecar).write_bytes(facts or b"{}")
         try:
             form.read(folder / form.file)
-        except (InputError, train_reward.InputError) as error:
+        except (train_policy.InputError, train_reward.InputError) as error:
             # Where no row is left, it names the folder.
             assert str(folder) in str(error) and len(str(error).splitlines()) == 1
 

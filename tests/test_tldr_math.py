@@ -10,15 +10,14 @@ from golden_models import load_json
 from oracles import double, masks_of, numbers, on_processes, spoil
 from torch.testing import assert_close
 
-from ppo_rlhf.lib.command_line import parse_args
-from ppo_rlhf.lib.processes import make_accelerator, map_rows
 from ppo_rlhf.tldr import policy, posts
 from ppo_rlhf.tldr.policy import compute_gae, compute_rewards, policy_loss, posts_of_update, value_loss
 from ppo_rlhf.tldr.posts import trim_padding
 from ppo_rlhf.tldr.responses import draw_minibatches
 from ppo_rlhf.tldr.reward import pairwise_losses, prefers_chosen
 from ppo_rlhf.tldr.sft import cosine_lr, next_token_mask
-from ppo_rlhf.train_policy import episode_noise
+from ppo_rlhf.tldr.shares import map_rows
+from ppo_rlhf.train_policy import episode_noise, make_accelerator, parse_args
 
 EOS, PAD = 28, 29
 
@@ -140,37 +139,24 @@ def test_columns_that_are_padding_in_every_row_go():
 # ---- The scale of a function ------------------------------------------------------------------------------------
 
 
-def test_the_scale_of_a_function_is_that_of_training_and_holds_in_evaluations(tiny_models, tiny_tokenizer):
+def test_the_scale_of_a_function_is_that_of_training(tiny_models, tiny_tokenizer):
     """Its texts are sampled at the temperature of training, whatever that of evaluations is."""
-    networks = SimpleNamespace(lm_backbone=tiny_models("gpt2").eval(), sampling=torch.no_grad)
+    networks = SimpleNamespace(lm_backbone=tiny_models("gpt2").eval())
     ids = posts.TaskIds(pad=PAD, stops=(EOS,), eos=EOS)
-    rows = posts.Posts(queries=torch.tensor([[1, 2]] * 8), references=torch.tensor([[5, 6, EOS]] * 8), too_long=0)
+    rows = posts.Posts(queries=torch.tensor([[1, 2]] * 9), references=torch.tensor([[5, 6, EOS]] * 9), too_long=0)
+    seen = []
 
-    def setup(temperature: float, eval_temperature: float) -> policy.Setup:
+    def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
+        seen.append(responses.double().sum(1))
+        return seen[-1]
+
+    def scale(temperature: float, eval_temperature: float) -> tuple[float, float]:
         words = (
             f"--task.temperature {temperature} --task.eval_temperature {eval_temperature} --task.response_length 3"
         )
         args = parse_args(policy.PRESETS, f"{words} --task.query_length 2 --rewards.normalize_samples 8".split())
-        return policy.Setup(
-            args=args,
-            sizes=policy.ppo_sizes(args.ppo, 1),
-            tokenizer=tiny_tokenizer,
-            ids=ids,
-            train_posts=rows,
-            held_out={},
-            monitor={},
-            score=lambda queries, responses, references: responses.double().sum(1),
-            accelerator=make_accelerator(),
-        )
+        return policy.scale_of_scores(args, ids, rows, networks, score, make_accelerator("float64"))
 
-    def scores(*temperatures: float) -> list[float]:
-        return policy.scores_of_base_model(setup(*temperatures), networks).tolist()
-
-    assert len(scores(1.0, 0.01)) == 8 and scores(1.0, 0.01) == scores(1.0, 3.0) != scores(0.01, 3.0)
-    of_run = setup(1.0, 0.01)
-    raw, _ = policy.evaluate_policy(of_run, networks, rows, 0)
-    of_run.scale.mean, of_run.scale.std = 9.0, 4.0
-    means, found = policy.evaluate_policy(of_run, networks, rows, 0)
-    assert means["eval/scores"] == pytest.approx((raw["eval/scores"] - 9) / 4)
-    assert raw["eval/reference_scores"] == 39 and means["eval/reference_scores"] == (39 - 9) / 4
-    assert found[0]["reference_scores"] == (39 - 9) / 4
+    found = scale(1.0, 0.01)
+    assert len(seen[0]) == 8 and found == pytest.approx((float(seen[0].mean()), float(seen[0].std(correction=0))))
+    assert found == scale(1.0, 3.0) != scale(0.01, 3.0)

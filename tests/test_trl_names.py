@@ -109,7 +109,7 @@ def test_statistics_exist(tiny_models, tiny_tokenizer):
     ppo.step(ppo.generate(["a cat", "b"]), [1.0, 2.0])
     batch = ppo.generate(["a cat", "b"])
     metrics, rollout = ppo.step(batch, [1.0, 2.0]), batch.rollout
-    of_trl = -0.5 * (rollout.logprobs - rollout.ref_logprobs)[rollout.mask].mean().item()
+    of_trl = -0.5 * (rollout.logprobs - batch.ref_logprobs)[rollout.mask].mean().item()
     ours = metrics["objective/non_score_reward"]
     assert ours == pytest.approx(of_trl * metrics["objective/response_length"], rel=1e-5) and abs(ours) > 1e-3
     rows = rows_of("Statistics of TRL 0.11")

@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 from runs import error_line
 
 from ppo_rlhf import judge
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import problem_rows, problems, rewards
 from ppo_rlhf.rlvr.confined_worker import SLOW, Worker
 from ppo_rlhf.tldr import reward_functions
+from ppo_rlhf.train_policy import InputError
 
 TABLES = load_json("verl/scorers")
 
@@ -139,9 +139,9 @@ def test_without_the_library_one_line_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('No module named math_verify')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(rewards, "MATHEMATICS", Worker(EQUAL, computing=5, seconds=600))
-    assert error_line(rewards.boxed, r"\boxed{3}", "3+0+0+0+0") == (
-        "boxed answers need math-verify (ImportError: No module named math_verify): pip install -e '.[math]'"
-    )
+    line = error_line(rewards.boxed, r"\boxed{3}", "3+0+0+0+0")
+    assert line.startswith("boxed answers need math-verify: pip install -e '.[math]': ImportError: ")
+    assert line.endswith("No module named math_verify")
     with pytest.raises(InputError, match="boxed answers need math-verify"):
         rewards.load_verifier("boxed", "rewards.verifier", trial=(["p"] * 2, ["a word"] * 2, []))
 
@@ -275,13 +275,6 @@ def by_number(prompts, responses, answers):
     return dict.fromkeys(range(len(responses)), 5.0)
 
 
-def moving(prompts, responses):
-    """As a function may do that loads a model of its own."""
-    torch.set_default_dtype(torch.float16)
-    torch.set_default_device("meta")
-    return [0.1] * len(responses)
-
-
 def without_gradients(prompts, responses, answers):
     torch.set_grad_enabled(False)
     return [1.0] * len(responses)
@@ -342,16 +335,9 @@ def test_what_never_works_is_refused_before_training(name):
         load(name)
 
 
-def test_what_a_function_switches_off_is_on_again():
-    try:
-        assert load("test_verifiers:without_gradients")(["p"], ["r"], ["1"]) == [1.0]
-        assert torch.is_grad_enabled()
-        assert load("test_verifiers:moving")(["p"], ["r"], ["1"]) == [0.1]
-        assert torch.zeros(1).dtype == torch.float32 and torch.zeros(1).device.type == "cpu"
-    finally:
-        torch.set_grad_enabled(True)
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
+def test_gradients_that_a_function_switches_off_are_on_again():
+    assert load("test_verifiers:without_gradients")(["p"], ["r"], ["1"]) == [1.0]
+    assert torch.is_grad_enabled()
 
 
 def test_what_the_prompt_ended_with_belongs_to_the_response():

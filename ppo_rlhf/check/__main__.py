@@ -30,7 +30,7 @@ import ppo_rlhf
 from ppo_rlhf.check import cases, diagnosis, faults, forms
 from ppo_rlhf.check.calls import Answer
 from ppo_rlhf.check.diagnosis import Report
-from ppo_rlhf.lib.errors import InputError
+from ppo_rlhf.train_policy import InputError, run_script
 
 PACKAGE = Path(ppo_rlhf.__file__).parent
 LIMIT = 120  # seconds for a call, or for importing the adapter with its libraries
@@ -209,10 +209,7 @@ def exercise(number: int) -> int:
     command = f"python -m ppo_rlhf.check --exercise {number}"
     if not path.exists():
         text = f"# Exercise {number}: {fault.function} is broken. Fix it, then run: {command}\n\n{source_of(fault)}"
-        try:
-            path.write_text(text)
-        except OSError as error:
-            raise InputError(f"{path.absolute()}: {error.strerror}") from error
+        path.write_text(text)
         print(f"{text}\nThis is in {path}. Fix it there, then run the command again.")
         return 0
     answers, _ = ask(path, fault.function)
@@ -254,26 +251,22 @@ def main() -> int:
     if args.list:
         print_list()
         return 0
-    try:
-        if args.exercise is not None:
-            return exercise(args.exercise)
-        if args.adapter is None:
-            parser.error("name an adapter, or --list or --exercise N")
-        if not args.adapter.is_file():
-            raise InputError(f"{args.adapter} is no file")
-        if args.adapter.suffix != ".py":
-            raise InputError(f"{args.adapter} is no .py file")
-        if args.python != sys.executable:
-            require(args.python)
-        if args.case:
-            return 0 if print_case(args.adapter, args.case, args.python) else 1
-        answers, others = ask(args.adapter, python=args.python)
-        reports = [diagnosis.judge(name, found) for name, found in answers.items()]
-        if not any(report.cases or report.refused for report in reports):
-            raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if args.exercise is not None:
+        return exercise(args.exercise)
+    if args.adapter is None:
+        parser.error("name an adapter, or --list or --exercise N")
+    if not args.adapter.is_file():
+        raise InputError(f"{args.adapter} is no file")
+    if args.adapter.suffix != ".py":
+        raise InputError(f"{args.adapter} is no .py file")
+    if args.python != sys.executable:
+        require(args.python)
+    if args.case:
+        return 0 if print_case(args.adapter, args.case, args.python) else 1
+    answers, others = ask(args.adapter, python=args.python)
+    reports = [diagnosis.judge(name, found) for name, found in answers.items()]
+    if not any(report.cases or report.refused for report in reports):
+        raise InputError(f"{args.adapter}: nothing could be compared, because all cases were left out")
     print_table(reports, others, args.quiet)
     if all(report.ok or report.refused for report in reports):
         return 2 if any(report.refused for report in reports) else 0
@@ -281,10 +274,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        status = 0
-    sys.exit(status)
+    run_script(lambda: sys.exit(main()))

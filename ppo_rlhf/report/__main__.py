@@ -14,13 +14,12 @@ from pathlib import Path
 
 import tyro
 
-from ppo_rlhf.lib import command_line, errors, files, learning_curves
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import page
+from ppo_rlhf.report import learning_curves, page
+from ppo_rlhf.train_policy import Arguments, InputError, checked, run_script
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
+class Args(Arguments):
     run: tyro.conf.Positional[str] = ""
     """folder of a run; empty: the newest below runs/"""
     out: str = ""
@@ -45,7 +44,7 @@ def report(args: Args) -> Path:
         raise InputError(f"--out {path} is a folder; name a file in it, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise InputError(f"--out {path}: there is no folder {path.parent}; name a file in a folder that exists")
-    files.replace_file(path, page.render(one_run))
+    path.write_text(page.render(one_run), encoding="utf-8")
     learning_curves.draw_learning_curves(path.parent, one_run.rows, one_run.meta["args"])
     print(f"report  {path}")
     return path
@@ -60,4 +59,4 @@ def newest_run(runs: Path) -> Path:
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: report(command_line.parse(Args, description=__doc__)))
+    run_script(lambda: report(checked(tyro.cli(Args, description=__doc__))))

@@ -1,23 +1,22 @@
 """The page of a run: reads what the run left, and renders report.html."""
 
 import ast
+import csv
 import functools
-import itertools
 import json
 import math
 import re
 import statistics
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from ppo_rlhf.lib import errors, files, learning_curves, run
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.traces import Trace, path_of
-from ppo_rlhf.report import derivation, traces
+from ppo_rlhf.report import derivation, learning_curves, traces
+from ppo_rlhf.train_policy import InputError, flatten, input_errors, read_meta
 
 HERE = Path(__file__).parent
 TRACE_BYTES = 1_800_000  # of traces on a page; beyond, updates are left out
@@ -43,7 +42,7 @@ class OneRun:
         args = self.meta["args"]
         names = [args.get("task", {}).get(name) for name in ("query_dataset", "posts", "problems")]
         texts = str(next(filter(None, [*names, args.get("preset")]), "texts"))
-        return errors.visible(f"{self.meta['script']} on {Path(texts).name or texts}")
+        return f"{self.meta['script']} on {Path(texts).name or texts}"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -54,7 +53,6 @@ class OneRun:
             "script": f"{meta['script']} (chapter {self.chapter})",
             "state": "finished" if meta.get("finished") else f"not finished: {len(self.steps):,} steps are logged",
             "time": f"{meta.get('wall_time', 0) / 60:.1f} minutes",
-            **({"memory in MiB": meta["peak_mib"]} if "peak_mib" in meta else {}),
             **{name: meta.get(name) or "unknown" for name in ("device", "num_processes", "threads", "commit")},
         }
 
@@ -66,32 +64,26 @@ class OneRun:
             for k, step in enumerate(self.steps)
         ]
 
-    def kept(self) -> dict[int, list[tuple[int, bool]]]:
-        """The names of its traces by update. Those of an update that metrics.csv lacks are left out."""
-        groups = itertools.groupby(traces.kept(self.folder), lambda name: name[0])
-        return {update: list(names) for update, names in groups if update in self.steps}
+    def kept(self) -> list[int]:
+        """The updates that have a trace. Those that metrics.csv lacks are left out."""
+        return [update for update in traces.kept(self.folder) if update in self.steps]
 
     def episodes(self, update: int) -> list[dict[str, Any]]:
-        """The episodes of an update's traces."""
+        """The episodes of an update's trace; the first ones have texts."""
         coefficients = dict(zip(self.steps, self.metrics.get("objective/kl_coef", []), strict=False))
-        episodes = []
-        for name in self.kept()[update]:
-            trace = traces.read(self.folder, *name)
-            try:
-                episodes += episodes_of(trace, None if trace.again else coefficients.get(update))
-            except (LookupError, TypeError, AttributeError) as error:
-                path = path_of(self.folder, *name)
-                raise InputError(f"{path} is damaged: its numbers do not fit its texts; remove it") from error
-        return episodes
+        with input_errors(f"{traces.path_of(self.folder, update)} is damaged; remove it"):
+            return episodes_of(traces.read(self.folder, update), coefficients.get(update))
 
 
 def read_run(folder: Path) -> OneRun:
     """The content of the folder of a run, finished or not."""
-    meta, path = run.read_meta(folder), folder / "metrics.csv"
+    meta, path = read_meta(folder), folder / "metrics.csv"
     if str(meta.get("script")).split("_")[0] not in derivation.CHAPTERS:
         raise InputError(f"{folder / 'meta.json'} names no training script; an older version made the run")
-    with errors.input_errors(f"{path} is damaged", ValueError, TypeError, KeyError, OSError):
-        header, *rows = (run.read_records(path) if path.exists() else []) or [[]]
+    with input_errors(f"{path} is damaged"):
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        # The run may be writing the last line, or kill -9 may have cut it off.
+        header, *rows = [*csv.reader(line for line in lines if line.endswith("\n"))] or [[]]
         columns = [[*map(float, column)] for column in zip(*rows, strict=True)]
         metrics = dict(zip(header, columns, strict=True)) if rows else {}
         metrics = {name: metrics[name] for name in learning_curves.without_groups_of_one(metrics, meta["args"])}
@@ -110,7 +102,7 @@ def render(one_run: OneRun) -> str:
     text = environment.get_template("report.html").render(
         run=one_run,
         outcomes=outcomes(one_run),
-        example=example(one_run, shown),
+        example=example(one_run),
         panels=[*first, *(panel for panel in panels if panel not in first)],
         tables=tables_of(one_run),
         left_out=len(one_run.kept()) - len(shown),
@@ -130,7 +122,8 @@ def render(one_run: OneRun) -> str:
         },
         script="".join((HERE / name).read_text("utf-8") for name in ("charts.js", "report.js")),
     )
-    return text.encode(errors="replace").decode()  # half a character has no place in a file
+    # Half a character has no place in a file, nor has what could command a terminal.
+    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\ufffd", text.encode(errors="replace").decode())
 
 
 SOURCE_LINES = 12  # at most, of a place
@@ -165,7 +158,7 @@ def file_of_commit(path: str, commit: str) -> str:
 def tables_of(one_run: OneRun) -> dict[str, dict[str, str]]:
     """What was run, as tables of names and values."""
     meta = one_run.meta
-    tables = {"Run": one_run.facts, "Arguments": files.flatten(meta["args"])}
+    tables = {"Run": one_run.facts, "Arguments": flatten(meta["args"])}
     tables |= {name.capitalize(): meta.get(name, {}) for name in ("results", "sizes", "versions")}
     return {title: {name: as_text(value) for name, value in rows.items()} for title, rows in tables.items() if rows}
 
@@ -173,7 +166,7 @@ def tables_of(one_run: OneRun) -> dict[str, dict[str, str]]:
 def as_text(value: Any) -> str:
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.6g}"
-    return f"{value:,}" if type(value) is int else errors.visible(str(value))
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 # ---- What happened ---------------------------------------------------------------------------------------------
@@ -215,12 +208,11 @@ BEFORE_AND_AFTER = (
 )
 
 
-def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | None:
+def example(one_run: OneRun) -> dict[str, Any] | None:
     """A query with its answer and score before and after: the median of the change of scores.
 
     If that is 0, the median of those that changed, so that one sees a change. If the run kept no answers before
-    training, those of the first and the last traced update are taken, and if these are not to the same queries, the
-    first and the last sample that was printed.
+    training, the first and the last sample that was printed.
     """
     rows = [
         (query, (row[a], row[c]), (row[b], row[d]))
@@ -228,15 +220,6 @@ def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | No
         for a, b, c, d in BEFORE_AND_AFTER
         if {a, b, c, d} <= row.keys()
     ]
-    where = ("before training", "after training")
-    if not rows and len(shown) > 1:
-        where = tuple(f"after update {shown[k]['update']}" for k in (0, -1))
-        again = ([episode for episode in shown[k]["episodes"] if episode["again"]] for k in (0, -1))
-        rows = [
-            (first["query"], *zip(*map(answer_in, (first, last)), strict=True))
-            for first, last in zip(*again, strict=False)
-            if first["query"] == last["query"]
-        ]
     rows = sorted((row for row in rows if None not in row[2]), key=lambda row: row[2][1] - row[2][0])
     if not rows:
         return example_of_samples(one_run)
@@ -251,34 +234,31 @@ def example(one_run: OneRun, shown: list[dict[str, Any]]) -> dict[str, Any] | No
         rows = [row for row, change in zip(rows, changes, strict=True) if change]
     query, texts, scores = rows[len(rows) // 2]
     answers = [
-        {"when": when, "text": errors.visible(text).strip(), "score": f"{score:.2f}"}
-        for when, text, score in zip(where, texts, scores, strict=True)
+        {"when": when, "text": text.strip(), "score": f"{score:.2f}"}
+        for when, text, score in zip(("before training", "after training"), texts, scores, strict=True)
     ]
-    return {"title": "One query", "query": errors.visible(query).strip(), "answers": answers, "chosen": chosen}
+    return {"title": "One query", "query": query.strip(), "answers": answers, "chosen": chosen}
 
 
 def example_of_samples(one_run: OneRun) -> dict[str, Any] | None:
     """The first and the last row of samples.jsonl."""
-    rows = read_rows(one_run.folder / "samples.jsonl")
-    rows = [row for row in rows if {"step", "query", "response", "score"} <= row.keys()]
-    if not rows or rows[0]["step"] == rows[-1]["step"]:
+    path = one_run.folder / "samples.jsonl"
+    with input_errors(f"{path} is damaged"):
+        scored = [row for row in read_rows(path) if "response" in row and row.keys() & {"score", "scores"}]
+        rows = [scored[k] for k in (0, -1)] if scored else []
+        answers = [
+            {
+                "query": query_of(row).strip(),
+                "when": f"in update {row['step']}",
+                "text": row["response"].strip(),
+                "score": f"{row.get('scores', row.get('score')):.2f}",
+            }
+            for row in rows
+        ]
+    if not rows or rows[0]["step"] == rows[1]["step"]:
         return None
-    answers = [
-        {
-            "query": errors.visible(row["query"]).strip(),
-            "when": f"in update {row['step']}",
-            "text": errors.visible(row["response"]).strip(),
-            "score": f"{row['score']:.2f}",
-        }
-        for row in (rows[0], rows[-1])
-    ]
-    chosen = "The first and the last row of samples.jsonl. They continue different queries."
+    chosen = "The first and the last row of samples.jsonl. They answer different queries."
     return {"title": "Two samples", "query": "", "answers": answers, "chosen": chosen}
-
-
-def answer_in(episode: dict[str, Any]) -> tuple[str, float | None]:
-    """Text and score of an episode of a trace."""
-    return "".join(episode["pieces"]), episode["numbers"].get("scores")
 
 
 def held_out_texts(one_run: OneRun) -> list[dict[str, str]]:
@@ -286,11 +266,7 @@ def held_out_texts(one_run: OneRun) -> list[dict[str, str]]:
     names = {"base": "response before training", "policy": "response after training"}
     names |= {"base score": "score before training", "policy score": "score after training"}
     return [
-        {
-            errors.visible(names.get(name, name.replace("_", " "))): as_text(value)
-            for name, value in row.items()
-            if value is not None
-        }
+        {names.get(name, name.replace("_", " ")): as_text(value) for name, value in row.items() if value is not None}
         for row in list(answers_of(one_run).values())[:20]
     ]
 
@@ -307,14 +283,19 @@ def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
 
 
 def read_lines(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a file of JSON lines by their query, in chapter 3 their prompt; none if there is no such file."""
-    with errors.input_errors(f"{path} is damaged", AttributeError, KeyError):
-        return {str(row.get("query") or row["prompt"]): row for row in read_rows(path)}
+    """The rows of a file of JSON lines by their query; none if there is no such file."""
+    with input_errors(f"{path} is damaged"):
+        return {query_of(row): row for row in read_rows(path)}
+
+
+def query_of(row: dict[str, Any]) -> str:
+    """In chapter 3 it is called prompt."""
+    return str(row.get("query") or row["prompt"])
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; none if there is no such file."""
-    with errors.input_errors(f"{path} is damaged", ValueError, RecursionError, OSError):
+    with input_errors(f"{path} is damaged"):
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
         return [json.loads(line) for line in lines if line]
 
@@ -360,7 +341,6 @@ NUMBERS = {  # of an episode: title
     "groups": "group",
     "verifier": "by the verifier (above 0: accepted)",
 }
-UNTRAINED = ("advantages", "returns")  # what an episode that is not trained on has not, even if its trace does
 MARKS = ("mask", "value_mask", "scored", "tool")  # tool: tokens that a tool wrote
 
 
@@ -368,38 +348,33 @@ def settings_of(one_run: OneRun) -> dict[str, Any]:
     return derivation.settings_of(one_run.meta["args"], one_run.meta["script"])
 
 
-def episodes_of(trace: Trace, kl_coef: float | None) -> list[dict[str, Any]]:
-    """Episodes with their texts, their numbers, and the text and numbers of each token that is shown.
+def episodes_of(trace: traces.Trace, kl_coef: float | None) -> list[dict[str, Any]]:
+    """Episodes with the numbers of each token that is shown; the first ones with texts, too.
 
     kl_coef: of the update. Numbers are rounded to eight digits.
     """
     rows = {name: tensor.tolist() for name, tensor in trace.tokens.items()}
     episodes = []
-    for i, pieces in enumerate(trace.responses):
-        marks = [rows[name][i] for name in MARKS if name in rows] or [[True] * len(pieces)]
+    for i, ids in enumerate(rows["ids"]):
+        marks = [rows[name][i] for name in MARKS if name in rows]
         all_count = "mask" not in rows  # chapter 1 has no mask: tokens that are cut away are trained on, too
-        places = [k for k in range(len(pieces)) if all_count or any(mark[k] for mark in marks)]
+        places = [k for k in range(len(ids)) if all_count or any(mark[k] for mark in marks)]
         shared = {name: rounded(tensor[i].tolist()) for name, tensor in trace.statistics.items()}
-        episodes.append(
-            {
-                "query": errors.visible(trace.queries[i]),
-                "again": trace.again,
-                "places": places,
-                "pieces": [errors.visible(pieces[k]) for k in places],
-                "texts": {name: errors.visible(str(values[i])) for name, values in trace.texts.items()},
-                "numbers": {name: rounded(tensor[i].item()) for name, tensor in trace.episodes.items()},
-                "tokens": {
-                    name: rounded([values[i][k] for k in places])
-                    for name, values in rows.items()
-                    if not (trace.again and name in UNTRAINED)
-                },
-                "epochs": {
-                    name: rounded([[epoch[k] for k in places] for epoch in tensor[i].tolist()])
-                    for name, tensor in trace.epochs.items()
-                },
-                "statistics": {"kl_coef": kl_coef} | shared,
-            }
-        )
+        episode = {
+            "places": places,
+            "numbers": {name: rounded(tensor[i].item()) for name, tensor in trace.episodes.items()},
+            "tokens": {name: rounded([values[i][k] for k in places]) for name, values in rows.items()},
+            "epochs": {
+                name: rounded([[epoch[k] for k in places] for epoch in tensor[i].tolist()])
+                for name, tensor in trace.epochs.items()
+            },
+            "statistics": {"kl_coef": kl_coef} | shared,
+        }
+        if i < len(trace.responses):
+            episode["query"] = trace.queries[i]
+            episode["pieces"] = [trace.responses[i][k] for k in places]
+            episode["texts"] = {name: str(texts[i]) for name, texts in trace.texts.items()}
+        episodes.append(episode)
     return episodes
 
 
@@ -412,17 +387,17 @@ def rounded(value: Any, digits: int = 8) -> Any:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def group_of(episode: dict[str, Any], episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The episodes of the same group, this one too."""
-    groups = [(other["again"], other["numbers"].get("groups")) for other in episodes]
-    mine = episode["again"], episode["numbers"].get("groups")
-    return [other for other, key in zip(episodes, groups, strict=True) if key == mine]
+def with_groups(episodes: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each episode that has texts, with all episodes of its group."""
+    for episode in episodes:
+        if "pieces" in episode:
+            number = episode["numbers"].get("groups")
+            yield episode, [other for other in episodes if other["numbers"].get("groups") == number]
 
 
 def shown_updates(one_run: OneRun) -> list[dict[str, Any]]:
     """The traces as the page gets them; first, last and every second or fourth ... if all are too much."""
-    updates = list(one_run.kept())
-    found = [{"update": update, "episodes": shown_episodes(one_run, update)} for update in updates]
+    found = [{"update": update, "episodes": shown_episodes(one_run, update)} for update in one_run.kept()]
     while len(found) > 2 and len(json.dumps(found, separators=(",", ":"))) > TRACE_BYTES:
         found = found[:-1:2] + found[-1:]
     return found
@@ -430,22 +405,19 @@ def shown_updates(one_run: OneRun) -> list[dict[str, Any]]:
 
 def shown_episodes(one_run: OneRun, update: int) -> list[dict[str, Any]]:
     """The episodes of an update with what the page colours, and with the derivation of every token."""
-    settings, episodes = settings_of(one_run), one_run.episodes(update)
-    steps, found = derivation.steps_of(settings), []
-    for episode in episodes:
-        group = group_of(episode, episodes)
+    settings, found = settings_of(one_run), []
+    steps = derivation.steps_of(settings)
+    for episode, group in with_groups(one_run.episodes(update)):
         count = len(episode["epochs"].get("new_logprobs", []))
         epochs = [
             derivation.derive(episode, settings, steps, epoch=epoch, group=group) for epoch in range(max(count, 1))
         ]
         lines = derivation.lines_of(episode, steps, epochs[-1])
         tokens = {name: row for name, row in episode["tokens"].items() if name in (*QUANTITIES, *MARKS, "ids")}
-        if "advantages" in episode["epochs"]:  # each minibatch has whitened for itself
-            tokens["advantages"] = episode["epochs"]["advantages"][-1]
         if count:
             pushes = [[of_token.get("push", 0.0) for of_token in epoch] for epoch in epochs]
             tokens = {"push": [*map(statistics.fmean, zip(*pushes, strict=True))]} | tokens
-        shown = {name: episode[name] for name in ("query", "again", "places", "pieces", "texts", "numbers")}
+        shown = {name: episode[name] for name in ("query", "places", "pieces", "texts", "numbers")}
         shown["tokens"] = {name: rounded(row, 6) for name, row in tokens.items()}
         if episode["numbers"].get("verifier"):
             shown["luck"] = wrong_calculation("".join(episode["pieces"]))
@@ -467,16 +439,16 @@ def explained(one_run: OneRun, update: int, number: int, token: int) -> str:
     if update not in updates:
         known = ", ".join(map(str, updates)) or "none"
         raise InputError(f"--explain: there is no trace of update {update}; the run left those of {known}")
-    episodes = one_run.episodes(update)
+    episodes = [*with_groups(one_run.episodes(update))]
     if not 1 <= number <= len(episodes):
         raise InputError(f"--explain: episode {number} is not one of 1 to {len(episodes)}")
-    episode = episodes[number - 1]
+    episode, group = episodes[number - 1]
     if token - 1 not in episode["places"]:
         numbers = ", ".join(str(place + 1) for place in episode["places"]) or "none"
         raise InputError(f"--explain: token {token} of episode {number} is not known; there are {numbers}")
     t, settings = episode["places"].index(token - 1), settings_of(one_run)
     steps = derivation.steps_of(settings)
-    numbers = derivation.derive(episode, settings, steps, group=group_of(episode, episodes))
+    numbers = derivation.derive(episode, settings, steps, group=group)
     lines = derivation.lines_of(episode, steps, numbers)[t]
     found = [f"update {update}, episode {number}, token {token}: {json.dumps(episode['pieces'][t])}, last epoch"]
     for line in lines:

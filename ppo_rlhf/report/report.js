@@ -31,7 +31,7 @@ const colorOf = strength => `rgb(${strength < 0 ? "213 94 0" : "0 114 178"} / ${
 function groupOf(episode) {
   const {groups} = episode.numbers;
   if (groups === null || groups === undefined) return [episode];
-  return updateOf().episodes.filter(other => other.again === episode.again && other.numbers.groups === groups);
+  return updateOf().episodes.filter(other => other.numbers.groups === groups);
 }
 
 // ---- Token view: drawing ----
@@ -67,7 +67,7 @@ function tokensOf(episode) {
 function opening() {
   const places = data.updates.flatMap(({episodes}, update) => episodes.flatMap((one, episode) => {
     const {advantages, logprobs, mask, scored} = one.tokens;
-    if (one.again || one.luck || !advantages || !update && data.updates.length > 1) return [];
+    if (one.luck || !advantages || !update && data.updates.length > 1) return [];
     const counts = token => (!mask || mask[token]) && (!scored || scored[token]);
     return advantages.map((advantage, token) => ({update, episode, token, advantage, probability: Math.exp(logprobs[token])}))
       .filter(({token}) => counts(token));
@@ -87,7 +87,7 @@ function reasonOf({update, episode, token, advantage, probability}) {
     "Where the advantage is near 0, or the token was nearly certain, the loss hardly changes the policy.";
 }
 
-const titleOf = episode => `${updateOf().episodes.indexOf(episode) + 1}${episode.again ? ", fixed query" : ""}`;
+const titleOf = episode => updateOf().episodes.indexOf(episode) + 1;
 
 function drawEpisode() {
   const episode = episodeOf(), group = groupOf(episode), inGroup = group.length > 1, box = find("episode-box");
@@ -156,7 +156,7 @@ function drawDerivation() {
   find("lines").replaceChildren(
     make("p", {className: "small", textContent: `${JSON.stringify(episode.pieces[t])}${id} of update ${updateOf().update}, episode ${titleOf(episode)}. Losses are those of the last epoch. A tick says that the run recorded the same number.`}),
     ...lines.filter(([, result]) => result !== "?").map(([step, result]) => lineOf(step, result, episode.numbers_of_lines, t)),
-    ...missing.size ? [make("p", {className: "missing", textContent: `${episode.again ? "This episode is not trained on" : "The trace does not hold what these need"}, so these are not known: ${[...missing].join(", ")}.`})] : []);
+    ...missing.size ? [make("p", {className: "missing", textContent: `The trace does not hold what these need, so these are not known: ${[...missing].join(", ")}.`})] : []);
 }
 
 function choose(change) {

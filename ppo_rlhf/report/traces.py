@@ -1,53 +1,90 @@
 """Traces as the report reads them: episodes of an update with every number of every token.
 
-Chapters 2 and 3 have written what is shown (lib/traces.py). Chapter 1 has written what its training loop had, for all
-episodes of the main process; what is shown of the first of them is derived here.
+A training script writes what its loop had, for all episodes of the main process, with `Run.write_trace` of
+train_policy.py. What else is shown follows from that and is derived here. That includes the mean and deviation with
+which a minibatch was whitened over all processes, although the file has the rows of one.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 
-from ppo_rlhf.lib import run
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.lib.traces import PARTS, Trace, path_of
+from ppo_rlhf.report import derivation
+from ppo_rlhf.rlvr import algebra
+from ppo_rlhf.train_policy import read_meta
 
-Parts = dict[str, dict[str, Tensor]]  # tensors by part, such as tokens, and name
-
-
-def kept(run_folder: Path) -> list[tuple[int, bool]]:
-    """The traces in a folder: updates in their order, each with its flag `again`."""
-    names = (path.name for path in (run_folder / "traces").glob("*.safetensors"))
-    found = (re.fullmatch(r"([0-9]+)(_again)?\.safetensors", name) for name in names)
-    return sorted((int(match[1]), bool(match[2])) for match in found if match)
+Tensors = dict[str, Tensor]  # by name
 
 
-def read(run_folder: Path, update: int, again: bool = False) -> Trace:
-    """The trace of an update; an InputError if the file is damaged."""
-    path = path_of(run_folder, update, again)
-    parts: Parts = {part: {} for part in PARTS}
-    try:
-        with safe_open(path, "pt") as file:
-            texts = json.loads(file.metadata()["texts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
-        texts.pop("sha256", None)  # older traces have one
-        for name, tensor in tensors.items():
-            kind, column = name.split(".", 1)
-            parts[kind][column] = tensor
-        if "beginnings" in texts:
-            responses = [pieces(row) for row in texts["beginnings"]]
-            parts = of_chapter_1(parts, run.read_meta(run_folder)["args"]["ppo"], shown=len(responses))
-            texts = {"queries": texts["queries"], "responses": responses, "texts": {}}
-        return Trace(update=update, again=again, **parts, **texts)
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove it") from error
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Episodes of an update (0-based). There are texts of the first ones; others are in a group with these."""
+
+    update: int
+    queries: list[str]
+    responses: list[list[str]]  # the text of each token; empty for padding
+    texts: dict[str, list[str]]  # more texts of each episode, such as reference answers
+    tokens: Tensors  # (episodes, response_length)
+    episodes: Tensors  # (episodes,)
+    epochs: Tensors  # (episodes, epochs, response_length), what each epoch computed before its optimiser step
+    statistics: Tensors  # (episodes,) or (episodes, epochs), what an episode shares with others
+
+
+def path_of(run_folder: Path, update: int | str) -> Path:
+    return run_folder / "traces" / f"{update}.safetensors"
+
+
+def kept(run_folder: Path) -> list[int]:
+    """The updates that have a trace, in their order. Those of older versions, which came in pairs, are left out."""
+    updates = [int(path.stem) for path in run_folder.glob("traces/*.safetensors") if path.stem.isdecimal()]
+    return sorted(update for update in updates if not path_of(run_folder, f"{update}_again").exists())
+
+
+def read(run_folder: Path, update: int) -> Trace:
+    """The trace of an update. Whatever is wrong with the file raises some exception."""
+    meta = read_meta(run_folder)
+    parts: dict[str, Tensors] = {"tokens": {}, "episodes": {}, "epochs": {}}
+    with safe_open(path_of(run_folder, update), "pt") as file:
+        texts = json.loads(file.metadata()["texts"])
+        for name in file.keys():  # noqa: SIM118, it is no dictionary
+            part, column = name.split(".", 1)
+            parts[part][column] = file.get_tensor(name)
+    tokens, episodes, epochs = parts.values()
+    settings = derivation.settings_of(meta["args"], meta["script"])
+    if settings["chapter"] == 2:
+        tokens["mask"] = tokens.pop("scored")
+    statistics = {name: episodes.pop(name) for name in ("kept", "baselines") if name in episodes}
+    statistics |= statistics_of(tokens, epochs, statistics.get("kept"), settings, meta["args"]["ppo"])
+    tokens |= derived_tokens(tokens, epochs, settings)
+    queries, responses = texts.pop("queries"), [pieces(row) for row in texts.pop("beginnings")]
+    # The first episodes, and others of their groups.
+    rows = torch.arange(len(tokens["ids"])) < len(responses)
+    if "groups" in episodes:
+        rows = torch.isin(episodes["groups"], episodes["groups"][rows])
+    return Trace(
+        update=update,
+        queries=queries,
+        responses=responses,
+        texts=texts,
+        tokens={name: tensor[rows] for name, tensor in tokens.items()},
+        episodes={NAMES.get(name, name): x[rows] for name, x in episodes.items() if name not in NOT_SHOWN},
+        epochs={name: epochs[name][:, rows].transpose(0, 1) for name in OF_EPOCHS if name in epochs},
+        statistics={name: tensor[rows] for name, tensor in statistics.items()},
+    )
+
+
+OF_EPOCHS = ("advantages", "returns", "new_logprobs", "new_values", "exact_kl")  # (epochs, rows, response_length)
+NAMES = {"score": "scores", "raw_score": "raw_scores", "eos_rate": "stopped"}  # of an episode, in other chapters
+# What is logged of an episode and follows from its tokens.
+NOT_SHOWN = {"kl", "entropy", "non_score_reward", "response_length", "sampler_gap"}
 
 
 def pieces(beginnings: list[str]) -> list[str]:
@@ -65,60 +102,112 @@ def pieces(beginnings: list[str]) -> list[str]:
     return found
 
 
-# What chapter 1 logs of an episode in an update, and the page doesn't show.
-NOT_SHOWN = {"kl", "entropy", "non_score_reward", "response_length", "sampler_gap"}
+def derived_tokens(tokens: Tensors, epochs: Tensors, settings: dict[str, Any]) -> Tensors:
+    """What else the page shows of tokens: how the update moved them, and advantages and returns of the last epoch."""
+    found = {name: epochs[name][-1] for name in ("advantages", "returns") if name in epochs}
+    advantages = found.get("advantages", tokens.get("advantages"))
+    old = tokens["sampler_logprobs" if settings["correction"] == "bypass" else "logprobs"]
+    found["ratio"] = torch.exp(tokens["new_logprobs"] - old)
+    # Chapter 3's losses include those of the other chapters.
+    _, found["clipped"], _ = algebra.token_losses(
+        tokens["new_logprobs"],
+        old,
+        advantages,
+        mask=tokens.get("mask", torch.ones_like(old)).bool(),
+        loss=settings["loss"],
+        low=settings["cliprange_low"],
+        high=settings["cliprange_high"],
+        dual_clip=settings["dual_clip"],
+        trust_region=settings["trust_region"],
+    )
+    return found
 
 
-def of_chapter_1(parts: Parts, ppo: dict[str, Any], shown: int) -> Parts:
-    """What is shown of the first episodes. ppo: the arguments of that name."""
-    tokens, of_epochs = parts["tokens"], parts["epochs"]
-    permutations = of_epochs.pop("permutations")
-    ratio = torch.exp(tokens["new_logprobs"] - tokens["logprobs"])
-    advantages, returns = of_epochs["advantages"][-1], of_epochs["returns"][-1]
-    clipped_ratio = ratio.clamp(1 - ppo["cliprange"], 1 + ppo["cliprange"])
-    derived = {
-        "advantages": advantages,
-        "returns": returns,
-        "ratio": ratio,
-        "clipped": advantages * (clipped_ratio - ratio) < 0,
-    }
-    names = {"score": "scores", "raw_score": "raw_scores"}
-    return {
-        "tokens": {name: tensor[:shown] for name, tensor in (tokens | derived).items()},
-        "episodes": {
-            names.get(name, name): tensor[:shown]
-            for name, tensor in parts["episodes"].items()
-            if name not in NOT_SHOWN
-        },
-        "epochs": {name: tensor[:, :shown].transpose(0, 1) for name, tensor in of_epochs.items()},
-        "statistics": statistics(tokens, of_epochs["returns"], permutations, ppo, shown),
-    }
+# ---- What episodes share ---------------------------------------------------------------------------------------
 
 
-def statistics(
-    tokens: dict[str, Tensor], returns: Tensor, permutations: Tensor, ppo: dict[str, Any], shown: int
-) -> dict[str, Tensor]:
-    """What the first episodes shared with their minibatch in each epoch: (shown, epochs) under each name.
+def statistics_of(
+    tokens: Tensors, epochs: Tensors, is_kept: Tensor | None, settings: dict[str, Any], ppo: dict[str, Any]
+) -> Tensors:
+    """Divisors of losses, means and deviations of whitening: (rows,) or (rows, epochs) under each name.
 
-    Mean and deviation with which their group's part of the minibatch was whitened, and how many tokens and values
-    count in the whole minibatch. returns: (epochs, local_batch, response_length), permutations: (epochs, groups,
-    group_batch), as `ppo_update` takes them.
+    is_kept: (rows,) bool, False for those that chapter 3 has left out whole. ppo: the arguments of that name.
     """
-    epochs, _, group_batch = permutations.shape
-    count = ppo["batch_size"] // ppo["nminibatches"] * tokens["rewards"].shape[1]
-    found: dict[str, list[list[float]]] = {}
-    for episode in range(shown):
-        group, place = divmod(episode, group_batch)
-        numbers: dict[str, list[float]] = {"tokens": [count] * epochs, "values": [count] * epochs}
-        for epoch in range(epochs):
-            slices = permutations[epoch, group].chunk(ppo["nminibatches"])
-            (own,) = (part for part in slices if place in part)
-            rows = own + group * group_batch
-            raw_advantages = returns[epoch, rows] - tokens["values"][rows]
-            for name, values in (("reward", tokens["rewards"][rows]), ("advantage", raw_advantages)):
-                mean, deviation = values.mean(), (values.var(unbiased=False) + 1e-8).sqrt()
-                numbers.setdefault(f"{name}_mean", []).append(mean.item())
-                numbers.setdefault(f"{name}_deviation", []).append(deviation.item())
-        for name, of_epochs in numbers.items():
-            found.setdefault(name, []).append(of_epochs)
-    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in found.items()}
+    rows, length = tokens["ids"].shape
+    if settings["chapter"] == 1:
+        # (epochs, groups, group_batch): each group's part of a minibatch is whitened by itself.
+        orders = epochs["permutations"]
+        _, groups, group_batch = orders.shape
+        orders = orders + torch.arange(0, rows, group_batch).unsqueeze(1)
+        minibatches = orders.reshape(len(orders), groups * ppo["nminibatches"], -1)
+        count = torch.full(minibatches.shape[:2], ppo["batch_size"] // ppo["nminibatches"] * length)
+        numbers = {"tokens": count, "values": count}
+    elif settings["chapter"] == 2:
+        minibatches = epochs["minibatches"]  # (epochs, nminibatches, local_minibatch)
+        numbers = {"tokens": epochs["token_counts"], "values": epochs["value_counts"]}
+    else:
+        minibatches = epochs["minibatches"]
+        names = ("tokens", "sequences", "episodes", "right_tokens")
+        numbers = {name: epochs[name] for name in names if name in epochs}
+        numbers["length"] = torch.full(minibatches.shape[:2], length)
+    if settings["chapter"] < 3:
+        numbers |= whitening(tokens, epochs, minibatches, settings)
+    # The minibatch of each row: (epochs, rows).
+    places = (minibatches.unsqueeze(3) == torch.arange(rows)).any(2).int().argmax(1)
+    found = {name: table.gather(1, places).T for name, table in numbers.items()}
+    if "raw_advantages" in tokens:  # chapter 3 whitens the whole batch
+        mask = tokens["scored"].bool() & is_kept.bool().unsqueeze(1)
+        of_batch = line(tokens["raw_advantages"], tokens["advantages"], mask)
+        for name, number in zip(("advantage_mean", "advantage_deviation"), of_batch, strict=True):
+            found[name] = number.expand(rows)
+    return found
+
+
+def whitening(tokens: Tensors, epochs: Tensors, minibatches: Tensor, settings: dict[str, Any]) -> Tensors:
+    """Means and deviations with which rewards and advantages were whitened, of each minibatch: (epochs, number).
+
+    minibatches: (epochs, number, rows), the rows that were whitened together.
+    """
+    values, rewards = tokens["values"].double(), tokens["rewards"].double()
+    value_mask = tokens.get("value_mask", torch.ones_like(values)).bool()
+    values = values.masked_fill(~value_mask, 0)
+    mask = tokens.get("mask", value_mask).bool()  # in chapter 1, everything counts
+    names = ["advantage_mean", "advantage_deviation"]
+    names += ["reward_mean", "reward_deviation"] * settings["whiten_rewards"]
+    found = {name: torch.zeros(minibatches.shape[:2]).double() for name in names}
+    for epoch, of_epoch in enumerate(minibatches):
+        returns, whitened = epochs["returns"][epoch].double(), epochs["advantages"][epoch]
+        raw_advantages = returns - values
+        whitened_rewards = rewards_of(returns, values, settings["gamma"], settings["lam"])
+        for k, rows in enumerate(of_epoch):
+            numbers = line(raw_advantages[rows], whitened[rows], mask[rows])
+            if settings["whiten_rewards"]:
+                numbers += line(rewards[rows], whitened_rewards[rows], value_mask[rows], keep_mean=True)
+            for name, number in zip(names, numbers, strict=True):
+                found[name][epoch, k] = number
+    return found
+
+
+def rewards_of(returns: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """The rewards of which GAE makes these returns; all (rows, response_length), and 0 after the last value."""
+    advantages = returns - values
+    next_advantages, next_values = (F.pad(x[:, 1:], (0, 1)) for x in (advantages, values))
+    return advantages + values - gamma * (next_values + lam * next_advantages)
+
+
+def line(raw: Tensor, whitened: Tensor, mask: Tensor, *, keep_mean: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and deviation with which `whiten` of the scripts has made the one of the other where the mask is True.
+
+    They may be of more rows than these, but raw is mean + deviation * whitened in all rows, a straight line, whose
+    slope and intercept any rows tell. keep_mean: as of `whiten`. Unknown, and NaN, if all are the same here and not
+    elsewhere.
+    """
+    x, y = whitened[mask].double(), raw[mask].double()
+    if len(y.unique()) < 2:
+        same = (x - (y if keep_mean else 0)).abs() < 0.01
+        deviation = 1e-4 if same.all() else torch.nan  # the root of what `whiten` adds to the variance
+        return y.mean(), y.new_tensor(deviation)
+    from_mean = x - x.mean()
+    deviation = (from_mean * y).sum() / (from_mean**2).sum()
+    intercept = y.mean() - deviation * x.mean()
+    return intercept / (1 - deviation) if keep_mean else intercept, deviation

@@ -17,59 +17,54 @@ processes of its own, since it isn't ours and its scorers read what a model writ
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ppo_rlhf.lib import files
-from ppo_rlhf.lib.errors import InputError, flag
+from datasets import Dataset
+from datasets.exceptions import DatasetGenerationError
+
 from ppo_rlhf.rlvr import rewards
 from ppo_rlhf.rlvr.confined_worker import Worker
 from ppo_rlhf.tldr import data_files, reward_functions
 from ppo_rlhf.tldr.chat_templates import Messages
+from ppo_rlhf.train_policy import InputError, input_errors
 
 GENERATOR = "reasoning_gym:"
 HELD_OUT = 500  # problems of a generator
 
-# ---- Columns ---------------------------------------------------------------------------------------------------
+# ---- Columns: what is wrong in a row is a ValueError, or whatever Python says of it ----------------------------
 
 
-def question_of(row: Mapping[str, Any], column: str, what: str) -> str | Messages:
+def question_of(row: Mapping[str, Any], column: str) -> str | Messages:
     """The question of a row: a text, or messages if there are more than the user's one."""
     others = ("prompt", "problem") if column == "question" else ()
-    name, value = data_files.find(row, (column, *others), what)
-    place = f"{what}, {name!r},"
-    messages = data_files.as_messages(value, "user", place)
+    name, value = data_files.find(row, column, *others)
+    messages = data_files.as_messages(value, "user")
     if messages[-1]["role"] != "user":
-        raise InputError(f"{place} the last message is the {messages[-1]['role']}'s; it must be the user's")
+        raise ValueError(f"{name!r}: the last message is the {messages[-1]['role']}'s; it must be the user's")
     return messages[0]["content"] if len(messages) == 1 else messages
 
 
-def answer_of(row: Mapping[str, Any], column: str, what: str, *, by_function: bool = False) -> tuple[str, str]:
+def answer_of(row: Mapping[str, Any], column: str, *, by_function: bool = False) -> tuple[str, str]:
     """The column of a row's answer, and the answer, from which --task.answer_format takes what a response must say.
 
     by_function: a function of the user's is the verifier, so that the answer may also be JSON, which is taken whole.
     """
     others = ("reward_model.ground_truth", "solution", "completion") if column == "answer" else ()
-    name, value = data_files.find(row, (column, *others), what)
-    place = f"{what}, {name!r},"
-    if not isinstance(value, bool | Mapping | list) or is_chat(value):
-        return name, data_files.as_messages(value, "assistant", place)[-1]["content"]
+    name, value = data_files.find(row, column, *others)
+    is_chat = isinstance(value, list) and any(isinstance(one, Mapping) and "content" in one for one in value)
+    if not isinstance(value, bool | Mapping | list) or is_chat:
+        return name, data_files.as_messages(value, "assistant")[-1]["content"]
     text = json.dumps(value, ensure_ascii=False, default=str)
     if not by_function:
-        raise InputError(
-            f"{place} must be a text, a number, or messages; it is {text[:60]!r}, which only a function of your own "
-            f"can read: {flag('rewards.verifier')} package.module:name gets it as JSON text"
+        raise ValueError(
+            f"{name!r} must be a text, a number, or messages; it is {text[:60]!r}, which only a function of your own "
+            f"can read: --rewards.verifier package.module:name gets it as JSON text"
         )
-    files.check_text(text, place)
     return name, reward_functions.JsonText(text)
 
 
-def is_chat(value: Any) -> bool:
-    """Whether this is a list of messages."""
-    return isinstance(value, list) and any(isinstance(one, Mapping) and "content" in one for one in value)
-
-
-# ---- The hub and reasoning-gym ---------------------------------------------------------------------------------
+# ---- reasoning-gym ---------------------------------------------------------------------------------------------
 
 # Making a problem may take minutes. Scoring an answer takes a moment, unless the answer is meant to hold it up.
 MAKER = Worker("ppo_rlhf.rlvr.reasoning_gym_calls:call", computing=600, seconds=3_600)
@@ -91,23 +86,6 @@ FUNCTIONS = "a?sin|a?cos|a?tan|sinh|cosh|tanh|exp|log|sqrt"
 ARITHMETIC = re.compile(rf"(?:[0-9+\-*/^%(),\[\]\s]|\.(?!\s*[A-Za-z_])|(?<!\w)(?:[A-Za-z_]|{FUNCTIONS})(?!\w))*")
 
 
-def is_elsewhere(source: str) -> bool:
-    """Whether this names a generator or a data set on the hub."""
-    return source.startswith(GENERATOR) or data_files.is_on_hub(source)
-
-
-def load(source: str, field: str, split: str) -> Iterable[data_files.Row]:
-    """Rows of a generator or a data set on the hub. split: train or test."""
-    if source.startswith(GENERATOR):
-        return generate(source, field, split)
-    name, _, configuration = source.partition(":")
-    remedy = (
-        f"give a file or a folder with problems_<split>.jsonl, name another split's rows by "
-        f"{flag('task.test_problems')}, or use --preset sums"
-    )
-    return data_files.from_hub(source, f"task.{field}", split, remedy, name, configuration or None)
-
-
 def evaluates_text(source: str) -> bool:
     """Whether a generator makes these problems whose scorer evaluates an answer as Python."""
     return source.startswith(GENERATOR) and task_of(source) in EVALUATED
@@ -117,19 +95,11 @@ def task_of(source: str) -> str:
     return source.removeprefix(GENERATOR).split(",")[0]
 
 
-def ask(worker: Worker, what: str, *request: Any) -> tuple[Any, str]:
-    """As Worker.ask; an InputError says if the library isn't there."""
-    try:
-        return worker.ask(*request)
-    except ImportError as error:
-        raise InputError(f"{what} needs the extra `gym`: pip install -e '.[gym]' ({error})") from error
-
-
 def ask_maker(what: str, *request: Any) -> Any:
-    result, problem = ask(MAKER, what, *request)
+    with input_errors(f"{what} needs the extra `gym`: pip install -e '.[gym]'"):
+        result, problem = MAKER.ask(*request)
     if problem:
-        reason = " ".join(problem.split())
-        raise InputError(f"{what}: reasoning-gym says: {reason}; write {GENERATOR}<task>,<setting>=<value>,...")
+        raise InputError(f"{what}: reasoning-gym says: {problem}; write {GENERATOR}<task>,<setting>=<value>,...")
     return result
 
 
@@ -155,15 +125,12 @@ def generate(source: str, field: str, split: str) -> Iterator[data_files.Row]:
 
     One process makes them, once, for the cache of `datasets`. The others wait for it at a lock.
     """
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    version, size = ask_maker(f"{flag(f'task.{field}')} {source}", "describe", source)
+    version, size = ask_maker(f"--task.{field} {source}", "describe", source)
     kwargs = {"source": source, "size": size, "version": version}
     try:
         made = Dataset.from_generator(make, gen_kwargs=kwargs)
     except DatasetGenerationError as error:
-        raise InputError(f"{flag(f'task.{field}')} {error.__cause__}") from error
+        raise InputError(f"--task.{field} {error.__cause__}") from error
     MAKER.close()
     for where, row in data_files.with_places(made, source):
         if row["split"] == split:
@@ -176,5 +143,5 @@ def score(source: str, entry: str, gold: str, answer: str) -> float:
     """What the task's own scorer gives an answer, 0 to 1; 0 if it fails, ends or takes too long."""
     if task_of(source) in EVALUATED and answer != gold and not ARITHMETIC.fullmatch(answer):
         return 0.0
-    value, _ = ask(SCORER, source, "score", source, entry, answer)
+    value, _ = SCORER.ask("score", source, entry, answer)
     return value if isinstance(value, float) and 0 <= value <= 1 else 0.0

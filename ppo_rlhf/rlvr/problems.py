@@ -1,7 +1,7 @@
 """Where the problems of chapter 3 come from, and how they become prompts.
 
 --task.problems, --task.test_problems
-    gsm8k              grade-school word problems, from the hub (GSM8K_FILES)
+    gsm8k              grade-school word problems, from the hub
     sums, sums-tools   word problems, of a built-in world
     arithmetic         sums and differences of two small numbers, of another
     reasoning_gym:<task>  a generator of reasoning-gym, an extra; see problem_rows.py, also for the forms of rows
@@ -27,19 +27,23 @@ from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
-from annotated_types import Ge
+from datasets import load_dataset
+from pydantic import Field, PositiveInt
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
-from ppo_rlhf.lib import hub, pretrained, processes
-from ppo_rlhf.lib.bounds import PositiveInt
-from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.rlvr import problem_rows, rewards
-from ppo_rlhf.tldr import chat_templates, data_files, posts, reward_functions
-from ppo_rlhf.train_policy import keyed_generator
-
-GSM8K_FILES = hub.HubFiles(repository="openai/gsm8k", names=("main/{split}-*.parquet",))
-SOURCES = ("gsm8k", "sums", "sums-tools", "arithmetic")
+from ppo_rlhf.tldr import chat_templates, data_files, models, posts, reward_functions
+from ppo_rlhf.tldr.shares import map_rows, widened
+from ppo_rlhf.train_policy import (
+    InputError,
+    find,
+    float64_device,
+    hub_files,
+    input_errors,
+    keyed_generator,
+    start_of_texts,
+    vocabulary_size,
+)
 
 # ---- Task ------------------------------------------------------------------------------------------------------
 
@@ -71,7 +75,7 @@ class TaskArgs(chat_templates.FormatArgs):
     """the most tokens of a prompt; longer ones are left out"""
     response_length: PositiveInt = 512
     """the most tokens of a response, with the token that ends it"""
-    temperature: Annotated[float, Ge(0.01)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """sampling temperature of the policy and of the reference"""
 
     @property
@@ -106,9 +110,9 @@ def task_ids(
     task: TaskArgs, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> TaskIds:
     """Find the task's special tokens. generation_config: that of the model."""
-    if not (stops := pretrained.end_ids(tokenizer, generation_config)):
+    if not (stops := models.end_ids(tokenizer, generation_config)):
         raise InputError("neither the tokenizer nor the model names a token that ends a response")
-    return TaskIds(pad=pretrained.vocabulary_size(tokenizer), stops=stops)
+    return TaskIds(pad=vocabulary_size(tokenizer), stops=stops)
 
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------
@@ -151,8 +155,7 @@ def response_start(task: TaskArgs, prompt: str) -> str:
     opened = re.search(r"<think>\s*\Z", prompt.removesuffix(task.response_prefix))
     if opened and task.response_prefix.startswith("<think>"):
         raise InputError(
-            f"{flag('task.response_prefix')} {task.response_prefix!r}: the prompt ends with a <think> already; "
-            f"leave it out"
+            f"--task.response_prefix {task.response_prefix!r}: the prompt ends with a <think> already; leave it out"
         )
     return (opened[0] if opened else "") + task.response_prefix
 
@@ -171,7 +174,7 @@ def dialogue(question: str | chat_templates.Messages, task: TaskArgs, prompt: st
 def encode_prompt(prompt: str, task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a rendered prompt. Those of a chat hold special tokens; plain text begins with one at most."""
     if task.prompt_format == "plain":
-        return [*pretrained.start_of_plain(tokenizer), *chat_templates.encode_text(tokenizer, prompt)]
+        return [*start_of_texts(tokenizer), *chat_templates.encode_text(tokenizer, prompt)]
     return chat_templates.encode(prompt, tokenizer)
 
 
@@ -212,21 +215,31 @@ class Problems:
 
 def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of --task.problems or --task.test_problems. split: train or test; of a single file empty: all of it."""
-    if source == "gsm8k":
-        remedy = "give a folder with problems_<split>.jsonl or a .jsonl file, or use --preset sums"
-        return data_files.from_hub(source, f"task.{field}", split or "test", remedy, GSM8K_FILES)
-    path = Path(worlds.find_value(f"task.{field}", source))
-    if path.is_dir():
-        return data_files.read_jsonl(path / f"problems_{split or 'test'}.jsonl", f"task.{field}")
-    if problem_rows.is_elsewhere(source):
-        return problem_rows.load(source, field, split or "test")
-    if path.suffix not in data_files.FORMATS:
+    argument, what, split_or_test = f"task.{field}", f"--task.{field} {source}", split or "test"
+    if source.startswith(problem_rows.GENERATOR):
+        return problem_rows.generate(source, field, split_or_test)
+    if source != "gsm8k" and (folder := find(source)):
+        return data_files.read_file(folder / f"problems_{split_or_test}.jsonl", argument)
+    if source == "gsm8k" or data_files.is_on_hub(source):
+        with input_errors(
+            f"{what} cannot be read from the hub; give a file or a folder with problems_<split>.jsonl, name another "
+            f"split's rows by --task.test_problems, or use --preset sums"
+        ):
+            if source == "gsm8k":
+                files = hub_files("openai/gsm8k", f"main/{split_or_test}-*.parquet")
+                rows = load_dataset("parquet", data_files=files, split="train")
+            else:
+                name, _, configuration = source.partition(":")
+                rows = load_dataset(name, configuration or None, split=split_or_test)
+        return data_files.with_places(rows, f"{source}, {split_or_test}")
+    if Path(source).suffix not in data_files.FORMATS:
         raise InputError(
-            f"{flag(f'task.{field}')} {source}: unknown; there are {', '.join(SOURCES)}, reasoning_gym:<task>, data "
-            f"sets on the hub, folders with problems_<split>.jsonl, and files: {', '.join(data_files.FORMATS)}"
+            f"{what}: unknown; there are gsm8k, sums, sums-tools, arithmetic, reasoning_gym:<task>, data sets on the "
+            f"hub, folders with problems_<split>.jsonl, and files: {', '.join(data_files.FORMATS)}"
         )
-    remedy = f"name a file of held-out problems: {flag('task.test_problems')} <file>.jsonl"
-    return data_files.load_split(source, f"task.{field}", split or "all", remedy)
+    rows = data_files.read_file(Path(source), argument)
+    remedy = "name a file of held-out problems: --task.test_problems <file>.jsonl"
+    return data_files.hold_out(rows, what, split, remedy) if split else rows
 
 
 def answer_of(solution: str, answer_format: str) -> str:
@@ -267,17 +280,17 @@ def read_problems(
     kept: dict[str, list] = {name: [] for name in ("prompts", "texts", "messages", "answers", "kinds", "rows")}
     too_long = unscorable = empty = 0
     for where, row in islice(load_rows(source, field, split), limit or None):
-        what = f"{flag(f'task.{field}')} {where}"
-        question = problem_rows.question_of(row, task.question_column, what)
-        by_function = verifier not in rewards.VERIFIERS
-        column, solution = problem_rows.answer_of(row, task.answer_column, what, by_function=by_function)
-        answer = answer_of(solution, task.answer_format)
-        # [V04] [V19] The verifier must accept the answer itself. gsm8k_strict never accepts 12:00, for example.
-        if not answer or not rewards.can_be_right(verifier, answer):
-            unscorable += 1
-            continue
-        prompt = render_prompt(question, task, tokenizer)
-        tokens = encode_prompt(prompt, task, tokenizer)
+        with input_errors(f"--task.{field} {where}"):
+            question = problem_rows.question_of(row, task.question_column)
+            by_function = verifier not in rewards.VERIFIERS
+            column, solution = problem_rows.answer_of(row, task.answer_column, by_function=by_function)
+            answer = answer_of(solution, task.answer_format)
+            # [V04] [V19] The verifier must accept the answer itself. gsm8k_strict never accepts 12:00, for example.
+            if not answer or not rewards.can_be_right(verifier, answer):
+                unscorable += 1
+                continue
+            prompt = render_prompt(question, task, tokenizer)
+            tokens = encode_prompt(prompt, task, tokenizer)
         if not tokens:  # there is nothing that the first token could follow
             empty += 1
             continue
@@ -293,12 +306,11 @@ def read_problems(
         if keep_rows:
             kept["rows"].append({**row, column: answer} if column in row else row)
     if not kept["prompts"]:
-        by = f" that {flag('rewards.verifier')} {verifier} can accept" if verifier else ""
+        by = f" that --rewards.verifier {verifier} can accept" if verifier else ""
         raise InputError(
-            f"{flag(f'task.{field}')} {source}: none of its {split or 'test'} rows can be used: {unscorable} give no "
-            f"answer in the format {flag('task.answer_format')} {task.answer_format}{by}, "
-            f"{empty} have a prompt of no tokens, and {too_long} one of more than {flag('task.prompt_length')} "
-            f"{task.prompt_length}"
+            f"--task.{field} {source}: none of its {split or 'test'} rows can be used: {unscorable} give no answer "
+            f"in the format --task.answer_format {task.answer_format}{by}, {empty} have a prompt of no tokens, and "
+            f"{too_long} one of more than --task.prompt_length {task.prompt_length}"
         )
     return Problems(**kept, too_long=too_long, unscorable=unscorable, empty=empty)
 
@@ -358,7 +370,7 @@ def solve(
         contexts = held_out.batch(rows.tolist(), ids.pad).to(accelerator.device)
         responses, _ = sample(
             contexts,
-            uniforms[inds].flatten(0, 1).to(processes.device_of_noise(contexts.device)),
+            uniforms[inds].flatten(0, 1).to(float64_device(contexts.device)),
             temperature=temperature,
         )
         prompts, answers, columns = held_out.known_of(rows.tolist())
@@ -366,9 +378,9 @@ def solve(
         values = [torch.tensor(verifier(prompts, texts, answers, columns)) for verifier in verifiers]
         names = [getattr(verifier, "verifier", "") for verifier in verifiers]
         right = torch.stack([rewards.is_right(*pair) for pair in zip(values, names, strict=True)], 1)
-        return responses.unflatten(0, (-1, n)), processes.widened(right.to(responses.device)).unflatten(0, (-1, n))
+        return responses.unflatten(0, (-1, n)), widened(right.to(responses.device)).unflatten(0, (-1, n))
 
-    found = processes.map_rows(of_rows, len(held_out), max(1, local_batch // n), accelerator)
+    found = map_rows(of_rows, len(held_out), max(1, local_batch // n), accelerator)
     return [solved(tokenizer, ids, *rows) for rows in zip(*(part.unbind(1) for part in found), strict=True)]
 
 

@@ -5,7 +5,6 @@ A verifier is a function of this module, or one of the user's.
 Files and lines next to marks of chapter 3 (V01 to V117) are those of verl-project/verl at commit b178a3c.
 """
 
-import contextlib
 import functools
 import math
 import re
@@ -16,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ppo_rlhf.lib import processes
-from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.rlvr.confined_worker import Worker
 from ppo_rlhf.tldr import reward_functions
+from ppo_rlhf.tldr.shares import widened
+from ppo_rlhf.train_policy import InputError, input_errors
 
 # [V18] A verifier reads the response alone, never the prompt.   reward_manager/naive.py#L74-L91
 Verifier = Callable[[str, str], float]  # response, answer -> value
@@ -126,10 +125,8 @@ MATHEMATICS = Worker("ppo_rlhf.rlvr.math_verify_calls:equal", computing=5, secon
 @functools.lru_cache(maxsize=2**16)
 def same_mathematics(gold: str, content: str) -> bool:
     """Whether math-verify finds the contents of two boxes equal. What takes it too long isn't."""
-    try:
+    with input_errors("boxed answers need math-verify: pip install -e '.[math]'"):
         return MATHEMATICS.ask(gold, content)[0] is True
-    except ImportError as error:
-        raise InputError(f"boxed answers need math-verify ({error}): pip install -e '.[math]'") from error
 
 
 def words(text: str) -> list[str]:
@@ -320,7 +317,7 @@ def load_verifier(
     processes call it together, each with its own texts. If it fails on one, it fails on all.
     """
     # It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
-    what = f"{flag(field)} {name}"
+    what = f"--{field} {name}"
     ours = VERIFIERS.get(name)
     function = None if ours else import_verifier(name, field)
 
@@ -345,8 +342,7 @@ def load_verifier(
 
     if trial:
         prompts, answers, rows = trial
-        with contextlib.chdir("."):
-            score(prompts, ["A response.", r"Another one: \boxed{5}"], answers, rows)
+        score(prompts, ["A response.", r"Another one: \boxed{5}"], answers, rows)
     score.verifier = name
     return score
 
@@ -354,7 +350,7 @@ def load_verifier(
 def import_verifier(name: str, field: str) -> Callable:
     """The user's function `package.module:name`."""
     if ":" not in name:
-        raise InputError(f"{flag(field)} {name}: unknown; there are {', '.join(VERIFIERS)} and package.module:name")
+        raise InputError(f"--{field} {name}: unknown; there are {', '.join(VERIFIERS)} and package.module:name")
     return reward_functions.import_function(name, field)
 
 
@@ -372,7 +368,7 @@ def overlong_punishment(lengths: torch.Tensor, response_length: int, buffer: int
     lengths: (batch,) tokens, including the stop id. Up to response_length - buffer tokens, there is no punishment.
     """
     # [V26] It falls linearly from 0 to -factor over the last `buffer` tokens.   reward_manager/dapo.py#L116-L127
-    return factor * ((response_length - buffer - processes.widened(lengths)) / buffer).clamp(-1, 0)
+    return factor * ((response_length - buffer - widened(lengths)) / buffer).clamp(-1, 0)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from ppo_rlhf.lib.errors import InputError, flag
 from ppo_rlhf.rlvr import confined_worker
+from ppo_rlhf.train_policy import InputError, input_errors
 
 # [V104] These are the answers to calls that fail. No call raises an exception.
 SYNTAX, FAILED, TOO_SLOW, TOO_LONG = (f"error: {why}" for why in ("syntax", "failed", "too slow", "too long"))
@@ -69,12 +69,8 @@ class OwnTool:
         """field: the argument that names it, for messages."""
         self.name, self.failure_shown = name, False
         self.worker = confined_worker.Worker(name, computing=0, seconds=SECONDS, confined=False)
-        try:
+        with input_errors(f"--{field} {name}: give package.module:name of a function of a text"):
             self.worker.start()
-        except ImportError as error:
-            raise InputError(
-                f"{flag(field)} {name}: {error}; write package.module:name of a function of a text"
-            ) from error
 
     def __call__(self, call: str) -> str:
         try:
@@ -100,5 +96,5 @@ def load_tool(name: str, field: str) -> Tool:
     if name == "calculator":
         return calculator
     if ":" not in name:
-        raise InputError(f"{flag(field)} {name}: unknown; there are calculator and package.module:name")
+        raise InputError(f"--{field} {name}: unknown; there are calculator and package.module:name")
     return OwnTool(name, field)

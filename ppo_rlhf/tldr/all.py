@@ -2,6 +2,7 @@
 
 Preset, seed, base model and task are given once. All other arguments belong to one stage and
 begin with its name: --sft.*, --reward.* or --policy.*, for example --sft.lr 1e-5 --policy.ppo.noptepochs 2.
+What the stages share with those of chapter 1 is in `train_both.py`.
 
     python ppo_rlhf/tldr/all.py --preset posts                                         # no network, one CPU
     torchrun --nproc_per_node 2 ppo_rlhf/tldr/all.py --preset posts                    # two processes on a CPU
@@ -12,19 +13,31 @@ begin with its name: --sft.*, --reward.* or --policy.*, for example --sft.lr 1e-
 import dataclasses
 import json
 import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ppo_rlhf import judge, train_policy
-from ppo_rlhf.lib import errors, pretrained, run, several_stages
-from ppo_rlhf.lib.bounds import NonNegativeInt
-from ppo_rlhf.tldr import policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
+import torch
+from accelerate import Accelerator
+from pydantic import NonNegativeInt
+
+from ppo_rlhf import judge, train_both
+from ppo_rlhf.tldr import models, policy as tldr_policy, posts, reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.train_policy import (
+    Arguments,
+    InputError,
+    checked,
+    load_pretrained,
+    make_accelerator,
+    read_meta,
+    run_script,
+    split_evenly,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
+class Args(Arguments):
+    script: ClassVar[str] = "tldr_all"  # begins the name of the file that keeps the arguments
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
     seed: NonNegativeInt = 44413
@@ -57,47 +70,75 @@ PRESETS = {
     )
     for name in posts.TASKS
 }
-SCRIPT = "tldr/all.py"
 ROUGE = {"rouge/rouge1": "ROUGE-1", "rouge/rouge2": "ROUGE-2", "rouge/rougeL": "ROUGE-L"}
 
 
-def parse(argv: list[str]) -> Args:
-    return several_stages.parse(PRESETS, argv, script=SCRIPT, policy_script="tldr/policy.py", description=__doc__)
-
-
 def train(args: Args) -> tuple[Path, Path, Path]:
-    """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process."""
-    stages = several_stages.Stages(SCRIPT, args, "sft", "reward", "policy")
-    processes = stages.accelerator.num_processes
-    sft_args, reward_args, policy_args = stages.args["sft"], stages.args["reward"], stages.args["policy"]
-    # What is wrong with the arguments or data of a later stage is said before the first begins. Numbers come first,
-    # because data may take minutes to read. Tokenizer and configuration are the same before SFT and after it.
-    for part, stage_args in (("sft", sft_args), ("reward", reward_args)):
-        with several_stages.flags_of(part, stage_args):
-            train_policy.checked(stage_args)
-            train_policy.split_evenly("--batch_size", stage_args.batch_size, processes, "processes")
-    with several_stages.flags_of("policy", policy_args):
-        tldr_policy.check(policy_args, processes, scores_are_named=False)
-    with several_stages.flags_of("reward", reward_args):
-        tldr_reward.read_data(reward_args, pretrained.load_tokenizer(args.base_model, args.trust_remote_code))
+    """Train all stages; return the folders of the fine-tuned model, reward model and policy, on every process.
 
-    stages.begin()
-    sft_folder = stages.train("sft", lambda args: tldr_sft.train(args, stages.timestamp), sft_args)
+    Raises InputError, a ValueError, before the first stage starts if anything is wrong with the arguments of any.
+    """
+    args = checked(args)
+    with train_both.messages_of("policy", args.policy):
+        accelerator = make_accelerator(args.policy.dtype)
+    sft_args, reward_args, policy_args = (
+        train_both.part_args(args, part) for part in (args.sft, args.reward, args.policy)
+    )
+    check(sft_args, reward_args, policy_args, accelerator)
+    timestamp = train_both.begin(args, accelerator)
+
+    sft_folder = train_both.train_part(tldr_sft, "sft", sft_args, timestamp, accelerator)
     base_model = os.path.relpath(sft_folder)
     reward_args = dataclasses.replace(reward_args, base_model=base_model)
-    reward_folder = stages.train("reward", lambda args: tldr_reward.train(args, stages.timestamp), reward_args)
+    reward_folder = train_both.train_part(tldr_reward, "reward", reward_args, timestamp, accelerator)
     rewards = dataclasses.replace(policy_args.rewards, trained_model=os.path.relpath(reward_folder))
     policy_args = dataclasses.replace(policy_args, base_model=base_model, rewards=rewards)
-    policy_folder = stages.train("policy", lambda args: tldr_policy.train(args, stages.joint), policy_args)
-    if stages.accelerator.is_main_process:
-        report(stages)
-    stages.accelerator.wait_for_everyone()
+    policy_folder = train_both.train_part(tldr_policy, "policy", policy_args, timestamp, accelerator)
+
+    if accelerator.is_main_process:
+        report(sft_folder, reward_folder, policy_folder)
+    accelerator.wait_for_everyone()
     return sft_folder, reward_folder, policy_folder
 
 
-def report(stages: several_stages.Stages) -> None:
-    """Say in plain words what happened, on held-out posts."""
-    sft, reward, policy = (run.read_meta(folder) for folder in stages.folders.values())
+def check(
+    sft_args: tldr_sft.Args, reward_args: tldr_reward.Args, policy_args: tldr_policy.Args, accelerator: Accelerator
+) -> None:
+    """Say what is wrong with the arguments or data of a later stage before the first begins.
+
+    Numbers come first, because data may take minutes to read. Tokenizer and configuration are the same before SFT
+    and after it.
+    """
+    processes = accelerator.num_processes
+    names = [part.exp_name for part in (sft_args, reward_args, policy_args)]
+    if len(set(names)) < len(names):
+        raise InputError(f"the exp_names of the stages are {', '.join(names)}; give each stage a name of its own")
+    for kind, part in (("sft", sft_args), ("reward", reward_args)):
+        with train_both.messages_of(kind, part):
+            split_evenly("--batch_size", part.batch_size, processes, "processes")
+    with train_both.messages_of("policy", policy_args):
+        tldr_policy.ppo_sizes(policy_args, processes, scores_are_named=False)
+        tokenizer = models.load_tokenizer(policy_args.base_model, policy_args.trust_remote_code)
+        ids = posts.task_ids(policy_args.task, tokenizer)
+        if policy_args.rewards.monitor:
+            posts.text_scorer(policy_args.rewards.monitor, "rewards.monitor", tokenizer, ids)
+        if policy_args.rewards.value_model:
+            models.load_scalar_model(policy_args, "value_model", tokenizer)
+        if policy_args.lora.rank:
+            base = load_pretrained(policy_args.base_model, torch.float32, policy_args.trust_remote_code)
+            models.add_adapters(base, policy_args.lora, policy_args.seed)
+    with train_both.messages_of("reward", reward_args):
+        tldr_reward.read_data(reward_args, tokenizer)
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------
+
+
+def report(*models_of_stages: Path) -> None:
+    """Say in plain words what happened, on held-out posts. models_of_stages: sft, reward, policy in models/<run>."""
+    runs = [folder.parents[2] / "runs" / folder.parent.name for folder in models_of_stages]
+    sft_run, _, policy_run = map(os.path.relpath, runs)
+    sft, reward, policy = map(read_meta, runs)
     learned, results = reward["results"], policy["results"]
     rouge = [f"{name} {sft['results'][f'validation/sft/{key}']:.3f}" for key, name in ROUGE.items()]
     sentences = [
@@ -116,23 +157,26 @@ def report(stages: several_stages.Stages) -> None:
         f"The policy is {results['last_kl']:.1f} nats per summary from the fine-tuned model, averaged over the last "
         f"ten updates; {results['validation/eos_rate']:.1%} of its held-out summaries end."
     )
-    rows = sft_and_policy_rows(stages.folders["sft"], stages.folders["policy"])
+    rows = sft_and_policy_rows(Path(sft_run), Path(policy_run))
     if gold := policy["args"]["rewards"]["monitor"]:
-        sentences += compare_by_gold(gold, stages.folders["sft"], stages.folders["policy"], len(rows))
+        sentences += compare_by_gold(gold, sft_run, policy_run, len(rows))
     minutes = [meta["wall_time"] / 60 for meta in (sft, reward, policy)]
     sentences.append(
         f"It took {sum(minutes):.1f} minutes: SFT {minutes[0]:.1f}, reward model {minutes[1]:.1f}, "
         f"PPO {minutes[2]:.1f}."
     )
-    policy_run = os.path.relpath(stages.folders["policy"])
-    stages.report(
-        "Held-out posts, summarised after SFT and after PPO",
-        rows,
-        sentences,
-        summaries=f"{policy_run}/evaluation.jsonl",
-        judge_them=f"python ppo_rlhf/judge.py --candidate {policy_run} --endpoint.url <address> "
-        f"--endpoint.model <name>",
+    print("\nHeld-out posts, summarised after SFT and after PPO")
+    for row in rows[:4]:
+        train_both.print_row(row)
+    print("", *sentences, "", sep="\n")
+    print(f"summaries   {policy_run}/evaluation.jsonl")
+    print(
+        f"judge them  python ppo_rlhf/judge.py --candidate {policy_run} --endpoint.url <address> "
+        f"--endpoint.model <name>"
     )
+    print("curves      python ppo_rlhf/report")
+    for folder in models_of_stages:
+        print(f"{folder.name:10}  {os.path.relpath(folder)}")
 
 
 def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]:
@@ -155,13 +199,11 @@ def sft_and_policy_rows(sft_run: Path, policy_run: Path) -> list[dict[str, Any]]
     ]
 
 
-def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) -> list[str]:
+def compare_by_gold(function: str, sft_run: str, policy_run: str, posts: int) -> list[str]:
     """Mean gold scores of reference, SFT and PPO on the first posts, and win rates of PPO, as sentences."""
     lines = []
-    for baseline, name in (("reference", "the reference summaries"), (str(sft_run), "those after SFT")):
-        result = judge.judge(
-            judge.Args(candidate=str(policy_run), baseline=baseline, n=posts, gold=function), shown=False
-        )
+    for baseline, name in (("reference", "the reference summaries"), (sft_run, "those after SFT")):
+        result = judge.judge(judge.Args(candidate=policy_run, baseline=baseline, n=posts, gold=function), shown=False)
         lines.append(
             f"Judged by {function.split(':')[-1]}, which PPO never saw, the policy's summaries win against {name} in "
             f"{result['win_rate']:.1%} of {result['rows']:,} posts (95% interval {result['win_rate_low']:.1%} to "
@@ -173,4 +215,4 @@ def compare_by_gold(function: str, sft_run: Path, policy_run: Path, posts: int) 
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: train(parse(sys.argv[1:])))
+    run_script(lambda: train(train_both.parse(presets=PRESETS, description=__doc__)))

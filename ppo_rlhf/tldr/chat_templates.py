@@ -1,4 +1,4 @@
-"""What stands around a query of chapters 2 and 3: a chat template, or the token that a model expects first.
+"""What is around a query of chapters 2 and 3: a chat template, or the token that a model expects first.
 
 --task.prompt_format is one of
 
@@ -18,14 +18,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import pretrained
-from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf.train_policy import Arguments, InputError, input_errors, start_of_texts
 
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatArgs:
+class FormatArgs(Arguments):
     """The part of a task's arguments that says how a query becomes a prompt."""
 
     prompt_format: Literal["plain", "chat"] = "plain"
@@ -38,14 +37,9 @@ class FormatArgs:
 
 
 def check(task: FormatArgs) -> None:
-    """Refuse arguments that cannot be meant."""
-    for name, default in (("system_prompt", None), ("template_options", "")):
-        if task.prompt_format == "plain" and getattr(task, name) != default:
-            raise InputError(
-                f"{flag(f'task.{name}')} is for a chat, and the prompts here are plain; leave it out, or add "
-                f"{flag('task.prompt_format')} chat"
-            )
-    options_of(task)
+    """Refuse arguments of a chat where prompts are plain."""
+    if task.prompt_format == "plain" and (task.system_prompt is not None or task.template_options):
+        raise InputError("--task.system_prompt and --task.template_options need --task.prompt_format chat")
 
 
 def options_of(task: FormatArgs) -> dict[str, Any]:
@@ -54,9 +48,7 @@ def options_of(task: FormatArgs) -> dict[str, Any]:
     for option in filter(None, map(str.strip, task.template_options.split(","))):
         name, equals, value = map(str.strip, option.partition("="))
         if not equals or not name.isidentifier():
-            raise InputError(
-                f"{flag('task.template_options')} {option!r} is not name=value; enable_thinking=false is, for example"
-            )
+            raise InputError(f"--task.template_options {option!r} is not name=value, such as enable_thinking=false")
         try:
             options[name] = json.loads(value)
         except ValueError:
@@ -69,6 +61,7 @@ def options_of(task: FormatArgs) -> dict[str, Any]:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that is data. Adds no special tokens, and treats the name of one as ordinary text."""
+    text.encode()  # half a character, which no tokenizer accepts, is a ValueError
     return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
 
@@ -79,12 +72,12 @@ def affixes(task: FormatArgs, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     """Token ids that come before and after every query."""
     check(task)
     if task.prompt_format == "plain":
-        return pretrained.start_of_plain(tokenizer), []
+        return start_of_texts(tokenizer), []
     around = render([*system_of(task), {"role": "user", "content": PLACE}], task, tokenizer).split(PLACE)
     if len(around) != 2:
         raise InputError(
             f"the tokenizer's chat template shows a message {len(around) - 1} times; it must be once, or "
-            f"{flag('task.prompt_format')} plain"
+            f"--task.prompt_format plain"
         )
     return tuple(tokenizer.encode(text, add_special_tokens=False) for text in around)
 
@@ -97,27 +90,19 @@ def system_of(task: FormatArgs) -> Messages:
 def render(messages: Messages, task: FormatArgs, tokenizer: PreTrainedTokenizerBase) -> str:
     """Messages in the tokenizer's chat template, up to the beginning of the reply."""
     if tokenizer.chat_template is None:
-        raise InputError(
-            f"{flag('task.prompt_format')} chat: the tokenizer has no chat template; plain prompts need none"
-        )
+        raise InputError("--task.prompt_format chat: the tokenizer has no chat template; plain prompts need none")
     options = options_of(task)
     for name in options:
         if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
-            raise InputError(
-                f"{flag('task.template_options')} {name}: the tokenizer's chat template has no such variable"
-            )
+            raise InputError(f"--task.template_options {name}: the tokenizer's chat template has no such variable")
     # [V01] The messages, and the beginning of the reply.   utils/dataset/rl_dataset.py#L247
     return apply(tokenizer, messages, "the tokenizer's chat template", add_generation_prompt=True, **options)
 
 
 def apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, what: str, **options: Any) -> str:
     """Messages in a tokenizer's chat template. what: the template, as errors name it."""
-    try:
+    with input_errors(f"{what} fails on messages of {', '.join(one['role'] for one in messages)}"):
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # a template is a program, and may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        roles = ", ".join(one["role"] for one in messages)
-        raise InputError(f"{what} fails on messages of {roles}: {reason}") from error
 
 
 # ---- Names of special tokens in texts that people wrote --------------------------------------------------------
@@ -141,6 +126,7 @@ def as_letters(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def encode(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a rendered template. What went through as_letters is text; all else may name special tokens."""
+    rendered.encode()  # as above
     names = "|".join(re.escape(f"{name[0]}{BREAK}{name[1:]}") for name in names_of_special_tokens(tokenizer))
     parts = re.split(f"({names})", rendered) if BREAK in rendered else [rendered]
     ids = [

@@ -8,54 +8,39 @@ A score is the logit that the library's model gives a text by itself. What the m
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import pretrained
-from ppo_rlhf.lib.errors import InputError, NumericalError, flag, typed_as
-from ppo_rlhf.tldr import chat_templates
+from ppo_rlhf.tldr import chat_templates, models
+from ppo_rlhf.train_policy import InputError, input_errors, load_pretrained, weights_dtype
 
 ROWS = 16  # texts of a pass
 
 
 def is_foreign(model: str) -> bool:
     """Whether this names a reward model that was not trained here."""
-    ours = ("ppo_rlhf.json", "reward_head.safetensors")
-    return bool(model) and not any((Path(model) / name).is_file() for name in ours)
+    return bool(model) and not models.was_trained_here(model)
 
 
 class Classifier:
     """A sequence classifier, the label whose logit is the score, and its tokenizer."""
 
     def __init__(
-        self, model: str, label: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, field: str
-    ):
-        """field: the argument that names the model, such as rewards.trained_model; the label is next to it."""
-        self.what = f"{flag(field)} {model}"
+        self, model: str, label: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+    ) -> None:
+        """model, label: --rewards.trained_model and --rewards.label."""
+        self.what = f"--rewards.trained_model {model}"
         self.device = device
-        with typed_as({"base_model": field}), pretrained.model_errors(model) as (path, revision):
-            kind = AutoModelForSequenceClassification
-            config = pretrained.read_config(path, revision, trust_remote_code, auto_class=kind)
-            config.get_text_config(decoder=True).use_cache = False  # nobody reads keys and values again
-            loaded, loading = kind.from_pretrained(
-                path,
-                revision=revision,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # checked_model names them
-                adapter_kwargs=pretrained.NO_ADAPTER,
-            )
-            self.model = pretrained.checked_model(loaded, loading, {}).requires_grad_(False).to(device)
-            self.tokenizer = pretrained.load_tokenizer(model, trust_remote_code)
-        self.label = self.find_label(label, flag(f"{field.rpartition('.')[0]}.label".removeprefix(".")))
+        with models.named("rewards.trained_model"):
+            self.model = load_pretrained(model, dtype, trust_remote_code, AutoModelForSequenceClassification)
+            self.tokenizer = models.load_tokenizer(model, trust_remote_code)
+        self.model.requires_grad_(False).to(device)
+        self.label = self.find_label(label)
         text_config = self.model.config.get_text_config(decoder=True)
+        text_config.use_cache = False  # nobody reads keys and values again
         # The library finds a text's end by this id. Without one, it reads no two texts at a time.
         pad_id = getattr(text_config, "pad_token_id", None)
         pad_token = None if pad_id is None else self.tokenizer.convert_ids_to_tokens(pad_id)
@@ -67,15 +52,15 @@ class Classifier:
         places = getattr(text_config, "max_position_embeddings", None) or -1
         self.longest = min(places if places > 0 else 2**31, self.tokenizer.model_max_length)
 
-    def find_label(self, label: str, argument: str) -> int:
+    def find_label(self, label: str) -> int:
         """The column of the logits with this label; of one column, no label need be named."""
         labels = [self.model.config.id2label[i] for i in range(self.model.config.num_labels)]
         if label in labels:
             return labels.index(label)
         if label or len(labels) > 1:
             raise InputError(
-                f"{argument} {label}: {self.what} has the labels {', '.join(map(str, labels))}; name the one whose "
-                f"logit is the score"
+                f"--rewards.label {label}: {self.what} has the labels {', '.join(map(str, labels))}; name the one "
+                f"whose logit is the score"
             )
         return 0
 
@@ -92,7 +77,7 @@ class Classifier:
             logits = self.model(**batch.to(self.device)).logits
             scores[inds] = logits[:, self.label].float().cpu()
         if not scores.isfinite().all():
-            raise NumericalError(f"{self.what} gives scores that are not finite; the run stops")
+            raise InputError(f"{self.what} gives scores that are not finite")
         return scores.to(self.device)
 
     def encode(self, dialogue: chat_templates.Messages, response: str, *, plain: bool) -> list[int]:
@@ -118,7 +103,10 @@ class Classifier:
 
     def try_out(self, dialogues: Iterable[chat_templates.Messages], length: int, *, plain: bool) -> None:
         """Read a short and a long response to each of these; raise an InputError if that fails."""
-        try:
+        with input_errors(
+            f"{self.what} cannot read a text of {length} tokens; model_max_length in its tokenizer_config.json may "
+            f"say that it reads fewer"
+        ):
             for dialogue in dialogues:
                 rows = [self.encode(dialogue, "a " * n, plain=plain) for n in (4, length)]
                 alone = torch.cat([self.of_ids([row]) for row in rows])
@@ -126,14 +114,6 @@ class Classifier:
                 near = torch.finfo(self.model.dtype).eps ** 0.5
                 if not torch.allclose(self.of_ids(rows), alone, rtol=near, atol=near):
                     self.rows = 1
-        except (InputError, NumericalError):
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise InputError(
-                f"{self.what} cannot read a text of {length} tokens: {reason}; model_max_length in its "
-                f"tokenizer_config.json may say that it reads fewer"
-            ) from error
 
 
 def load_scorer(
@@ -149,10 +129,9 @@ def load_scorer(
     judge = Classifier(
         args.rewards.trained_model,
         args.rewards.label,
-        dtype=pretrained.dtype_of_weights(args, frozen=True),
+        dtype=weights_dtype(args, frozen=True),
         device=device,
         trust_remote_code=args.trust_remote_code,
-        field="rewards.trained_model",
     )
     return scorer_of(judge, tokenizer, pad_id, args.task, bare=bare, dialogues=dialogues)
 
@@ -172,7 +151,7 @@ def scorer_of(
     user's. bare: takes what is around that text out of a query. dialogues: what will come, to be tried now.
     """
     plain = task.prompt_format == "plain"
-    ends = pretrained.end_ids(tokenizer)
+    ends = models.end_ids(tokenizer)
 
     def without_padding(tokens: Tensor) -> list[list[int]]:
         return [[token for token in row if token != pad_id] for row in tokens.tolist()]

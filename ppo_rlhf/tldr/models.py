@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.tldr import classifiers, packing
+from ppo_rlhf.tldr import packing
 from ppo_rlhf.train_policy import (
     PAD_TOKEN,
     Arguments,
@@ -79,20 +79,18 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig | None = N
 def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
     """As in pretrained.py; and a model that reads shared prefixes in another way reads each row by itself."""
     train_policy.check_model(model, base_model, length, vocab_size)
-    if packing.is_packed(model, "shares_prefixes"):  # two rows of which the first half is read once
-        tokens = (torch.arange(length, device=model.device) % vocab_size).unsqueeze(0)
-        second_half = torch.arange(length, device=model.device) >= length // 2
-        rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])
-        logits = model.get_output_embeddings()(read_tokens(model, rows, vocab_size, slice(None)))
-        if not torch.allclose(logits, model(rows).logits, atol=1e-3):
-            packing.UNFIT.add(type(model.base_model))
-            print(f"--base_model {base_model} does not read shared prefixes as it should: each row is read by itself")
+    packing.check_shared_prefixes(model, length, vocab_size)
 
 
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:
     """The base model that a script's arguments name, in the precision of its weights."""
     dtype = weights_dtype(args, frozen=frozen)
     return load_pretrained(args.base_model, dtype, args.trust_remote_code, auto_class).requires_grad_(not frozen)
+
+
+def was_trained_here(model: str) -> bool:
+    """Whether this is the folder of a reward model or critic that was trained here."""
+    return any(Path(model, name).is_file() for name in ("ppo_rlhf.json", "reward_head.safetensors"))
 
 
 def load_reward_model(folder: str, dtype: torch.dtype, trust_remote_code: bool = False) -> RewardModel:
@@ -143,7 +141,7 @@ def load_critic(args: Any, tokenizer: PreTrainedTokenizerBase, *, zero_head: boo
     zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
     """
     trained = args.rewards.trained_model
-    if args.rewards.value_model or (trained and not classifiers.is_foreign(trained)):
+    if args.rewards.value_model or (trained and was_trained_here(trained)):
         field = "value_model" if args.rewards.value_model else "trained_model"
         return critic_that_learns(load_scalar_model(args, field, tokenizer))
     critic = with_new_head(load_base_model(args, AutoModel), args.seed)

@@ -6,19 +6,21 @@ together changes memory and speed, and numbers only by rounding.
 Sequence packing goes further: a model reads the real tokens of a batch one after the other, without any padding.
 Embeddings, matrix products and norms see one line of tokens. Attention sees rows again, a few of similar length at a
 time, because it must know where a row ends. So unequal lengths cost only what is small compared with a model's matrix
-products. In chapters 2 and 3, `enable` follows where a model is loaded. Chapter 1 does without packing: there the
-code on the page is the code that runs.
+products. In chapters 2 and 3, `enable` follows where a model is loaded, and the second half of this file can be
+skipped. Chapter 1 does without packing: there the code on the page is the code that runs.
 
-A packed model is called as before, with rows, their padding and a mask of four dimensions. Its hidden states at real
-tokens and in the last column are the same; nobody looks at those of other padding. All other calls, such as those
-with one new token for each row, reach the library's own method.
+A packed model is called as before, with rows, their padding and a mask of four dimensions. One hook of PyTorch's
+replaces the rows by their line before the call, another one puts hidden states back into rows after it, and an
+attention that is registered with the library does the rest. The hidden states at real tokens and in the last column
+are the same; nobody looks at those of other padding. Other calls, such as those with one new token for each row,
+reach the library's model as they are.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MethodType
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ppo_rlhf.train_policy import KeyValueCache
+from ppo_rlhf.train_policy import InputError, KeyValueCache, read_tokens, scaled_logits
 
 NAME = "sdpa_unpadded"  # of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
@@ -44,7 +46,6 @@ COST_OF_PASS = {"cpu": 250, "cuda": 4096}
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
 MOST_LEFT = 0.8  # of all tokens. If fewer are repeated, reading them once saves no more than its copies cost.
 MOST_LOGITS = 2**28  # numbers that are held at a time: in float32, a gigabyte
-UNFIT: set[type] = set()  # models that were seen to read shared prefixes in another way
 
 
 # ---- A few rows at a time --------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def is_packed(model: nn.Module, how: str = "is_packed") -> bool:
 
 def find_shared(model: nn.Module, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
     """The prefix_tree of rows (batch, length), if the model shares prefixes and enough of the real tokens repeat."""
-    if not is_packed(model, "shares_prefixes") or UNFIT.intersection(map(type, model.modules())) or not len(tokens):
+    if not is_packed(model, "shares_prefixes") or not len(tokens):
         return None
     ids = tokens.masked_fill(~mask, -1).cpu()
     numbers, order = prefix_tree(ids.gather(1, (ids < 0).int().argsort(dim=1, stable=True)))
@@ -230,76 +231,59 @@ def enable(*models: PreTrainedModel, share_prefixes: bool = False) -> None:
 
     share_prefixes: whether what several rows begin with is read once for all of them; also by narrow models.
     """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     for model in models:
         config, backbone = model.config, model.base_model
         tried = config.model_type in TRIED and type(model).__module__.startswith("transformers.")
         wide = getattr(config, "hidden_size", 0) >= LEAST_WIDTH
-        fits = tried and config._attn_implementation in ("sdpa", NAME)
-        if fits and (wide or share_prefixes):
-            for part in backbone.modules():
-                if hasattr(part, "config"):  # the layers of a loaded model have another one than the model
-                    part.config._attn_implementation = NAME
+        if tried and config._attn_implementation in ("sdpa", NAME) and (wide or share_prefixes):
+            model.set_attn_implementation(NAME)
+            if not hasattr(backbone, "is_packed"):
+                backbone.register_forward_pre_hook(rows_to_line, with_kwargs=True)
+                backbone.register_forward_hook(line_to_rows, with_kwargs=True)
             backbone.is_packed, backbone.shares_prefixes = wide, share_prefixes
-            backbone.forward = MethodType(forward, backbone)
 
 
-def forward(
-    backbone: PreTrainedModel,
-    input_ids: Tensor | None = None,
-    *,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: KeyValueCache | None = None,
-    **options,
-) -> BaseModelOutputWithPast:
-    """Replaces a packed model's own method. It takes a mask of numbers to be one of `causal_mask`."""
-    if reads_rows(input_ids, attention_mask, position_ids, past_key_values, **options):
-        # The last position of a row sees all real tokens, and itself. So it is read, even if it is padding.
-        real = attention_mask[:, 0, -1, : input_ids.shape[1]] == 0
-        shared = find_shared(backbone, input_ids, real) if past_key_values is None else None
-        if shared or backbone.is_packed:
-            return BaseModelOutputWithPast(read(backbone, input_ids, position_ids, real, past_key_values, shared))
-    own = type(backbone).forward
-    return own(
-        backbone,
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        **options,
-    )
+@torch.no_grad()
+def check_shared_prefixes(model: PreTrainedModel, length: int, pad_id: int) -> None:
+    """Raise an InputError if a causal language model shares prefixes, but reads such rows otherwise than alone.
 
-
-def reads_rows(input_ids, attention_mask, position_ids, past_key_values, use_cache=None, **more) -> bool:
-    """Whether a model is called with rows, as the scripts call it, and with an empty cache or with none."""
-    if more or input_ids is None or attention_mask is None or position_ids is None:
-        return False
-    if isinstance(past_key_values, KeyValueCache):
-        cache_fits = not past_key_values.is_initialized
-    else:
-        cache_fits = past_key_values is None and use_cache is False
-    batch, length = input_ids.shape
-    mask_fits = attention_mask.is_floating_point() and attention_mask.shape[:3] == (batch, 1, length)
-    return cache_fits and mask_fits and position_ids.shape == input_ids.shape
-
-
-def read(
-    backbone: PreTrainedModel,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    mask: Tensor,
-    cache: KeyValueCache | None = None,
-    shared: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Final hidden states (batch, length, width) of a packed model.
-
-    input_ids, position_ids, mask: (batch, length). The mask is True for real tokens, each of which sees those before
-    it in its row. Ids and positions of padding are never read. cache: if given, it is empty and gets the keys and
-    values of the real tokens, in their columns. shared: as of find_shared; then the line has tokens that are
-    repeated only once: of a group of responses [prompt, response 1, ..., response n]. Positions start again after the
-    prompt, and attention gets whole rows.
+    length: tokens of the rows with which this is tried.
     """
-    device, (batch, length) = mask.device, mask.shape
+    if is_packed(model, "shares_prefixes"):  # two rows, of which the first half is read once
+        tokens = (torch.arange(length, device=model.device) % pad_id).unsqueeze(0)
+        second_half = torch.arange(length, device=model.device) >= length // 2
+        rows = torch.cat([tokens, tokens.roll(length // 4, 1).where(second_half, tokens)])  # (2, length)
+        logits = scaled_logits(model, read_tokens(model, rows, pad_id, slice(None)), pad_id, temperature=1.0)
+        expected = model(rows).logits[..., :pad_id]
+        difference = (logits - expected).square().mean(2).sqrt()  # (2, length)
+        if (difference > 1e-3 * expected.std(2, correction=0)).any():
+            raise InputError(
+                "--ppo.share_prefixes: the model gives other logits when what two rows begin with is read once; "
+                "--ppo.no-share_prefixes reads each row by itself"
+            )
+
+
+def rows_to_line(
+    backbone: PreTrainedModel, inputs: tuple, options: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Before a call of a packed model with rows: the call with their tokens one after the other, in a line.
+
+    None if the call stays as it is. A mask of numbers is taken for one of `causal_mask`. An empty cache gets the keys
+    and values of the real tokens, in their columns. Ids and positions of padding are never read. With shared
+    prefixes, the line has tokens that are repeated only once: of a group of responses [prompt, response 1, ...,
+    response n]. Positions start again after the prompt, and attention gets whole rows.
+    """
+    if inputs or not reads_rows(**options):
+        return None
+    input_ids, position_ids, cache = options["input_ids"], options["position_ids"], options.get("past_key_values")
+    device, (batch, length) = input_ids.device, input_ids.shape
+    # The last position of a row sees all real tokens, and itself. So it is read, even if it is padding.
+    mask = options["attention_mask"][:, 0, -1, :length] == 0  # (batch, length)
+    shared = find_shared(backbone, input_ids, mask) if cache is None else None
+    if not shared and not backbone.is_packed:
+        return None
     real = mask.cpu()  # waits for the device, because what is computed depends on the lengths of rows
     lengths, order = real.sum(1).sort(descending=True, stable=True)
     rows, columns = real[order].nonzero(as_tuple=True)  # of each token in the line: (tokens,)
@@ -314,20 +298,42 @@ def read(
     places = torch.full((batch, length), tokens).index_put((rows, columns), numbers)
     line_and_rows = ((numbers, tokens), (first, len(rows)))
     repeats = shared and [F.pad(x, (0, len(stand_in)), value=end).to(device) for x, end in line_and_rows]
-    rows, columns, places = rows[first].to(device), columns[first].to(device), places.to(device)
+    rows, columns = rows[first].to(device), columns[first].to(device)
     line = [F.pad(numbers[rows, columns], (0, len(stand_in))).unsqueeze(0) for numbers in (input_ids, position_ids)]
-    answer = type(backbone).forward(
-        backbone,
-        input_ids=line[0],
-        position_ids=line[1],
-        attention_mask=input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
-        row_groups=plan_groups([*lengths.tolist(), *stand_in], device),
-        repeats=repeats,
-        past_key_values=None if cache is None else LineCache(cache, batch, length, rows, columns),
-        use_cache=cache is not None,
-    )
-    hidden_states = answer.last_hidden_state[0]  # (the line's tokens, width)
-    return hidden_states.index_select(0, places.flatten()).unflatten(0, places.shape)
+    return (), {
+        "input_ids": line[0],
+        "position_ids": line[1],
+        "attention_mask": input_ids.new_zeros(1, 1, 1, 1),  # or the library would make one
+        "past_key_values": None if cache is None else LineCache(cache, batch, length, rows, columns),
+        "use_cache": cache is not None,
+        "row_groups": plan_groups([*lengths.tolist(), *stand_in], device),  # these two for `attention`
+        "repeats": repeats,
+        "places": places.to(device),  # in the line of each token of the rows, for line_to_rows: (batch, length)
+    }
+
+
+def line_to_rows(
+    backbone: PreTrainedModel, inputs: tuple, options: dict[str, Any], output: BaseModelOutputWithPast
+) -> BaseModelOutputWithPast | None:
+    """After such a call: hidden states (batch, length, width)."""
+    places = options.get("places")
+    if places is None:
+        return None
+    line = output.last_hidden_state[0]  # (the line's tokens, width)
+    return BaseModelOutputWithPast(line.index_select(0, places.flatten()).unflatten(0, places.shape))
+
+
+def reads_rows(
+    input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **more
+) -> bool:
+    """Whether a model is called with rows, as the scripts call it, and with an empty cache or with none."""
+    if more or input_ids is None or attention_mask is None or position_ids is None:
+        return False
+    batch, length = input_ids.shape
+    mask_fits = attention_mask.is_floating_point() and attention_mask.shape[:3] == (batch, 1, length)
+    is_empty = isinstance(past_key_values, KeyValueCache) and not past_key_values.is_initialized
+    cache_fits = is_empty or (past_key_values is None and use_cache is False)
+    return mask_fits and cache_fits and position_ids.shape == input_ids.shape
 
 
 class LineCache:
@@ -412,7 +418,3 @@ def attention(
         outputs.append(padded if group.to_line is None else padded.index_select(0, group.to_line))
     output = torch.cat(outputs)
     return (output.index_select(0, repeats[1]) if repeats else output).unsqueeze(0), None
-
-
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)

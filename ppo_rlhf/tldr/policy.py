@@ -4,10 +4,10 @@ The fine-tuned model of `tldr/sft.py` (the policy) summarises posts, and the rew
 the summaries. PPO raises the score, and a penalty on the KL divergence from where the policy started (the reference)
 keeps the text fluent. The main differences from chapter 1: a summary ends with the end-of-text token, and nothing
 after it counts; a summary without one is punished (the end-of-text trick); the critic is a network of its own, which
-starts as a copy of the reward model. Each update does eight things, the steps of `train()` below:
+starts as a copy of the reward model. Each update has eight steps:
 
     1. sample posts
-    2. generate summaries, up to the end-of-text token; keep their log-probs and values
+    2. generate summaries, up to the end-of-text token; compute their log-probs and values
     3. log-probs of the reference
     4. score the summaries; punish those that do not end
     5. per-token rewards: KL penalty on every token, score on the step after the last
@@ -15,9 +15,9 @@ starts as a copy of the reward model. Each update does eight things, the steps o
     7. PPO epochs over minibatches
     8. adapt the KL coefficient and log
 
-Steps 6 and 7 are the loop of `ppo_update`, because each minibatch whitens its own advantages. Every `eval_interval`
-updates, held-out posts are summarised first. The sizes of batches come before `train()`, the functions of the
-algorithm after it in its order, and metrics, loading and saving last.
+`train()` has steps 1 to 5 and 8, `ppo_update()` below it steps 6 and 7, because each minibatch whitens its own
+advantages. Then come the formulas, with masks for what does not count, how the networks read, the evaluation on
+held-out posts, metrics, and at the end the plumbing. What is as in chapter 1 is imported from `train_policy.py`.
 
 Marks like [T45] name an implementation detail. The original is vwxyzjn/summarize_from_feedback_details at commit
 ee77a9a, which reproduced OpenAI's; files and lines next to marks are the original's. Marks like [D54] are details of
@@ -33,40 +33,58 @@ Where we differ on purpose, there is a mark like [X21]; see docs/reference.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import tqdm
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import checkpoints, command_line, errors, files, layers, pretrained, processes, run, traces
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.tldr import classifiers, models, packing, posts, reward_functions
+from ppo_rlhf.tldr import classifiers, models, packing, posts
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until, read_before_responses, response_statistics
+from ppo_rlhf.tldr.reward_functions import Scorer
+from ppo_rlhf.tldr.shares import sum_over_processes, widened
 from ppo_rlhf.train_policy import (
+    AdaptiveKLArgs,
     AdaptiveKLController,
+    Arguments,
+    InputError,
+    Run,
+    add,
     average_gradients,
+    check_finite,
+    check_model,
+    checked,
     episode_noise,
+    float64_device,
     has_stop,
+    input_errors,
     keyed_generator,
+    make_accelerator,
+    monitor_name,
+    parse_args,
     read_scalar,
-    read_tokens,
+    run_script,
+    split_evenly,
+    to_texts,
+    vocabulary_size,
 )
-from ppo_rlhf.train_reward import RewardModel
+from ppo_rlhf.train_reward import RewardModel, prepare
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardsArgs:
+class RewardsArgs(Arguments):
     trained_model: str = ""
     """folder of a reward model: models/<run>/reward, or any sequence classifier, also on the hub"""
     label: str = ""
@@ -86,8 +104,8 @@ class RewardsArgs:
     """weight of the KL penalty at the start, reward per nat"""
     kl_estimator: Literal["k1", "k3"] = "k1"
     """estimate of a token's divergence; with x = log p(reference) - log p(policy), k1 is -x and k3 is exp(x) - 1 -
-    x"""
-    adaptive_kl: command_line.AdaptiveKLArgs = field(default_factory=command_line.AdaptiveKLArgs)
+    x, whose gradient, as that of a reward, vanishes near the reference and can point away from it further out"""
+    adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
     """controller of the KL coefficient"""
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
     """score of a summary that does not end: with replace it becomes minus the penalty, with subtract it is lowered by
@@ -97,7 +115,7 @@ class RewardsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoArgs(command_line.MemoryArgs):
+class PpoArgs(Arguments):
     total_episodes: PositiveInt = 1_000_000
     """summaries to train on, over all updates; rounded down to whole updates"""
     batch_size: PositiveInt = 512
@@ -118,27 +136,37 @@ class PpoArgs(command_line.MemoryArgs):
     """the probability ratio is clipped to 1 +- this"""
     cliprange_value: PositiveFloat = 0.2
     """new values are clipped to old values +- this"""
-    gamma: ZeroToOne = 1.0
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """discount per token"""
-    lam: ZeroToOne = 0.95
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """lambda of generalised advantage estimation"""
     whiten_rewards: bool = False
     """scale the rewards of each minibatch to variance 1 (advantages always are)"""
+    local_micro_batch_size: PositiveInt = 8
+    """episodes per forward and backward pass on one process, at most; changes memory and speed, not numbers"""
+    local_rollout_batch_size: PositiveInt = 64
+    """episodes per pass without gradients on one process, at most; changes memory and speed, not numbers"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(command_line.PolicyRunArgs):
+class Args(Arguments):
     preset: str = "tldr"
     """names a set of defaults: tldr, posts, reviews"""
-    exp_name: str = "tldr_policy"
+    exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "tldr_policy"
+    """name of this experiment"""
     seed: NonNegativeInt = 44413
     """seed of the sampling noise, the order of the posts and the minibatches"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
-    eval_interval: NonNegativeInt = 20
-    """updates between evaluations on the first 64 held-out posts, from update 0 on; 0: only at the end"""
-    eval_posts: NonNegativeInt = 0
-    """held-out posts to summarise after training; 0: all"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of each layer and compute the rest again in the backward pass; saves memory, costs a
+    forward pass"""
     task: posts.TaskArgs = field(default_factory=posts.TaskArgs)
     """queries and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -147,6 +175,34 @@ class Args(command_line.PolicyRunArgs):
     """the optimisation"""
     lora: models.LoraArgs = field(default_factory=models.LoraArgs)
     """low-rank adapters"""
+    eval_interval: NonNegativeInt = 20
+    """updates between evaluations on the first 64 held-out posts, from update 0 on; 0: only at the end"""
+    eval_posts: NonNegativeInt = 0
+    """held-out posts of each split to summarise after training; 0: all"""
+    resume: str = ""
+    """folder of a run to resume: runs/<run>; its arguments are taken from there"""
+    save_interval: NonNegativeInt = 50
+    """updates between checkpoints; 0: one at the end"""
+    log_interval: NonNegativeInt = 10
+    """updates between printed samples; 0: none"""
+    trace_interval: NonNegativeInt = 0
+    """updates between those whose episodes are kept with all their numbers, which report/ shows; 0: none"""
+    trace_episodes: PositiveInt = 8
+    """episodes of such an update that report/ shows"""
+    track: bool = False
+    """log to a tracker as well, in addition to metrics.csv and TensorBoard"""
+    tracker: Literal["wandb", "trackio"] = "wandb"
+    """Weights & Biases; or Trackio, which needs no account and keeps everything on this machine"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on the tracker"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+    hf_private: bool = False
+    """make the repository on the hub private"""
 
 
 PRESETS = {
@@ -173,7 +229,7 @@ PRESETS = {
         rewards=RewardsArgs(
             monitor="ppo_rlhf.worlds.reviews:vader",
             kl_coef=0.05,
-            adaptive_kl=command_line.AdaptiveKLArgs(target=6.0, horizon=300),
+            adaptive_kl=AdaptiveKLArgs(target=6.0, horizon=300),
             missing_eos_penalty=3.0,
         ),
         ppo=PpoArgs(
@@ -183,10 +239,9 @@ PRESETS = {
     ),
 }
 
-
 EVAL_PROMPTS = 64  # held-out posts of an evaluation during training
 
-# ---- Sizes -----------------------------------------------------------------------------------------------------
+# ---- Train -----------------------------------------------------------------------------------------------------
 #
 # How a batch is divided, with the numbers of the default, Pythia 1B on one process:
 #
@@ -196,45 +251,27 @@ EVAL_PROMPTS = 64  # held-out posts of an evaluation during training
 #     pass          a part of the minibatch, or micro-batch, that is read at a time; changes memory, not numbers
 
 
-@dataclass(frozen=True, kw_only=True)
-class PpoSizes:
-    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
+def train(args: Args, timestamp: int | None = None) -> Path:
+    """Train a policy and a critic; return the folder models/<run>/policy, on every process; the critic is next to it.
 
-    updates: int
-    batch: int
-    local_batch: int
-    local_rollout_batch: int
-
-
-def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    command_line.check_whole_update(ppo.total_episodes, ppo.batch_size)
-    slices, what = num_processes * ppo.nminibatches, f"processes x {errors.typed('ppo.nminibatches')}"
-    processes.split_evenly("ppo.batch_size", ppo.batch_size, slices, what)
-    local_batch = ppo.batch_size // num_processes
-    return PpoSizes(
-        updates=ppo.total_episodes // ppo.batch_size,
-        batch=ppo.batch_size,
-        local_batch=local_batch,
-        local_rollout_batch=min(ppo.local_rollout_batch_size, local_batch),
-    )
-
-
-# ---- Train -----------------------------------------------------------------------------------------------------
-
-
-def train(args: Args, joint: dict | None = None) -> Path:
-    """Train a policy and a critic; return the folder models/<run>/policy, on every process. joint: of tldr/all.py.
-
-    Raises InputError, a ValueError: on bad arguments before anything is written; later if a disk or a function fails.
+    timestamp: ends the run's name, if another run shares it. Raises InputError, a ValueError: on bad arguments before
+    anything is written; later if a number is impossible, or if a disk or a function fails.
     """
-    accelerator = processes.make_accelerator()
-    setup = check(args, accelerator.num_processes)
-    args, sizes, ids, scale = setup.args, setup.sizes, setup.ids, setup.scale
-    task, ppo = args.task, args.ppo
-    actor_critic, reference = load_networks(args, setup.tokenizer, accelerator)
-    score = load_scorer(args, setup.tokenizer, ids, accelerator)
-    setup = dataclasses.replace(setup, accelerator=accelerator, score=score)
+    args = checked(args)
+    accelerator = make_accelerator(args.dtype)
+    device = accelerator.device
+    task, shaping, ppo = args.task, args.rewards, args.ppo
+    sizes = ppo_sizes(args, accelerator.num_processes)
+    rank = accelerator.process_index
+    mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's rows of the batch
+
+    tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
+    ids = posts.task_ids(task, tokenizer)
+    train_posts = posts.read_posts(task, tokenizer, "train")
+    held_out = {split: posts.read_posts(task, tokenizer, split, args.eval_posts) for split in ("validation", "test")}
+    actor_critic, reference = load_networks(args, tokenizer, device)
+    score = load_scorer(args, tokenizer, ids, device)
+    monitor = posts.text_scorer(shaping.monitor, "rewards.monitor", tokenizer, ids) if shaping.monitor else None
     # [T46] One optimiser for both networks, and one learning rate, constant within an update.   ppo.py#L575-L577
     optimizer = torch.optim.AdamW(
         [parameter for parameter in actor_critic.parameters() if parameter.requires_grad],
@@ -243,151 +280,238 @@ def train(args: Args, joint: dict | None = None) -> Path:
         weight_decay=ppo.weight_decay,
         fused=True,
     )
-    adaptive_kl = args.rewards.adaptive_kl
-    controller = AdaptiveKLController(args.rewards.kl_coef, adaptive_kl.target, adaptive_kl.horizon)
-    this_run = run.Run(args, accelerator, dataclasses.asdict(sizes), joint)
-    save = partial(save_models, setup=setup, actor_critic=actor_critic, adapters=reference.adapters)
-    this_run.rehearse(save)
-    # From the newest checkpoint; {"step": 0} if there is none.
-    resumed = this_run.resume(partial(checkpoints.restore_training_state, actor_critic, optimizer))
-    controller.value = resumed.get("kl_coef", controller.value)
-    scale.mean, scale.std = resumed.get("score_scale", (scale.mean, scale.std))
-    evaluation = {name: math.nan if mean is None else mean for name, mean in resumed.get("evaluation", {}).items()}
-    if has_own_scale(args.rewards) and args.rewards.normalize_samples and resumed["step"] == 0:
-        # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
-        scale.fit(scores_of_base_model(setup, actor_critic))
-    this_run.start_logging(resumed["step"])
-    rows = slice(accelerator.process_index * sizes.local_batch, (accelerator.process_index + 1) * sizes.local_batch)
+    controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
 
-    for update in this_run.updates("PPO", "episodes", first=resumed["step"], total=sizes.updates):
-        optimizer.param_groups[0]["lr"] = lr = ppo.lr * (1 - update / sizes.updates)
-        if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
-            with this_run.saved_if_it_fails():
-                prompts = setup.held_out["validation"].first(EVAL_PROMPTS)
-                evaluation, evaluation_rows = evaluate_policy(setup, actor_critic, prompts, update)
+    def in_passes(function: Callable, *tensors: Tensor, new_tokens: int = 0) -> Any:
+        """Apply a function to a few rows at a time, which are of similar length, so that little padding is read."""
+        return packing.by_length(
+            lambda _, *rows, pad_id: function(*rows),
+            actor_critic,
+            *tensors,
+            pad_id=ids.pad,
+            rows=ppo.local_rollout_batch_size,
+            new_tokens=new_tokens,
+        )
+
+    run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
+    run.try_to_save(
+        lambda folder: save_models(folder, actor_critic, reference.adapters, tokenizer, args, weights=False)
+    )
+    state = {"step": 0, "kl_coef": controller.value, "score_scale": (0.0, 1.0), "evaluation": {}}
+    state = run.resume(actor_critic, optimizer, state, total=sizes.updates)
+    if has_own_scale(shaping) and shaping.normalize_samples and state["step"] == 0:
+        state["score_scale"] = scale_of_scores(args, ids, train_posts, actor_critic, score, accelerator)
+    controller.value = state["kl_coef"]
+    score_mean, score_std = state["score_scale"]
+    evaluation = state["evaluation"]  # the newest result, which every row of metrics.csv repeats
+    judges: dict[str, Scorer] = {"scores": lambda *tokens: (score(*tokens) - score_mean) / score_std}
+    if monitor:
+        judges[monitor_name(args)] = monitor
+    run.open_logs(state["step"], config={})
+
+    updates = range(state["step"], sizes.updates)
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    bar = tqdm(updates, desc="PPO", initial=state["step"], total=sizes.updates, mininterval=seconds)
+    for update in bar:
+        if args.eval_interval and update % args.eval_interval == 0:
+            with run.checkpoint_if_it_fails(actor_critic, optimizer, state):
+                prompts = held_out["validation"].first(EVAL_PROMPTS)
+                evaluation, rows = evaluate("eval", actor_critic, prompts, judges, tokenizer, ids, args, accelerator)
+            check_finite(evaluation, update)
             if update == 0:
-                this_run.write_evaluation("before", evaluation_rows)
+                write_evaluation(run, "evaluation_before", rows)
 
         # 1. Sample posts. Every process draws the whole batch and takes its rows.
-        drawn = posts_of_update(args.seed, len(setup.train_posts), update=update, batch=sizes.batch)  # (batch,)
-        batch = setup.train_posts.rows(drawn[rows])
-        uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[rows]
+        batch = train_posts.rows(posts_of_update(args.seed, len(train_posts), update, sizes.batch)[mine])
+        references = batch.references.to(device)  # (local_batch, response_length), what people wrote
+        queries = posts.trim_padding(batch.queries, pad_id=ids.pad).to(device)  # (local_batch, context_length)
+        uniforms = episode_noise(args.seed, update, sizes.batch, task.response_length)[mine]
+        uniforms = uniforms.to(float64_device(device))  # (local_batch, response_length)
 
-        # 2. Generate summaries, 3. read them with the reference, 4. score them, 5. compute per-token rewards.
-        with this_run.saved_if_it_fails():
-            rollout = make_rollout(
-                setup, actor_critic, reference, batch=batch, uniforms=uniforms, kl_coef=controller.value
+        with torch.no_grad():
+            # 2. Generate summaries. Compute their log-probs and values, all (local_batch, response_length).
+            # [T36] What follows the first stop token is padding; the token itself stays.
+            #       ppo.py#L350-L355, ppo.py#L632
+            # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
+            responses, sampled_logprobs = in_passes(
+                lambda contexts, noise: generate_until(
+                    actor_critic.lm_backbone,
+                    contexts,
+                    noise,
+                    ids.pad,
+                    vocab_size=ids.vocab_size,
+                    temperature=task.temperature,
+                    stop_ids=ids.stops,
+                ),
+                queries,
+                uniforms,
+                new_tokens=task.response_length,
+            )
+            query_responses = torch.cat([queries, responses], dim=1)  # (local_batch, context + response_length)
+            # [T34] The policy reads what it wrote, just as in step 7, so the ratio starts at 1, but for rounding.
+            #       ppo.py#L321-L335, ppo.py#L617-L619
+            logprobs, _, values = in_passes(
+                lambda tokens, texts: actor_critic(tokens, texts, ids.pad, task.temperature),
+                query_responses,
+                responses,
+            )
+
+            # 3. Compute the reference's log-probs: (local_batch, response_length).
+            ref_logprobs = in_passes(
+                lambda tokens, texts: reference_logprobs(
+                    reference, tokens, texts, ids.pad, task.temperature, vocab_size=ids.vocab_size
+                ),
+                query_responses,
+                responses,
+            )
+
+            # 4. Score the summaries, (local_batch,), and punish those that do not end.
+            with run.checkpoint_if_it_fails(actor_critic, optimizer, state):
+                source_scores = score(queries, responses, references)
+                if monitor:
+                    monitored = monitor(queries, responses, references)
+            # [X18] A function's scores get the scale that a normalised reward model has; another's stay as they are.
+            raw_scores = (source_scores - score_mean) / score_std
+            stopped = has_stop(responses, ids.stops, 0)
+            scores = punish_missing_eos(
+                raw_scores, stopped, form=shaping.missing_eos, penalty=shaping.missing_eos_penalty
+            )
+
+            # 5. Compute per-token rewards. The score judges the whole summary, so it comes once, when the summary is
+            #    complete. The KL divergence is a sum over tokens, so each token pays for its own part.
+            mask, value_mask = response_masks(responses, ids.pad)  # (local_batch, response_length)
+            rewards, non_score_rewards, kl = compute_rewards(
+                scores, logprobs, ref_logprobs, mask, kl_coef=controller.value, kl_estimator=shaping.kl_estimator
             )
 
         # 6. Compute advantages and returns, and 7. optimise: `ppo_update` does both for each minibatch.
-        minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, rows, ppo.nminibatches)
-        steps = ppo_update(
+        optimizer.param_groups[0]["lr"] = ppo.lr * (1 - update / sizes.updates)
+        rollout = Rollout(
+            query_responses=query_responses,
+            logprobs=logprobs,
+            values=values,
+            rewards=rewards,
+            mask=mask,
+            value_mask=value_mask,
+        )
+        minibatches = draw_minibatches(args.seed, update, ppo.noptepochs, mine, ppo.nminibatches)
+        traced = args.trace_interval and (update % args.trace_interval == 0 or update + 1 == sizes.updates)
+        passes = {} if traced else None
+        stats = ppo_update(
             actor_critic,
             optimizer,
-            rollout=rollout,
-            minibatches=minibatches,
-            ppo=ppo,
+            rollout,
+            minibatches,
+            ppo,
             pad_id=ids.pad,
             temperature=task.temperature,
             accelerator=accelerator,
+            passes=passes,
         )
 
-        # 8. Adapt the KL coefficient and log. The controller sees the KL averaged over all processes.
-        metrics = update_metrics(
-            setup, this_run, update, rollout=rollout, steps=steps, kl_coef=controller.value, lr=lr
+        # 8. Adapt the KL coefficient and log. What is logged of each episode, (local_batch,):
+        objectives = {
+            "kl": kl.sum(1),
+            "entropy": -logprobs.masked_fill(~mask, 0).sum(1),  # of the sampled tokens
+            "non_score_reward": non_score_rewards.sum(1),
+            "scores": scores,
+            "eos_rate": stopped,
+            "response_length": mask.sum(1),
+            "raw_scores": raw_scores,
+            # rounding, if sampler and reader agree
+            "sampler_gap": (logprobs - sampled_logprobs).abs().masked_fill(~mask, 0).sum(1) / mask.sum(1),
+        }
+        if has_own_scale(shaping):
+            objectives["function_score"] = source_scores
+        if monitor:
+            objectives[monitor_name(args)] = monitored
+        metrics = update_metrics(objectives, stats, controller.value, accelerator)
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
+        metrics["episode"] = (update + 1) * sizes.batch
+        metrics["time"] = run.seconds()
+        metrics["eps"] = metrics["episode"] / metrics["time"]
+        check_update(metrics, update, args.dtype)
+        run.log(update, metrics | evaluation)
+        bar.set_postfix_str(
+            f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:z.2f}, "
+            f"{metrics['objective/eos_rate']:.0%} end"
         )
+        if args.log_interval and update % args.log_interval == 0:
+            rows = posts.evaluation_rows(
+                tokenizer,
+                ids,
+                queries[:3],
+                responses[:3],
+                references[:3],
+                scores=scores[:3],
+                kl=objectives["kl"][:3],
+            )
+            run.log_samples(update, posts.sample_table(rows))
+        if traced:
+            with torch.no_grad():  # what the networks say of the summaries after they have learned from them
+                new_logprobs, entropies, new_values = in_passes(
+                    lambda tokens, texts: actor_critic(tokens, texts, ids.pad, task.temperature),
+                    query_responses,
+                    responses,
+                )
+            tokens = {
+                "ids": responses,
+                "scored": mask,
+                "value_mask": value_mask,
+                "logprobs": logprobs,
+                "ref_logprobs": ref_logprobs,
+                "kl": kl,
+                "rewards": rewards,
+                "values": values,
+                "new_logprobs": new_logprobs,
+                "new_values": new_values,
+                "entropies": entropies,
+            }
+            shown = posts.without_ends(references[: args.trace_episodes], tokenizer, ids)
+            run.write_trace(
+                update,
+                tokenizer,
+                queries,
+                tokens=tokens,
+                episodes=objectives,
+                epochs=passes,
+                reference=to_texts(tokenizer, shown, ids.pad),
+            )
+        # The controller sees the KL averaged over all processes.
         controller.update(metrics["objective/kl"], sizes.batch)
         state = {
+            "step": update + 1,
             "kl_coef": controller.value,
-            "score_scale": [scale.mean, scale.std],
-            "evaluation": files.without_nan(evaluation),
+            "score_scale": (score_mean, score_std),
+            "evaluation": evaluation,
         }
-        this_run.end_of_update(
-            update,
-            metrics | evaluation,
-            f"score {metrics['objective/scores']:+.2f}, KL {metrics['objective/kl']:.2f}, "
-            f"{100 * metrics['objective/eos_rate']:.0f} % end",
-            samples=partial(sample_rows, setup, rollout),
-            trace=partial(
-                record_trace,
-                setup,
-                this_run,
-                update,
-                actor_critic=actor_critic,
-                reference=reference,
-                rollout=rollout,
-                kl_coef=controller.value,
-            ),
-            # The counterpart of `resume` above.
-            checkpoint=lambda state=state: (checkpoints.training_state(actor_critic, optimizer), state),
-        )
+        stopping = run.told_to_stop()
+        if stopping or update + 1 == sizes.updates or (update + 1) % (args.save_interval or sizes.updates) == 0:
+            run.save_checkpoint(actor_critic, optimizer, state)
+        if stopping:
+            accelerator.print(f"stopped after update {update + 1}; resume with --resume {run.folder}")
+            sys.exit(0)
 
-    results = {}
-    for split, held_out in setup.held_out.items():
-        with this_run.saved_if_it_fails():
-            means, evaluation_rows = evaluate_policy(setup, actor_critic, held_out, sizes.updates)
-        this_run.write_evaluation(split, evaluation_rows)
-        for name, mean in means.items():
-            results[name.replace("eval", split, 1)] = mean
-        for name, mean in posts.rouge(evaluation_rows).items():
-            results[f"{split}/rouge/{name}"] = mean
-    save(this_run.model_folder)
-    results |= this_run.last_means("scores", "kl", "eos_rate")
-    this_run.finish("policy", "value", **results, too_long=setup.train_posts.too_long)
-    return this_run.model_folder / "policy"
+    results = {"too_long": train_posts.too_long}
+    for split, split_posts in held_out.items():
+        with run.checkpoint_if_it_fails(actor_critic, optimizer, state):
+            means, rows = evaluate(split, actor_critic, split_posts, judges, tokenizer, ids, args, accelerator)
+        check_finite(means, sizes.updates)
+        write_evaluation(run, "evaluation" if split == "validation" else f"evaluation_{split}", rows)
+        results |= means | {f"{split}/rouge/{name}": value for name, value in posts.rouge(rows).items()}
 
-
-class Scale:
-    """Puts scores of a function on the scale of a normalised reward model: (score - mean) / std.
-
-    KL coefficient and critic are meant for that scale. Until `fit` is called, scores stay as they are.
-    """
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-        self.std = 1.0
-
-    def fit(self, scores: Tensor) -> None:
-        """Take mean and biased deviation of scores (n,), on all processes together.
-
-        A function that gives all of them the same score, but for rounding, keeps its deviation.
-        """
-        # A process may have fewer scores than another.
-        all_scores = torch.tensor(gather_object(scores.tolist()), dtype=torch.float64)
-        if len(all_scores):
-            self.mean = all_scores.mean().item()
-            std = all_scores.std(unbiased=False).item()
-            self.std = std if std > 1e-10 * abs(self.mean) else 1.0
-
-    def apply(self, scores: Tensor) -> Tensor:
-        return (scores - self.mean) / self.std
-
-    def undo(self, scores: Tensor) -> Tensor:
-        """What the function said."""
-        return scores * self.std + self.mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """The parts of a run that no update changes. `train` adds the last two, once everything else is checked."""
-
-    args: Args
-    sizes: PpoSizes
-    tokenizer: PreTrainedTokenizerBase
-    ids: posts.TaskIds
-    train_posts: posts.Posts
-    held_out: dict[str, posts.Posts]  # of the splits validation and test
-    monitor: dict[str, reward_functions.Scorer]  # what is only logged, under its name
-    scale: Scale = field(default_factory=Scale)  # of the scores of a function
-    score: reward_functions.Scorer | None = None  # (queries, responses, references) -> (rows,), before it is scaled
-    accelerator: Accelerator | None = None
+    if accelerator.is_main_process:
+        with input_errors(f"{run.models} cannot be saved; the checkpoints are kept"):
+            save_models(run.models, actor_critic, reference.adapters, tokenizer, args)
+    run.finish("policy", **results, **run.last_means("scores", "kl", "eos_rate"))
+    return run.models / "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Episodes of one process, its part of the batch. PPO needs the first six tensors; the rest is for the logs.
-
-    After a response's end, rewards are 0, and log-probs and values mean nothing.
+    """Episodes of one process, its part of the batch. After a response's end, rewards are 0, and log-probs and values
+    mean nothing.
     """
 
     query_responses: Tensor  # (local_batch, context_length + response_length), padding after the stop token
@@ -396,29 +520,131 @@ class Rollout:
     rewards: Tensor  # (local_batch, response_length), KL penalty and score, not whitened
     mask: Tensor  # (local_batch, response_length) bool, of the tokens
     value_mask: Tensor  # (local_batch, response_length) bool, of the values
-    references: Tensor | None = None  # (local_batch, response_length), the summaries of the data
-    stopped: Tensor | None = None  # (local_batch,) bool, whether the summary ends
-    raw_scores: Tensor | None = None  # (local_batch,), on the scale of a reward model
-    scores: Tensor | None = None  # (local_batch,), after the end-of-text trick
-    ref_logprobs: Tensor | None = None  # (local_batch, response_length)
-    kl: Tensor | None = None  # (local_batch, response_length), nats
-    non_score_rewards: Tensor | None = None  # (local_batch, response_length), the KL penalty
-    sampler_gap: Tensor | None = None  # (local_batch, response_length), distance of log-probs from the sampler's
-    monitored: dict[str, Tensor] = field(default_factory=dict)  # (local_batch,) each
-    seen: list[traces.Seen] = field(default_factory=list)  # what each pass of training computed, for traces
-
-    @property
-    def queries(self) -> Tensor:
-        """The posts alone: (local_batch, context_length)."""
-        return self.query_responses[:, : -self.logprobs.shape[1]]
-
-    @property
-    def responses(self) -> Tensor:
-        """The responses alone: (local_batch, response_length)."""
-        return self.query_responses[:, -self.logprobs.shape[1] :]
 
 
-# ---- Steps 1 to 5: posts, summaries, scores, rewards ---------------------------------------------------------
+def ppo_update(
+    actor_critic: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    rollout: Rollout,
+    minibatches: Tensor,
+    ppo: PpoArgs,
+    pad_id: int,
+    temperature: float,
+    accelerator: Accelerator,
+    passes: dict[str, Tensor] | None = None,
+    before_step: Callable[[int, dict[str, Tensor]], None] | None = None,
+) -> dict[str, Tensor]:
+    """Steps 6 and 7: all epochs of PPO on one rollout.
+
+    minibatches: this process's episodes in each, (epochs, nminibatches, local_minibatch), on the CPU. passes: a
+    dictionary that gets the minibatches, what each epoch computed of each episode, (epochs, local_batch,
+    response_length), and what the losses were divided by, (epochs, nminibatches). before_step: called before each
+    optimiser step with its number, from 0, and what is logged of it; loop.py looks at these numbers.
+
+    Returns 0-d means over the optimiser steps, and how far the ratio was off 1 before the first one. They are this
+    process's shares of means over what counts: those of all processes add up.
+    """
+    reduce = partial(accelerator.reduce, reduction="sum")
+    epochs, nminibatches, _ = minibatches.shape
+    responses = rollout.query_responses[:, -rollout.rewards.shape[1] :]  # (local_batch, response_length)
+    lengths = packing.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU
+    if passes is not None:
+        passes["minibatches"] = minibatches
+        for name in ("advantages", "returns", "new_logprobs", "new_values"):
+            passes[name] = rollout.rewards.new_zeros(epochs, *rollout.rewards.shape)
+        for name in ("token_counts", "value_counts"):
+            passes[name] = torch.zeros(epochs, nminibatches, dtype=torch.long)
+    steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
+    for epoch in range(epochs):
+        for number, mb_inds in enumerate(minibatches[epoch]):  # (local_minibatch,)
+            # 6. Compute advantages and returns. The critic's values say how well a summary was going to do anyway.
+            #    What is left, the advantage, says what the sampled token added, with much less noise.
+            mb_mask, mb_value_mask = rollout.mask[mb_inds], rollout.value_mask[mb_inds]
+            mb_values = rollout.values[mb_inds]  # (local_minibatch, response_length)
+            mb_advantages, mb_returns = compute_advantages(
+                rollout.rewards[mb_inds], mb_values, mb_mask, mb_value_mask, ppo=ppo, reduce=reduce
+            )
+            # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
+            #       the same weight in whatever micro-batch and process it is.
+            count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
+            wide_values, wide_returns = widened(mb_values), widened(mb_returns)
+            stats = {
+                "val/mean": masked_mean(wide_values, mb_value_mask, value_count),
+                "squared_value": masked_mean(wide_values**2, mb_value_mask, value_count),
+                "returns/mean": masked_mean(wide_returns, mb_value_mask, value_count),
+                "squared_return": masked_mean(wide_returns**2, mb_value_mask, value_count),
+            }
+            if passes is not None:
+                passes["advantages"][epoch, mb_inds] = mb_advantages
+                passes["returns"][epoch, mb_inds] = mb_returns
+                passes["token_counts"][epoch, number] = count
+                passes["value_counts"][epoch, number] = value_count
+
+            # 7. Make one optimiser step. The ratio says how much more likely a token has become since it was sampled.
+            #    Advantages were measured under the old policy and mean less the further the policy moves away from
+            #    it. So the losses are clipped: beyond the clip range, nothing is gained by moving on.
+            # [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
+            #       ppo.py#L721
+            optimizer.zero_grad()
+            for tokens, part in packing.micro_batches(
+                actor_critic,
+                lengths[mb_inds],
+                rollout.query_responses[mb_inds],
+                torch.arange(len(mb_inds)),
+                pad_id=pad_id,
+                rows=ppo.local_micro_batch_size,
+            ):  # (micro_batch, length), (micro_batch,)
+                inds = mb_inds[part]  # what follows is (micro_batch, response_length)
+                logprobs, mask, value_mask = rollout.logprobs[inds], mb_mask[part], mb_value_mask[part]
+                advantages, returns = mb_advantages[part], mb_returns[part]
+                new_logprobs, entropies, new_values = actor_critic(tokens, responses[inds], pad_id, temperature)
+                pg_loss, pg_clipfrac, approxkl = policy_loss(
+                    new_logprobs, logprobs, advantages, mask, cliprange=ppo.cliprange, count=count
+                )
+                vf_loss, vf_clipfrac = value_loss(
+                    new_values,
+                    mb_values[part],
+                    returns,
+                    value_mask,
+                    cliprange_value=ppo.cliprange_value,
+                    count=value_count,
+                )
+                loss = pg_loss + ppo.vf_coef * vf_loss
+                (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
+
+                # [X34] Masked positions are left out.   ppo.py#L722-L771
+                ratio = torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0)).detach()
+                add(stats, "loss/policy_avg", pg_loss)
+                add(stats, "loss/value_avg", vf_loss)
+                add(stats, "policy/approxkl_avg", approxkl)
+                add(stats, "policy/clipfrac_avg", pg_clipfrac)
+                add(stats, "policy/entropy_avg", masked_mean(entropies, mask, count))
+                add(stats, "val/clipfrac_avg", vf_clipfrac)
+                add(stats, "val/vpred", masked_mean(new_values, value_mask, value_count))
+                add(stats, "val/error", masked_mean((new_values - returns) ** 2, value_mask, value_count))
+                add(stats, "val/ratio", masked_mean(ratio, mask, count))
+                add(stats, "squared_ratio_gap", masked_mean((ratio - 1) ** 2, mask, count))
+                if passes is not None:
+                    passes["new_logprobs"][epoch, inds] = new_logprobs.detach()
+                    passes["new_values"][epoch, inds] = new_values.detach()
+            average_gradients(actor_critic)
+            # The norm is only looked at: nothing is clipped.
+            gradient_norm = nn.utils.get_total_norm(
+                [parameter.grad for parameter in actor_critic.parameters() if parameter.grad is not None]
+            )
+            stats["gradient_norm"] = gradient_norm / accelerator.num_processes
+            if before_step is not None:
+                before_step(len(steps), stats)
+            optimizer.step()
+            steps.append(stats)
+    means = {name: torch.stack([step[name] for step in steps]).mean() for name in steps[0]}
+    means["first_squared_ratio_gap"] = steps[0]["squared_ratio_gap"]  # 0 but for rounding
+    return means
+
+
+# ---- The formulas of steps 1 and 4 to 7 ------------------------------------------------------------------------
+#
+# A mask is True where an entry counts. Other entries, even NaN, reach neither a result nor a gradient.
 
 
 def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tensor:
@@ -433,173 +659,6 @@ def posts_of_update(seed: int, num_posts: int, update: int, batch: int) -> Tenso
     return torch.cat(orders)[start : start + batch]
 
 
-@torch.no_grad()
-def make_rollout(
-    setup: Setup,
-    actor_critic: ActorCritic,
-    reference: models.Reference,
-    *,
-    batch: posts.Posts,
-    uniforms: Tensor,
-    kl_coef: float,
-) -> Rollout:
-    """Steps 2 to 5 for some posts (rows). uniforms: (rows, response_length) random numbers, one for each token."""
-    ids, task, shaping = setup.ids, setup.args.task, setup.args.rewards
-    device = setup.accelerator.device
-    pass_rows = setup.args.ppo.local_rollout_batch_size
-    references = batch.references.to(device)
-    queries = posts.trim_padding(batch.queries, pad_id=ids.pad).to(device)  # (rows, context_length)
-    with actor_critic.sampling():
-        # 2. Generate summaries, up to the end-of-text token; record their log-probs and values: all of
-        #    (rows, response_length).
-        responses, logprobs, values, sampler_gap = packing.by_length(
-            respond,
-            actor_critic,
-            queries,
-            uniforms.to(processes.device_of_noise(device)),
-            pad_id=ids.pad,
-            rows=pass_rows,
-            new_tokens=task.response_length,
-            stop_ids=ids.stops,
-            temperature=task.temperature,
-        )
-
-        # 3. Compute the reference's log-probs: (rows, response_length).
-        query_responses = torch.cat([queries, responses], dim=1)
-        ref_logprobs = packing.by_length(
-            reference_logprobs,
-            actor_critic,
-            query_responses,
-            responses,
-            pad_id=ids.pad,
-            rows=pass_rows,
-            reference=reference,
-            temperature=task.temperature,
-        )
-
-        # 4. Score the summaries, on the scale of a reward model; punish those that do not end.
-        raw_scores = setup.scale.apply(setup.score(queries, responses, references))  # (rows,)
-        stopped = has_stop(responses, ids.stops, 0)  # (rows,)
-        scores = punish_missing_eos(
-            raw_scores, stopped, form=shaping.missing_eos, penalty=shaping.missing_eos_penalty
-        )
-
-        # 5. Compute per-token rewards. The score judges the whole summary, so it comes once, when the summary is
-        #    complete. The KL divergence is a sum over tokens, so each token pays for its own part.
-        mask, value_mask = response_masks(responses, ids.pad)  # (rows, response_length)
-        rewards, non_score_rewards, kl = compute_rewards(
-            scores,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            mask=mask,
-            kl_coef=kl_coef,
-            kl_estimator=shaping.kl_estimator,
-        )
-    return Rollout(
-        query_responses=query_responses,
-        logprobs=logprobs,
-        values=values,
-        rewards=rewards,
-        mask=mask,
-        value_mask=value_mask,
-        references=references,
-        stopped=stopped,
-        raw_scores=raw_scores,
-        scores=scores,
-        ref_logprobs=ref_logprobs,
-        kl=kl,
-        non_score_rewards=non_score_rewards,
-        sampler_gap=sampler_gap,
-        monitored={name: function(queries, responses, references) for name, function in setup.monitor.items()},
-    )
-
-
-@torch.no_grad()
-def respond(
-    actor_critic: ActorCritic,
-    contexts: Tensor,
-    uniforms: Tensor,
-    *,
-    pad_id: int,
-    stop_ids: Collection[int],
-    temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample responses to contexts (batch, context_length), with a random number for each token.
-
-    Returns the responses, with padding after the stop token, their log-probs as training computes them, their values,
-    and the distance of these log-probs from the sampler's: four of (batch, response_length).
-    """
-    # [T36] What follows the first stop token is padding; the token itself stays.   ppo.py#L350-L355, ppo.py#L632
-    # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
-    responses, sampled_logprobs = generate_until(
-        actor_critic.lm_backbone, contexts, uniforms, pad_id, actor_critic.vocab_size, temperature, stop_ids
-    )
-    # [T34] The old log-probs are those of the training pass, so that the ratio starts at 1, but for rounding.
-    #       ppo.py#L321-L335, ppo.py#L617-L619
-    query_responses = torch.cat([contexts, responses], dim=1)
-    logprobs, _, values = packing.by_length(
-        nn.Module.__call__, actor_critic, query_responses, responses, pad_id=pad_id, temperature=temperature
-    )
-    sampler_gap = (logprobs - sampled_logprobs).abs().masked_fill(responses == pad_id, 0)
-    return responses, logprobs, values, sampler_gap
-
-
-def reference_logprobs(
-    actor_critic: ActorCritic,
-    query_responses: Tensor,
-    responses: Tensor,
-    *,
-    pad_id: int,
-    reference: models.Reference,
-    temperature: float,
-) -> Tensor:
-    """Log-probs (batch, response_length) of the reference; tokens as `ActorCritic` gets them."""
-    # [T35] At the policy's temperature, and over the same ids.   ppo.py#L623-L627
-    with reference.in_use():
-        logprobs, _ = response_statistics(
-            reference.lm_backbone, query_responses, responses, pad_id, temperature, actor_critic.vocab_size
-        )
-    return logprobs
-
-
-class ActorCritic(models.MixedPrecision):
-    """The policy and the critic, two networks that share nothing.
-
-    The critic is a reward model that is read before every token of the response, and not only at its end.
-    """
-
-    # [T32] It starts as the reward model, so its value after the end of text is the score.   ppo.py#L471-L500
-    def __init__(
-        self, lm_backbone: PreTrainedModel, critic: RewardModel, vocab_size: int, *, low_precision: bool = False
-    ):
-        """vocab_size: number of ids that can be sampled; the output layer may have more rows [T14]."""
-        super().__init__()
-        self.lm_backbone = lm_backbone
-        self.critic = critic
-        self.vocab_size = vocab_size
-        self.low_precision = low_precision
-
-    def forward(
-        self, query_responses: Tensor, responses: Tensor, pad_id: int, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
-
-        query_responses: (batch, length), posts and their responses, with padding anywhere. responses: (batch,
-        response_length), the same responses, with padding at their end. Returns three tensors of (batch,
-        response_length); what they hold at padding means nothing.
-        """
-        with self.autocast():
-            logprobs, entropies = response_statistics(
-                self.lm_backbone, query_responses, responses, pad_id, temperature, self.vocab_size
-            )
-            # [T38] A value belongs to the position before the response token, as its log-prob does.
-            #       ppo.py#L637-L640
-            backbone = self.critic.lm_backbone
-            hidden_states = read_before_responses(backbone, query_responses, responses, pad_id)
-            values = self.critic.gain * read_scalar(self.critic.reward_head, hidden_states) + self.critic.bias
-        return logprobs, entropies, values
-
-
 def punish_missing_eos(
     scores: Tensor, stopped: Tensor, form: Literal["replace", "subtract", "none"], penalty: float
 ) -> Tensor:
@@ -608,11 +667,6 @@ def punish_missing_eos(
     #       ppo.py#L662-L667, TRL ppo_trainer.py#L758-L759
     punished = {"replace": torch.full_like(scores, -penalty), "subtract": scores - penalty, "none": scores}
     return torch.where(stopped, scores, punished[form])
-
-
-# ---- Steps 5 to 7: rewards, advantages, losses -----------------------------------------------------------------
-#
-# A mask is True where an entry counts. Other entries, even NaN, reach neither a result nor a gradient.
 
 
 def response_masks(truncated_responses: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
@@ -626,12 +680,6 @@ def response_masks(truncated_responses: Tensor, pad_id: int) -> tuple[Tensor, Te
     lengths = (truncated_responses != pad_id).sum(1, keepdim=True)  # (batch, 1)
     index = torch.arange(truncated_responses.shape[1], device=truncated_responses.device)
     return index < lengths, index < lengths + 1
-
-
-K3_WARNING = (
-    "as a reward, its gradient vanishes near the reference and can point away from it further out; that of k1 is the "
-    "gradient of the KL divergence"
-)
 
 
 def compute_rewards(
@@ -656,129 +704,6 @@ def compute_rewards(
     position = step_after.max(1, keepdim=True).values.clamp(max=mask.shape[1] - 1)  # (batch, 1)
     rewards = non_score_rewards.scatter_add(1, position, scores.unsqueeze(1).to(x.dtype))
     return rewards, non_score_rewards, kl
-
-
-def ppo_update(
-    actor_critic: ActorCritic,
-    optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    minibatches: Tensor,
-    ppo: PpoArgs,
-    pad_id: int,
-    temperature: float,
-    accelerator: Accelerator,
-    before_step: Callable[[int, dict[str, Tensor]], None] | None = None,
-) -> dict[str, Tensor]:
-    """Steps 6 and 7: all epochs of PPO on one rollout.
-
-    minibatches: this process's episodes in each, (epochs, nminibatches, local_minibatch). before_step: called before
-    each optimiser step with its number, from 0, and with the numbers that are returned of it. Returns numbers of the
-    optimiser steps, (steps,), most under the name that they are logged with: this process's share of the mean over
-    what counts in the minibatch, and of the gradient norm. The shares of all processes add up.
-    """
-    reduce, device = partial(accelerator.reduce, reduction="sum"), rollout.rewards.device
-    lengths = packing.count_tokens(rollout.query_responses, pad_id)  # (local_batch,), on the CPU as minibatches
-    steps: list[dict[str, Tensor]] = []  # what is logged of each optimiser step
-    for b_inds in minibatches:  # of an epoch
-        for cpu_inds in b_inds:  # (local_minibatch,)
-            mb_inds = cpu_inds.to(device)
-
-            # 6. Compute advantages and returns. The critic's values say how well a summary was going to do anyway.
-            #    What is left, the advantage, says what the sampled token added, with much less noise.
-            mb_mask, mb_value_mask = rollout.mask[mb_inds], rollout.value_mask[mb_inds]  # (local_minibatch, length)
-            mb_values = rollout.values[mb_inds]
-            mb_advantages, mb_returns = compute_advantages(
-                rollout.rewards[mb_inds],
-                values=mb_values,
-                mask=mb_mask,
-                value_mask=mb_value_mask,
-                ppo=ppo,
-                reduce=reduce,
-            )
-            rollout.seen.append((mb_inds, {"advantages": mb_advantages, "returns": mb_returns}))
-
-            # 7. Make one optimiser step. The ratio says how much more likely a token has become since it was sampled.
-            #    Advantages were measured under the old policy and mean less the further the policy moves away from
-            #    it. So the losses are clipped: beyond the clip range, nothing is gained by moving on.
-            # [T45] [X21] Every sum is divided by what counts in the whole minibatch, on all processes: a token has
-            #       the same weight in whatever micro-batch and process it is.
-            count, value_count = reduce(mb_mask.sum()), reduce(mb_value_mask.sum())
-            # [T48] Gradients of micro-batches add up. We step when all are done, without accelerate's counter.
-            #       ppo.py#L721
-            optimizer.zero_grad()
-            shares: list[dict[str, Tensor]] = []  # what is logged of each micro-batch
-            for tokens, rows in packing.micro_batches(
-                actor_critic,
-                lengths[cpu_inds],
-                rollout.query_responses[mb_inds],
-                torch.arange(len(mb_inds)),
-                pad_id=pad_id,
-                rows=ppo.local_micro_batch_size,
-            ):
-                # tokens: (micro_batch, length); rows of the minibatch: (micro_batch,); others: (micro_batch,
-                # response_length)
-                inds = mb_inds[rows]
-                logprobs, mask, value_mask = rollout.logprobs[inds], mb_mask[rows], mb_value_mask[rows]
-                new_logprobs, entropies, new_values = actor_critic(
-                    tokens, rollout.responses[inds], pad_id, temperature
-                )
-                rollout.seen.append(
-                    (inds, {"new_logprobs": new_logprobs.detach(), "new_values": new_values.detach()})
-                )
-                pg_loss, pg_clipfrac, approxkl = policy_loss(
-                    new_logprobs,
-                    logprobs=logprobs,
-                    advantages=mb_advantages[rows],
-                    mask=mask,
-                    cliprange=ppo.cliprange,
-                    count=count,
-                )
-                vf_loss, vf_clipfrac = value_loss(
-                    new_values,
-                    values=mb_values[rows],
-                    returns=mb_returns[rows],
-                    mask=value_mask,
-                    cliprange_value=ppo.cliprange_value,
-                    count=value_count,
-                )
-                loss = pg_loss + ppo.vf_coef * vf_loss
-                (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
-                statistics = token_statistics(
-                    new_logprobs,
-                    entropies=entropies,
-                    new_values=new_values,
-                    logprobs=logprobs,
-                    returns=mb_returns[rows],
-                    mask=mask,
-                    value_mask=value_mask,
-                    count=count,
-                    value_count=value_count,
-                )
-                shares.append(
-                    {
-                        "loss/policy_avg": pg_loss.detach(),
-                        "policy/clipfrac_avg": pg_clipfrac,
-                        "policy/approxkl_avg": approxkl,
-                        "loss/value_avg": vf_loss.detach(),
-                        "val/clipfrac_avg": vf_clipfrac,
-                        **statistics,
-                    }
-                )
-            average_gradients(actor_critic)
-            gradient_norm = processes.gradient_norm(actor_critic)
-            values, returns = processes.widened(mb_values), processes.widened(mb_returns)
-            step = {name: sum(share[name] for share in shares) for name in shares[0]} | {
-                "val/mean": masked_mean(values, mb_value_mask, value_count),
-                "square_of_value": masked_mean(values**2, mb_value_mask, value_count),
-                "returns/mean": masked_mean(returns, mb_value_mask, value_count),
-                "square_of_return": masked_mean(returns**2, mb_value_mask, value_count),
-                "gradient_norm": gradient_norm / accelerator.num_processes,
-            }
-            if before_step is not None:
-                before_step(len(steps), step)
-            optimizer.step()
-            steps.append(step)
-    return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
 
 
 def compute_advantages(
@@ -876,312 +801,231 @@ def masked_mean(values: Tensor, mask: Tensor, count: Tensor) -> Tensor:
     return values.masked_fill(~mask, 0).sum() / count
 
 
-@torch.no_grad()
-def token_statistics(
-    new_logprobs: Tensor,
-    entropies: Tensor,
-    new_values: Tensor,
-    logprobs: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    value_mask: Tensor,
-    count: Tensor,
-    value_count: Tensor,
-) -> dict[str, Tensor]:
-    """A micro-batch's share of means over tokens or values; tensors are (micro_batch, response_length)."""
-    # [X34] Masked positions are left out.   ppo.py#L722-L771
-    ratio = torch.exp((new_logprobs - logprobs).masked_fill(~mask, 0))
-    return {
-        "policy/entropy_avg": masked_mean(entropies, mask, count),
-        "val/ratio": masked_mean(ratio, mask, count),
-        "square_of_ratio_minus_1": masked_mean((ratio - 1) ** 2, mask, count),
-        "val/vpred": masked_mean(new_values, value_mask, value_count),
-        "val/error": masked_mean((new_values - returns) ** 2, value_mask, value_count),
-    }
+# ---- Steps 2 and 3: how the networks read ----------------------------------------------------------------------
 
 
-# ---- Step 8: metrics -------------------------------------------------------------------------------------------
+class ActorCritic(nn.Module):
+    """The policy and the critic, two networks that share nothing.
+
+    The critic is a reward model that is read before every token of the response, and not only at its end.
+    """
+
+    # [T32] It starts as the reward model, so its value after the end of text is the score.   ppo.py#L471-L500
+    def __init__(self, lm_backbone: PreTrainedModel, critic: RewardModel, vocab_size: int):
+        """vocab_size: number of ids that can be sampled; the output layer may have more rows [T14]."""
+        super().__init__()
+        self.lm_backbone = lm_backbone
+        self.critic = critic
+        self.vocab_size = vocab_size
+
+    def forward(
+        self, query_responses: Tensor, responses: Tensor, pad_id: int, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
+
+        query_responses: (batch, length), posts and their responses, with padding anywhere. responses: (batch,
+        response_length), the same responses, with padding at their end. Returns three tensors of (batch,
+        response_length); what they hold at padding means nothing.
+        """
+        logprobs, entropies = response_statistics(
+            self.lm_backbone, query_responses, responses, pad_id, temperature, self.vocab_size
+        )
+        # [T38] A value belongs to the position before the response token, as its log-prob does.   ppo.py#L637-L640
+        hidden_states = read_before_responses(self.critic.lm_backbone, query_responses, responses, pad_id)
+        values = self.critic.gain * read_scalar(self.critic.reward_head, hidden_states) + self.critic.bias
+        return logprobs, entropies, values
 
 
-# Under these names a run without a monitor logs an objective, an evaluation or a column of its tables.
+def reference_logprobs(
+    reference: models.Reference,
+    query_responses: Tensor,
+    responses: Tensor,
+    pad_id: int,
+    temperature: float,
+    vocab_size: int,
+) -> Tensor:
+    """Log-probs (batch, response_length) of the reference; tokens as `ActorCritic` gets them."""
+    # [T35] At the policy's temperature, and over the same ids.   ppo.py#L623-L627
+    with reference.in_use():
+        logprobs, _ = response_statistics(
+            reference.lm_backbone, query_responses, responses, pad_id, temperature, vocab_size
+        )
+    return logprobs
+
+
+# ---- Evaluation, and the scale of scores -----------------------------------------------------------------------
+
+
+def evaluate(
+    prefix: str,
+    actor_critic: ActorCritic,
+    held_out: posts.Posts,
+    judges: dict[str, Scorer],
+    tokenizer: PreTrainedTokenizerBase,
+    ids: posts.TaskIds,
+    args: Args,
+    accelerator: Accelerator,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Summarise held-out posts at the temperature of evaluations. Returns <prefix>/<name>: mean, and a row per post.
+
+    judges: what scores the summaries and the references, by name. There is no penalty for summaries that do not end.
+    """
+
+    def measure(queries: Tensor, responses: Tensor, references: Tensor) -> list[Tensor]:
+        return [judge(queries, texts, references) for judge in judges.values() for texts in (responses, references)]
+
+    responses, *measured = posts.summarise(
+        actor_critic.lm_backbone,
+        held_out,
+        ids,
+        args.task,
+        keyed_generator(args.seed, "evaluate"),
+        args.ppo.local_rollout_batch_size,
+        accelerator,
+        measure=measure,
+    )
+    columns = [of + name for name in judges for of in ("", "reference_")]
+    numbers = dict(zip(columns, measured, strict=True))  # (posts,) each
+    rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references, **numbers)
+    numbers["eos_rate"] = has_stop(responses, ids.stops, 0)
+    numbers["response_length"] = (responses != ids.pad).sum(1)
+    return {f"{prefix}/{name}": widened(values).mean().item() for name, values in numbers.items()}, rows
+
+
+def has_own_scale(shaping: RewardsArgs) -> bool:
+    """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
+    return bool(shaping.function) or classifiers.is_foreign(shaping.trained_model)
+
+
+def scale_of_scores(
+    args: Args,
+    ids: posts.TaskIds,
+    train_posts: posts.Posts,
+    actor_critic: ActorCritic,
+    score: Scorer,
+    accelerator: Accelerator,
+) -> tuple[float, float]:
+    """Mean and biased deviation of the scores of summaries that the policy samples before it learns."""
+    # [X18] The KL coefficient and the critic are meant for scores of mean 0 and deviation 1.
+    _, scores = posts.summarise(
+        actor_critic.lm_backbone,
+        train_posts.first(args.rewards.normalize_samples),
+        ids,
+        args.task,
+        keyed_generator(args.seed, "scale of the function"),
+        args.ppo.local_rollout_batch_size,
+        accelerator,
+        measure=lambda *tokens: [score(*tokens)],
+        temperature=args.task.temperature,
+    )
+    mean, std = scores.double().mean().item(), scores.double().std(unbiased=False).item()
+    return mean, std if std > 1e-10 * abs(mean) else 1.0  # a constant, but for rounding, keeps its scale
+
+
+# ---- Step 8: what is logged ------------------------------------------------------------------------------------
+
+# The names objective/<name> that the function of --rewards.monitor cannot have, nor those of columns in the tables.
 TAKEN = {"kl", "entropy", "non_score_reward", "scores", "raw_scores", "eos_rate", "response_length", "sampler_gap"}
 TAKEN |= {"kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
 
 
 def update_metrics(
-    setup: Setup,
-    this_run: run.Run,
-    update: int,
-    *,
-    rollout: Rollout,
-    steps: dict[str, Tensor],
-    kl_coef: float,
-    lr: float,
+    objectives: dict[str, Tensor], stats: dict[str, Tensor], kl_coef: float, accelerator: Accelerator
 ) -> dict[str, float]:
-    """The metrics of an update: means over all episodes, means over all optimiser steps, and how far the run is.
+    """The metrics of an update, over all processes, which must all call this.
 
-    steps: what ppo_update returns. kl_coef: what the rewards were made with. Every process adds its shares, and all
-    get the same numbers. Raises a NumericalError if they are impossible.
+    objectives: numbers of each episode, (local_batch,) by name. stats: what ppo_update returns. kl_coef: what the
+    rewards were made with.
     """
-    args, accelerator = setup.args, setup.accelerator
-    more = {
-        "raw_scores": rollout.raw_scores,
-        "sampler_gap": rollout.sampler_gap.sum(1) / rollout.mask.sum(1),
-        **rollout.monitored,
+    shares = {
+        f"objective/{name}": widened(values).mean() / accelerator.num_processes for name, values in objectives.items()
     }
-    if has_own_scale(args.rewards):
-        more["function_score"] = setup.scale.undo(rollout.raw_scores)
-    metrics = algorithm_metrics(rollout, steps, accelerator, kl_coef=kl_coef, more=more)
-    metrics["lr"] = lr
-    # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
-    metrics["episode"] = (update + 1) * args.ppo.batch_size
-    metrics["time"] = this_run.seconds()
-    metrics["eps"] = metrics["episode"] / metrics["time"]
-    processes.check_update(metrics, update, args.dtype, monitored=rollout.monitored)
-    processes.check_equal("objective/kl_coef", kl_coef, accelerator)
-    return metrics
-
-
-def algorithm_metrics(
-    rollout: Rollout,
-    steps: dict[str, Tensor],
-    accelerator: Accelerator,
-    *,
-    kl_coef: float,
-    more: dict[str, Tensor],
-) -> dict[str, float]:
-    """The metrics of an update that don't depend on the script. more: of each episode, (local_batch,) by name."""
-    objectives = {  # of each episode, (local_batch,)
-        "kl": rollout.kl.sum(1),
-        "entropy": -rollout.logprobs.masked_fill(~rollout.mask, 0).sum(1),
-        "non_score_reward": rollout.non_score_rewards.sum(1),
-        "scores": rollout.scores,
-        "eos_rate": rollout.stopped,
-        "response_length": rollout.mask.sum(1),
-        **more,
-    }
-    shares = {}
-    for name, values in objectives.items():
-        shares[f"objective/{name}"] = processes.widened(values).mean() / accelerator.num_processes
-    for name, values in steps.items():
-        shares[name] = values.mean()
-    shares["square_of_first_gap"] = steps["square_of_ratio_minus_1"][0]
-    shares["val/num_eos_tokens"] = rollout.stopped.sum()
-    means = processes.sum_over_processes(shares, accelerator)
-    metrics = {name: mean for name, mean in means.items() if not name.startswith("square_of_")}
-    # [X34] Variances over tokens and values; summaries that end.
-    metrics["val/first_ratio_gap"] = math.sqrt(means["square_of_first_gap"])
-    metrics["val/ratio_var"] = variance(means["square_of_ratio_minus_1"], means["val/ratio"] - 1)
-    metrics["val/var"] = variance(means["square_of_value"], means["val/mean"])
-    metrics["returns/var"] = variance(means["square_of_return"], means["returns/mean"])
-    metrics["val/var_explained"] = 1 - means["val/error"] / max(metrics["returns/var"], 1e-12)
+    shares["val/num_eos_tokens"] = objectives["eos_rate"].sum()  # summaries that end
+    metrics = sum_over_processes(shares | stats, accelerator)
+    # [X34] Variances over all tokens and values.
+    metrics["val/first_ratio_gap"] = math.sqrt(metrics.pop("first_squared_ratio_gap"))
+    metrics["val/ratio_var"] = metrics.pop("squared_ratio_gap") - (metrics["val/ratio"] - 1) ** 2
+    metrics["val/var"] = metrics.pop("squared_value") - metrics["val/mean"] ** 2
+    metrics["returns/var"] = metrics.pop("squared_return") - metrics["returns/mean"] ** 2
+    metrics["val/var_explained"] = 1 - metrics["val/error"] / max(metrics["returns/var"], 1e-12)
     metrics["objective/kl_coef"] = kl_coef
-    metrics["objective/rlhf_reward"] = means["objective/scores"] + means["objective/non_score_reward"]
+    metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
     return metrics
 
 
-def variance(mean_square: float, mean: float) -> float:
-    """E[x^2] - E[x]^2; infinite where the squares are."""
-    return mean_square - mean**2 if math.isfinite(mean_square) else mean_square
+FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}  # by --dtype
 
 
-def sample_rows(setup: Setup, rollout: Rollout) -> list[dict]:
-    """A few episodes to print."""
-    rows = posts.evaluation_rows(
-        setup.tokenizer,
-        setup.ids,
-        rollout.queries[:3],
-        rollout.responses[:3],
-        rollout.references[:3],
-        scores=rollout.scores[:3],
-        kl=rollout.kl[:3].sum(1),
-    )
-    return posts.sample_table(rows)
+def check_update(metrics: dict[str, float], update: int, dtype: str) -> None:
+    """Raise an InputError if a metric is impossible. Nothing more is saved then."""
+    check_finite(metrics, update)
+    if (gap := metrics["val/first_ratio_gap"]) > FIRST_RATIO_TOLERANCE[dtype]:
+        # [D25] Before the first step, the policy that trains is the one that sampled.
+        raise InputError(f"val/first_ratio_gap is {gap:.2g} in update {update}: rollout and training pass disagree")
 
 
-@torch.no_grad()
-def record_trace(
-    setup: Setup,
-    this_run: run.Run,
-    update: int,
-    *,
-    actor_critic: ActorCritic,
-    reference: models.Reference,
-    rollout: Rollout,
-    kl_coef: float,
-) -> None:
-    """Keep episodes of the batch, and summaries of the first held-out posts with the same noise each time.
-
-    kl_coef: for the rewards of these summaries. Every process must call this.
-    """
-    args, ids, task = setup.args, setup.ids, setup.args.task
-
-    def keep(numbers: dict[str, Any], episodes: int, *, again: bool = False) -> None:
-        references = posts.without_ends(numbers["references"][:episodes], setup.tokenizer, ids)
-        texts = {"reference": posts.to_texts(setup.tokenizer, references, ids.pad)}
-        traces.keep(
-            this_run,
-            update,
-            numbers,
-            episodes=episodes,
-            tokenizer=setup.tokenizer,
-            pad_id=ids.pad,
-            texts=texts,
-            again=again,
-        )
-
-    # Episodes that the policy has just learned from, with what it says of them now.
-    episodes = min(args.trace_episodes, len(rollout.logprobs))
-    new_logprobs, entropies, new_values = actor_critic(
-        rollout.query_responses[:episodes], rollout.responses[:episodes], ids.pad, task.temperature
-    )
-    # Whitened over the whole batch, not over one minibatch.
-    advantages, returns = compute_advantages(
-        rollout.rewards,
-        values=rollout.values,
-        mask=rollout.mask,
-        value_mask=rollout.value_mask,
-        ppo=args.ppo,
-        reduce=partial(setup.accelerator.reduce, reduction="sum"),
-    )
-    advantages = advantages[:episodes]
-    ratio = torch.exp(new_logprobs - rollout.logprobs[:episodes])
-    clipped_ratio = ratio.clamp(1 - args.ppo.cliprange, 1 + args.ppo.cliprange)
-    numbers = dict(vars(rollout))
-    numbers |= traces.of_passes(rollout.seen, numbers, episodes, setup.accelerator)
-    numbers |= {
-        "new_logprobs": new_logprobs,
-        "entropies": entropies,
-        "new_values": new_values,
-        "advantages": advantages,
-        "returns": returns[:episodes],
-        "ratio": ratio,
-        "clipped": advantages * (clipped_ratio - ratio) < 0,
-    }
-    keep(numbers, episodes)
-
-    # A trace must not call functions of the user's.
-    without_user_code = dataclasses.replace(
-        setup,
-        score=traces.scorer_of_traces(setup.score, args.rewards.function),
-        monitor={name: traces.scorer_of_traces(score, args.rewards.monitor) for name, score in setup.monitor.items()},
-    )
-    held_out = setup.held_out["validation"].first(traces.TRACED)
-    again = make_rollout(
-        without_user_code,
-        actor_critic,
-        reference,
-        batch=held_out,
-        uniforms=episode_noise(args.seed, 0, len(held_out), task.response_length),
-        kl_coef=kl_coef,
-    )
-    numbers = dict(vars(again))
-    numbers["statistics.kl_coef"] = torch.full((len(held_out),), kl_coef, dtype=torch.float64)
-    keep(numbers, len(held_out), again=True)
+# ---- Plumbing: sizes, networks and scorers to load, what is written --------------------------------------------
 
 
-# ---- Evaluation ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class PpoSizes:
+    """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
+
+    updates: int
+    batch: int
+    local_batch: int
 
 
-def evaluate_policy(
-    setup: Setup, actor_critic: ActorCritic, held_out: posts.Posts, update: int
-) -> tuple[dict[str, float], list[dict]]:
-    """Summarise held-out posts at the temperature of evaluations. Returns means and the rows of evaluation.jsonl.
-
-    There is no penalty for summaries that do not end. Raises a NumericalError that names the update if a mean is not
-    finite.
-    """
-    args, ids, scale = setup.args, setup.ids, setup.scale
-    judges = {"scores": lambda *tokens: scale.apply(setup.score(*tokens)), **setup.monitor}
-
-    def measure(queries: Tensor, responses: Tensor, references: Tensor) -> list[Tensor]:
-        """What each judge says of summaries and of references."""
-        return [judge(queries, texts, references) for judge in judges.values() for texts in (responses, references)]
-
-    with actor_critic.sampling():
-        responses, *measured = posts.summarise(
-            actor_critic.lm_backbone,
-            held_out,
-            ids=ids,
-            task=args.task,
-            generator=keyed_generator(args.seed, "evaluate"),
-            chunk=setup.sizes.local_rollout_batch,
-            accelerator=setup.accelerator,
-            measure=measure,
-        )
-    columns = [prefix + name for name in judges for prefix in ("", "reference_")]
-    numbers = dict(zip(columns, measured, strict=True))
-    rows = posts.evaluation_rows(setup.tokenizer, ids, held_out.queries, responses, held_out.references, **numbers)
-    means = {f"eval/{name}": processes.widened(values).mean().item() for name, values in numbers.items()}
-    means["eval/eos_rate"] = processes.widened(has_stop(responses, ids.stops, 0)).mean().item()
-    means["eval/response_length"] = processes.widened((responses != ids.pad).sum(1)).mean().item()
-    monitored = {f"eval/{prefix}{name}" for name in setup.monitor for prefix in ("", "reference_")}
-    trained = {name: mean for name, mean in means.items() if name not in monitored}
-    processes.check_finite(trained, update, "the reward model or function must give every summary a number")
-    return means, rows
-
-
-# ---- Plumbing: networks and scorers to load, checkpoints, the saved models -------------------------------------
-
-
-def check(args: Args, num_processes: int, *, scores_are_named: bool = True) -> Setup:
-    """Refuse what can be refused before any weights are loaded; find and read what the arguments name.
+def ppo_sizes(args: Args, num_processes: int, scores_are_named: bool = True) -> PpoSizes:
+    """Divide the global sizes exactly, or raise an InputError that says what is wrong with the arguments.
 
     scores_are_named: whether they must name what scores; False if an earlier stage will make it.
     """
-    command_line.check_run(args)
-    command_line.check_controller(args.rewards.adaptive_kl, args.ppo.batch_size)
-    if args.rewards.kl_estimator == "k3":
-        errors.say_once(f"{errors.flag('rewards.kl_estimator')} k3: {K3_WARNING}")
+    ppo, shaping = args.ppo, args.rewards
     if not args.base_model:
+        raise InputError("--base_model is empty; give the folder of a fine-tuned model, models/<run>/sft")
+    if scores_are_named and bool(shaping.function) == bool(shaping.trained_model):
+        raise InputError("give one of --rewards.trained_model and --rewards.function")
+    if shaping.label and not classifiers.is_foreign(shaping.trained_model):
         raise InputError(
-            f"{errors.flag('base_model')} is empty; give the folder of a fine-tuned model, models/<run>/sft"
+            f"--rewards.label {shaping.label} does nothing without a reward model from elsewhere; leave it empty"
         )
-    sizes = ppo_sizes(args.ppo, num_processes)
-    has_one_source = bool(args.rewards.function) != bool(args.rewards.trained_model)
-    if scores_are_named and not has_one_source:
-        raise InputError(f"give one of {errors.flag('rewards.trained_model')} and {errors.flag('rewards.function')}")
-    if args.rewards.label and not classifiers.is_foreign(args.rewards.trained_model):
+    if monitor_name(args) in TAKEN:
         raise InputError(
-            f"{errors.flag('rewards.label')} {args.rewards.label} does nothing without a reward model from "
-            f"elsewhere; leave it empty"
+            f"--rewards.monitor {shaping.monitor}: the name {monitor_name(args)} is taken; give the function another"
         )
-    tokenizer = pretrained.load_tokenizer(args.base_model, args.trust_remote_code)
-    ids = posts.task_ids(args.task, tokenizer)
-    if args.lora.rank:
-        base = pretrained.empty_model(args.base_model, args.trust_remote_code, AutoModelForCausalLM)
-        models.add_adapters(base, args.lora, args.seed)
-    if folder := args.rewards.value_model:
-        pretrained.find_head(Path(folder), f"{errors.flag('rewards.value_model')} {folder}")
-        critic = pretrained.empty_model(folder, args.trust_remote_code, AutoModel)
-        pretrained.check_reward_model(critic, args, ids.vocab_size, "value_model")
-    of_texts = partial(posts.text_scorer, tokenizer=tokenizer, ids=ids)
-    return Setup(
-        args=args,
-        sizes=sizes,
-        tokenizer=tokenizer,
-        ids=ids,
-        train_posts=posts.read_posts(args.task, tokenizer, "train"),
-        held_out={
-            split: posts.read_posts(args.task, tokenizer, split, args.eval_posts) for split in ("validation", "test")
-        },
-        monitor=reward_functions.load_monitor(args.rewards.monitor, TAKEN, of_texts),
+    if ppo.total_episodes < ppo.batch_size:
+        raise InputError(
+            f"--ppo.total_episodes {ppo.total_episodes} is less than an update of --ppo.batch_size {ppo.batch_size}"
+        )
+    slices = num_processes * ppo.nminibatches
+    split_evenly("--ppo.batch_size", ppo.batch_size, slices, "processes x nminibatches")
+    horizon = shaping.adaptive_kl.horizon
+    # In an update, the controller multiplies the coefficient by at least 1 - 0.2 * batch_size / horizon.
+    if shaping.adaptive_kl.target and ppo.batch_size >= 5 * horizon:
+        raise InputError(
+            f"--rewards.adaptive_kl.horizon {horizon}: an update of {ppo.batch_size} episodes could take the KL "
+            f"coefficient to 0 or below; {ppo.batch_size // 5 + 1} would do"
+        )
+    return PpoSizes(
+        updates=ppo.total_episodes // ppo.batch_size,
+        batch=ppo.batch_size,
+        local_batch=ppo.batch_size // num_processes,
     )
 
 
 def load_networks(
-    args: Args, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+    args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[ActorCritic, models.Reference]:
     """Policy, critic and reference."""
-    vocab_size = pretrained.vocabulary_size(tokenizer)
     return join_networks(
         models.load_base_model(args),
         models.load_critic(args, tokenizer),
         None if args.lora.rank else models.load_base_model(args, frozen=True),
         args=args,
         length=args.task.query_length + args.task.response_length,
-        vocab_size=vocab_size,
-        device=accelerator.device,
+        vocab_size=vocabulary_size(tokenizer),
+        device=device,
     )
 
 
@@ -1190,75 +1034,57 @@ def join_networks(
     critic: RewardModel,
     frozen: PreTrainedModel | None,
     *,
-    args: Any,
+    args: Args,
     length: int,
     vocab_size: int,
     device: torch.device,
 ) -> tuple[ActorCritic, models.Reference]:
     """Three loaded models as they are trained. frozen: the reference; None: the policy without the adapters it gets.
 
-    args: base_model, dtype, gradient_checkpointing, lora and seed are read. length: of the longest row, in tokens.
+    length: of the longest row, in tokens.
     """
+    actor_critic = ActorCritic(lm_backbone, critic, vocab_size).to(device)
     packing.enable(lm_backbone, critic.lm_backbone)
-    actor_critic = ActorCritic(lm_backbone, critic, vocab_size, low_precision=args.dtype == "bfloat16")
-    if args.gradient_checkpointing:
-        layers.checkpoint_layers(actor_critic)
-    actor_critic.to(device)
-    models.check_model(lm_backbone, args.base_model, length, vocab_size, read_tokens)
+    check_model(lm_backbone, args.base_model, length, vocab_size)
+    prepare(lm_backbone, args)
+    prepare(critic.lm_backbone, args)
     if frozen is None:
         return actor_critic, models.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
-    packing.enable(frozen)
-    frozen.to(device)
+    packing.enable(frozen.to(device))
+    prepare(frozen, args)
     return actor_critic, models.Reference(frozen, None)
 
 
-def has_own_scale(shaping: RewardsArgs) -> bool:
-    """Whether scores come from a function or a reward model from elsewhere, whose scale may be any."""
-    return bool(shaping.function) or classifiers.is_foreign(shaping.trained_model)
-
-
-def load_scorer(
-    args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, accelerator: Accelerator
-) -> reward_functions.Scorer:
-    """The scorer of (queries, truncated responses, reference summaries); a reward model reads no references."""
+def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, device: torch.device) -> Scorer:
+    """What scores (queries, truncated responses, reference summaries); a reward model reads no references."""
     if args.rewards.function:
         return posts.text_scorer(args.rewards.function, "rewards.function", tokenizer, ids)
     if classifiers.is_foreign(args.rewards.trained_model):
         bare = partial(posts.bare, ids=ids)
-        return classifiers.load_scorer(args, tokenizer, ids.pad, device=accelerator.device, bare=bare)
-    reward_model = models.load_scalar_model(args, "trained_model", tokenizer, frozen=True)
+        return classifiers.load_scorer(args, tokenizer, ids.pad, device=device, bare=bare)
+    reward_model = models.load_scalar_model(args, "trained_model", tokenizer, frozen=True).to(device)
     packing.enable(reward_model.lm_backbone)
-    reward_model.to(accelerator.device)
+    prepare(reward_model.lm_backbone, args)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641
     return models.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
 
 
-def scores_of_base_model(setup: Setup, actor_critic: ActorCritic) -> Tensor:
-    """Scores (n,) of summaries that the policy samples of the first posts before it learns; this process's share."""
-    args, accelerator = setup.args, setup.accelerator
-    with actor_critic.sampling():
-        _, scores = posts.summarise(
-            actor_critic.lm_backbone,
-            setup.train_posts.first(args.rewards.normalize_samples),
-            ids=setup.ids,
-            task=args.task,
-            generator=keyed_generator(args.seed, "scale of the function"),
-            chunk=setup.sizes.local_rollout_batch,
-            accelerator=accelerator,
-            measure=lambda *tokens: [setup.score(*tokens)],
-            temperature=args.task.temperature,
-        )
-    return scores[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+def write_evaluation(run: Run, name: str, rows: list[dict[str, Any]]) -> None:
+    """Write <name>.jsonl in the run's folder, on the main process."""
+    if run.is_main:
+        (run.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def save_models(
-    folder: Path, setup: Setup, actor_critic: ActorCritic, adapters: nn.Module | None, weights: bool = True
+    folder: Path,
+    actor_critic: ActorCritic,
+    adapters: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Args,
+    weights: bool = True,
 ) -> None:
-    """Save policy and critic, both as ordinary models. weights: whether theirs are saved, too."""
+    """Save policy and critic, both as ordinary models; their weights only if asked for."""
     # They open with the library.   ppo.py#L842-L861
-    if not errors.is_first_process():
-        return
-    args = setup.args
     info = {
         "base_model": args.base_model,
         "task": dataclasses.asdict(args.task),
@@ -1269,10 +1095,10 @@ def save_models(
     }
     models.save_policy_and_critic(
         folder,
-        lm_backbone=actor_critic.lm_backbone,
-        critic=actor_critic.critic,
-        adapters=adapters,
-        tokenizer=setup.tokenizer,
+        actor_critic.lm_backbone,
+        actor_critic.critic,
+        adapters,
+        tokenizer,
         info=info,
         trust_remote_code=args.trust_remote_code,
         weights=weights,
@@ -1280,4 +1106,4 @@ def save_models(
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))
+    run_script(lambda: train(parse_args(PRESETS, description=__doc__)))

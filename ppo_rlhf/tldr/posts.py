@@ -14,13 +14,14 @@ summary, "summaries": [{"text", "policy"}, {"text", "policy"}], "choice": 0 or 1
 
 With `--task.query_format plain`, any prompts and completions can take their place: {"post": prompt, "summary":
 completion}, both read as they are. A completion then begins with its space. The "post" of a comparison may be empty.
-In place of post and summary, a row may have a prompt and a completion, as texts or messages, and a preference, of
-which tldr/preferences.py lists the forms, may take the place of a comparison or, with its chosen answer, of a post.
+In place of post and summary, a row may have a prompt and a completion, as texts or messages, and a preference, in
+one of the forms of train_reward.py, may take the place of a comparison or, with its chosen answer, of a post.
 
 Files and lines next to marks are those of vwxyzjn/summarize_from_feedback_details at commit ee77a9a.
 """
 
 import bisect
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -31,23 +32,19 @@ from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
-from annotated_types import Ge
+from datasets import load_dataset
+from huggingface_hub import snapshot_download
+from pydantic import Field, PositiveInt
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf import worlds
-from ppo_rlhf.lib import errors, files, hub, pretrained, processes
-from ppo_rlhf.lib.bounds import PositiveInt
-from ppo_rlhf.lib.errors import InputError, flag
-from ppo_rlhf.tldr import chat_templates, data_files, preferences, reward_functions
-from ppo_rlhf.tldr.preferences import Preference
+from ppo_rlhf.tldr import chat_templates, data_files, models, preferences, reward_functions
 from ppo_rlhf.tldr.responses import generate_until
+from ppo_rlhf.tldr.shares import map_rows
+from ppo_rlhf.train_policy import InputError, find, float64_device, input_errors, read_text, to_texts, vocabulary_size
 
 POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads without a loading script
-COMPARISON_FILES = hub.HubFiles(
-    repository="openai/summarize_from_feedback",
-    names=("comparisons/{split}/*.parquet",),
-    revision="refs/convert/parquet",
-)
+COMPARISONS_REPOSITORY = "openai/summarize_from_feedback"
+COMPARISONS_REVISION = "refs/convert/parquet"  # the hub's copy, which needs no loading script either
 
 # In tokens. A cut in a text changes how the text before it is tokenized, but only within this distance of the cut.
 CUT_MARGIN = 100
@@ -77,9 +74,9 @@ class TaskArgs(chat_templates.FormatArgs):
     """the most tokens of a compared summary, with its end-of-text token; longer ones are cut"""
     article_query_length: PositiveInt = 1_919
     """as query_length, for the news articles among the validation comparisons"""
-    temperature: Annotated[float, Ge(0.01)] = 0.7
+    temperature: Annotated[float, Field(ge=0.01)] = 0.7
     """sampling temperature of the policy and of the reference in PPO"""
-    eval_temperature: Annotated[float, Ge(1e-6)] = 0.01
+    eval_temperature: Annotated[float, Field(ge=1e-6)] = 0.01
     """sampling temperature of evaluations: nearly the likeliest token"""
 
 
@@ -129,14 +126,14 @@ def task_ids(task: TaskArgs, tokenizer: PreTrainedTokenizerBase) -> TaskIds:
     prefix, suffix = chat_templates.affixes(task, tokenizer)
     if len(prefix) + len(suffix) >= task.query_length:
         raise InputError(
-            f"{flag('task.query_length')} {task.query_length} has no room for a post: what is around it has "
+            f"--task.query_length {task.query_length} has no room for a post: what is around it has "
             f"{len(prefix) + len(suffix)} tokens"
         )
     return TaskIds(
-        pad=pretrained.vocabulary_size(tokenizer),
+        pad=vocabulary_size(tokenizer),
         eos=eos,
         # The end-of-text token, where the reward model has learned to be read, and others that the model names.
-        stops=pretrained.end_ids(tokenizer),
+        stops=models.end_ids(tokenizer),
         prefix=prefix,
         suffix=suffix,
     )
@@ -229,10 +226,10 @@ class Encoder:
         prefix, suffix = list(self.ids.prefix), list(self.ids.suffix)
         end = len(tokens) - len(suffix)
         if tokens[: len(prefix)] != prefix or tokens[end:] != suffix:
-            raise InputError(
+            raise ValueError(
                 f"a conversation of {', '.join(one['role'] for one in own)} is not between what the chat template "
-                f"puts around a query; its system message must be {flag('task.system_prompt')}, and the last one the "
-                f"user's; or give {flag('task.prompt_format')} plain"
+                f"puts around a query; its system message must be --task.system_prompt, and the last one the user's; "
+                f"or give --task.prompt_format plain"
             )
         return tokens[len(prefix) : end]
 
@@ -286,48 +283,52 @@ QUERY_COLUMNS = {"tldr": ("subreddit", "title", "post"), "plain": ("post",)}  # 
 
 def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
     """Rows of --task.posts or --task.comparisons. split: train, validation or test."""
+    argument, remedy = f"task.{field}", f"give a folder with {field}_{split}.jsonl, or use --preset posts"
     if source == "tldr":
-        remedy = f"give a folder with {field}_{split}.jsonl, or use --preset posts"
-        data = POSTS_REPOSITORY if field == "posts" else COMPARISON_FILES
-        return data_files.from_hub(source, f"task.{field}", split, remedy, data)
-    path = Path(worlds.find_value(f"task.{field}", source))
-    if path.is_dir():
-        there = [path / f"{field}_{split}{suffix}" for suffix in data_files.FORMATS]
-        file = next((file for file in there if files.stored(file).is_file()), there[0])
-        return data_files.read_file(file, f"task.{field}")
-    if path.suffix not in data_files.FORMATS and not data_files.is_on_hub(source):
+        with input_errors(f"--{argument} tldr cannot be read from the hub; {remedy}"):
+            if field == "posts":
+                rows = load_dataset(POSTS_REPOSITORY, split=split)
+            else:
+                files = f"comparisons/{split}/*.parquet"
+                folder = snapshot_download(
+                    COMPARISONS_REPOSITORY,
+                    repo_type="dataset",
+                    revision=COMPARISONS_REVISION,
+                    allow_patterns=files,
+                )
+                rows = load_dataset("parquet", data_files=f"{folder}/{files}", split="train")
+        return data_files.with_places(rows, f"tldr, {split}")
+    if folder := find(source):
+        names = [f"{field}_{split}{suffix}" for suffix in data_files.FORMATS]
+        name = next((name for name in names if list(folder.glob(f"{name}*"))), names[0])
+        return data_files.read_file(folder / name, argument)
+    if Path(source).suffix not in data_files.FORMATS and not data_files.is_on_hub(source):
         raise InputError(
-            f"{flag(f'task.{field}')} {source}: unknown; there are tldr, posts, reviews, folders with "
-            f"{field}_*.jsonl, data sets on the hub, and files: {', '.join(data_files.FORMATS)}"
+            f"--{argument} {source}: unknown; there are tldr, posts, reviews (python ppo_rlhf/worlds/reviews.py "
+            f"fetches it), folders with {field}_*.jsonl, data sets on the hub, and files: "
+            f"{', '.join(data_files.FORMATS)}"
         )
-    return data_files.load_split(source, f"task.{field}", split, f"give a folder with {field}_{split}.jsonl")
+    return data_files.load_split(source, argument, split, remedy)
 
 
-def plain_texts(preference: Preference, task: TaskArgs, what: str) -> tuple[str | chat_templates.Messages, str, str]:
+def read_preference(row: dict[str, Any], task: TaskArgs) -> tuple[str | chat_templates.Messages, str, str]:
     """Prompt, chosen and rejected answer of a row. In a chat, the prompt may be messages (Encoder.conversation)."""
     if task.query_format != "plain":
-        raise InputError(f"{what} has a prompt, but no post; such rows need {flag('task.query_format')} plain")
-    if task.prompt_format == "plain" or isinstance(preference.prompt, str):
-        return preference.texts()
-    sides = [preference.chosen, preference.rejected]
-    if any(len(side) > 1 for side in sides):
-        raise InputError(
-            f"{what} has an answer of several messages; in a chat it must be one, or give "
-            f"{flag('task.prompt_format')} plain"
-        )
-    prompt = preference.prompt
-    is_one_turn = [one["role"] for one in prompt] == ["user"]
-    return prompt[0]["content"] if is_one_turn else prompt, *(side[0]["content"] for side in sides)
+        raise ValueError("it has a prompt, but no post; such rows need --task.query_format plain")
+    return preferences.read_preference(row, task.query_column, chat=task.prompt_format == "chat")
 
 
-def prompt_and_answer(row: dict[str, Any], task: TaskArgs, what: str) -> tuple[str | chat_templates.Messages, str]:
-    """What takes the place of post and summary."""
+def post_and_summary(row: dict[str, Any], task: TaskArgs) -> dict[str, Any]:
+    """A row of posts; a prompt and its answer take the place of post and summary."""
+    if "post" in row or (task.query_format == "tldr" and not preferences.is_preference(row)):
+        data_files.check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"))
+        return row
     if not preferences.is_preference(row):
-        _, prompt = data_files.find(row, (task.query_column,), what)
-        _, answer = data_files.find(row, ("completion", "summary"), what)
+        _, prompt = data_files.find(row, task.query_column)
+        _, answer = data_files.find(row, "completion", "summary")
         row = {task.query_column: prompt, "chosen": answer, "rejected": answer}
-    prompt, answer, _ = plain_texts(preferences.read_preference(row, what, task.query_column), task, what)
-    return prompt, answer
+    prompt, answer, _ = read_preference(row, task)
+    return {"post": prompt, "summary": answer}
 
 
 def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, limit: int = 0) -> Posts:
@@ -342,25 +343,20 @@ def read_posts(task: TaskArgs, tokenizer: PreTrainedTokenizerBase, split: str, l
     encoder = Encoder(tokenizer, ids)
     queries, references, too_long = [], [], 0
     for where, row in islice(load_rows(task.posts, "posts", split), limit or None):
-        what = f"{flag('task.posts')} {where}"
-        if "post" not in row and (preferences.is_preference(row) or task.query_format == "plain"):
-            prompt, answer = prompt_and_answer(row, task, what)
-            row = {"post": prompt, "summary": answer}
-        else:
-            data_files.check_row(row, (*QUERY_COLUMNS[task.query_format], "summary"), what)
-        reference = encoder.summary(row["summary"], task.query_format)
-        if len(reference) > task.response_length:
-            too_long += 1
-            continue
-        references.append(reference)
-        with errors.input_errors(what, InputError):
+        with input_errors(f"--task.posts {where}"):
+            row = post_and_summary(row, task)
+            reference = encoder.summary(row["summary"], task.query_format)
+            if len(reference) > task.response_length:
+                too_long += 1
+                continue
+            references.append(reference)
             queries.append(encoder.query(row, task))
-        if not queries[-1]:
-            raise InputError(f"{what} has an empty query, so that there is nothing to continue")
+            if not queries[-1]:
+                raise ValueError("its query is empty, so that there is nothing to continue")
     if not queries:
         raise InputError(
-            f"{flag('task.posts')} {task.posts}: none of the {split} rows has a summary of at most "
-            f"{flag('task.response_length')} {task.response_length} tokens ({too_long} are longer)"
+            f"--task.posts {task.posts}: none of the {split} rows has a summary of at most --task.response_length "
+            f"{task.response_length} tokens ({too_long} are longer)"
         )
     # [T05] Queries are padded on the left, to exactly query_length.   tldr_dataset.py#L96-L118, tldr_dataset.py#L153
     return Posts(
@@ -398,22 +394,20 @@ class Comparisons:
         return queries + torch.maximum(chosen, rejected)
 
 
-def check_comparison(row: dict[str, Any], query_format: str, what: str) -> None:
-    """Refuse a row that is not a comparison."""
-    info, summaries, choice = (row.get(key) for key in ("info", "summaries", "choice"))
-    if not isinstance(info, dict):
-        keys = ", ".join(map(repr, row))
-        raise InputError(
-            f"{what} has no object under 'info', nor a 'chosen' and 'rejected' text; it has {keys}; "
-            f"{preferences.FORMS}"
-        )
-    data_files.check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[query_format], what)
-    if not isinstance(summaries, list) or len(summaries) != 2 or not all(isinstance(s, dict) for s in summaries):
-        raise InputError(f"{what} has no two summaries")
-    for summary in summaries:
-        data_files.check_row(summary, ("text",), what)
+def as_comparison(row: dict[str, Any], task: TaskArgs) -> tuple[dict[str, Any], list[str], int]:
+    """The post of a row of comparisons, its two summaries, and which of them is preferred."""
+    if preferences.is_preference(row):
+        prompt, *answers = read_preference(row, task)
+        return {"post": prompt}, answers, 0
+    if "info" not in row:
+        raise ValueError(f"it is no comparison; docs/running.md lists the forms; it has {', '.join(map(repr, row))}")
+    info, (one, other), choice = row["info"], row["summaries"], row["choice"]
+    data_files.check_row(info, ("article",) if info.get("article") else QUERY_COLUMNS[task.query_format])
+    for summary in (one, other):
+        data_files.check_row(summary, ("text",))
     if type(choice) is not int or choice not in (0, 1):
-        raise InputError(f"{what} has choice {choice!r}; it must be 0 or 1")
+        raise ValueError(f"its choice is {choice!r}; it must be 0 or 1")
+    return info, [one["text"], other["text"]], choice
 
 
 def read_comparisons(
@@ -432,36 +426,23 @@ def read_comparisons(
     encoder = Encoder(tokenizer, ids)
     queries, pairs, groups, cut, identical = [], [], [], 0, 0
     for where, row in islice(load_rows(task.comparisons, "comparisons", split), limit or None):
-        what = f"{flag('task.comparisons')} {where}"
-        if preferences.is_preference(row):
-            preference = preferences.read_preference(row, what, task.query_column)
-            prompt, *answers = plain_texts(preference, task, what)
-            row |= {"info": {"post": prompt}, "summaries": [{"text": text} for text in answers], "choice": 0}
-        else:
-            check_comparison(row, task.query_format, what)
-        if bool(row["info"].get("article")) != articles:
-            continue
-        summaries = [encoder.summary(summary["text"], task.query_format) for summary in row["summaries"]]
-        cut += sum(len(summary) > task.comparison_length for summary in summaries)
-        summaries = [summary[: task.comparison_length] for summary in summaries]
-        if summaries[0] == summaries[1]:
-            identical += 1
-            continue
-        with errors.input_errors(what, InputError):
-            queries.append(encoder.query(row["info"], task))
-        pairs.append((summaries[row["choice"]], summaries[1 - row["choice"]]))
-        extra = row.get("extra") or {}
-        groups.append(
-            {
-                "split": str(row.get("split")),
-                "batch": str(row.get("batch")),
-                "confidence": str(extra.get("confidence") if isinstance(extra, dict) else None),
-            }
-        )
+        with input_errors(f"--task.comparisons {where}"):
+            info, texts, choice = as_comparison(row, task)
+            if bool(info.get("article")) != articles:
+                continue
+            summaries = [encoder.summary(text, task.query_format) for text in texts]
+            cut += sum(len(summary) > task.comparison_length for summary in summaries)
+            summaries = [summary[: task.comparison_length] for summary in summaries]
+            if summaries[0] == summaries[1]:
+                identical += 1
+                continue
+            queries.append(encoder.query(info, task))
+            pairs.append((summaries[choice], summaries[1 - choice]))
+            confidence = (row.get("extra") or {}).get("confidence")
+            group = {"split": row.get("split"), "batch": row.get("batch"), "confidence": confidence}
+            groups.append({name: str(value) for name, value in group.items()})
     if not queries and not articles:
-        raise InputError(
-            f"{flag('task.comparisons')} {task.comparisons}: no {split} row compares two different summaries"
-        )
+        raise InputError(f"--task.comparisons {task.comparisons}: no {split} row compares two different summaries")
     chosen, rejected = ([pair[side] for pair in pairs] for side in (0, 1))
     query_length = task.article_query_length if articles else task.query_length
     return Comparisons(
@@ -477,15 +458,13 @@ def read_comparisons(
 
 def known_ceiling(source: str) -> float | None:
     """The accuracy of a perfect judge on the validation comparisons, which world.json of a world of posts gives."""
-    folder = Path(worlds.find_value("task.comparisons", source))
-    if not (folder / "world.json").is_file():
+    facts = Path(find(source) or source, "world.json")
+    if not facts.is_file():
         return None
-    with errors.input_errors(
-        f"{folder / 'world.json'} is damaged", OSError, ValueError, AttributeError, RecursionError
-    ):
-        ceiling = files.read_json(folder / "world.json").get("ceiling")
-    if not isinstance(ceiling, float) or not 0 < ceiling <= 1:
-        raise InputError(f"{folder / 'world.json'}: the ceiling is {ceiling!r}; it must be a number in 0..1")
+    with input_errors(f"{facts} is damaged"):
+        ceiling = json.loads(read_text(facts)).get("ceiling")
+        if not 0 < ceiling <= 1:
+            raise ValueError(f"the ceiling is {ceiling!r}; it must be a number in 0..1")
     return ceiling
 
 
@@ -503,14 +482,9 @@ def trim_padding(*tokens: torch.Tensor, pad_id: int) -> torch.Tensor:
     return joined[:, kept]
 
 
-def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor, pad_id: int) -> list[str]:
-    """Decode each row without its padding."""
-    return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
-
-
 def without_ends(tokens: torch.Tensor, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> torch.Tensor:
     """Summaries with padding in place of the tokens that end a text."""
-    ends = tokens.new_tensor(pretrained.end_ids(tokenizer))
+    ends = tokens.new_tensor(models.end_ids(tokenizer))
     return tokens.masked_fill(torch.isin(tokens, ends), ids.pad)
 
 
@@ -548,7 +522,7 @@ def summarise(
     chunk: int,
     accelerator: Accelerator,
     measure: Callable[..., Iterable[torch.Tensor]],
-    temperature: Annotated[float, Ge(0.01)] | None = None,
+    temperature: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Summarise posts, chunk posts of each process at a time. temperature: None is that of evaluations.
 
@@ -565,7 +539,7 @@ def summarise(
         responses, _ = generate_until(
             lm_backbone,
             contexts,
-            uniforms[inds].to(processes.device_of_noise(accelerator.device)),
+            uniforms[inds].to(float64_device(accelerator.device)),
             pad_id=ids.pad,
             vocab_size=ids.vocab_size,
             temperature=temperature,
@@ -574,7 +548,7 @@ def summarise(
         return responses, *measure(queries, responses, references)
 
     lengths = (held_out.queries != ids.pad).sum(1)
-    return processes.map_rows(of_rows, len(held_out), chunk, accelerator, lengths)
+    return map_rows(of_rows, len(held_out), chunk, accelerator, lengths)
 
 
 def text_scorer(name: str, field: str, tokenizer: PreTrainedTokenizerBase, ids: TaskIds) -> reward_functions.Scorer:

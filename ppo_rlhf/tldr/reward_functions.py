@@ -1,27 +1,24 @@
 """Scorers of texts that are the user's functions: import them, call them, and say in one line what they do wrong."""
 
-import contextlib
 import copy
-import importlib.util
 import inspect
 import itertools
 import json
 import math
-import pkgutil
-import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import errors, pretrained, processes
-from ppo_rlhf.lib.errors import InputError, flag
+from ppo_rlhf import train_policy
+from ppo_rlhf.tldr import models
+from ppo_rlhf.train_policy import InputError, to_texts
 
-PACKAGE = Path(__file__).parents[1]
 # Token ids of queries, truncated responses and, if the data has them, reference answers -> scores (batch,)
 Scorer = Callable[..., torch.Tensor]
 
@@ -39,24 +36,21 @@ def text_scorer(
 ) -> Scorer:
     """A scorer that calls the function `package.module:name`: (queries, truncated responses) -> list of floats.
 
-    The function gets nothing of a response from its first end-of-text token on.
-
-    A function that asks for them (see arguments_of) also gets the reference answers, or a list of None if the data
-    has none. with_references: whether the data has reference answers.
+    The function gets nothing of a response from its first end-of-text token on. One that asks for them (see
+    arguments_of) also gets the reference answers, or a list of None if the data has none. with_references: whether
+    the data has reference answers.
 
     All processes call the scorer together, each with its own texts. If it fails on one, it fails on all.
     """
-    what = f"{flag(field)} {name}"
+    what = f"--{field} {name}"
     function = import_function(name, field)
 
-    def decode(tokens: torch.Tensor) -> list[str]:
-        return [tokenizer.decode([token for token in row if token != pad_id]) for row in tokens.tolist()]
-
     def score(queries: torch.Tensor, responses: torch.Tensor, references: torch.Tensor | None = None) -> torch.Tensor:
-        ends = responses.new_tensor(pretrained.end_ids(tokenizer))
+        ends = responses.new_tensor(models.end_ids(tokenizer))
         written = responses.masked_fill(torch.isin(responses, ends).cumsum(1) > 0, pad_id)
-        answers = [None] * len(queries) if references is None else decode(references)
-        scores = scores_of(function, what, decode(queries), decode(written), answers, on_all_processes=True)
+        texts = [to_texts(tokenizer, tokens, pad_id) for tokens in (queries, written)]
+        answers = [None] * len(queries) if references is None else to_texts(tokenizer, references, pad_id)
+        scores = scores_of(function, what, *texts, answers, on_all_processes=True)
         return torch.tensor(scores).to(queries.device)
 
     # A function that cannot be called is refused before the run begins.
@@ -65,75 +59,14 @@ def text_scorer(
     return score
 
 
-def load_monitor(name: str, taken: Collection[str], of_texts: Callable[[str, str], Scorer]) -> dict[str, Scorer]:
-    """The scorer of a function that is only logged, under the function's name. Empty if no function is named.
-
-    Where the function fails, the scores are NaN. The first time, a line says so.
-
-    taken: names that the run logs anyway. of_texts: makes a scorer, as text_scorer does, from the function's name and
-    the argument's.
-    """
-    if not name:
-        return {}
-    own_name = re.split("[:.]", name)[-1]
-    if own_name in taken:
-        raise InputError(f"{flag('rewards.monitor')} {name}: the name {own_name} is taken; rename the function")
-    score, failed = of_texts(name, "rewards.monitor"), False
-
-    def score_if_it_can(queries: torch.Tensor, *texts: torch.Tensor | None) -> torch.Tensor:
-        nonlocal failed
-        try:
-            return score(queries, *texts)
-        except InputError as error:  # training doesn't depend on it, so it goes on
-            if not failed:
-                errors.say(f"{error}; where it fails, {own_name} is logged as NaN")
-            failed = True
-            return torch.full((len(queries),), math.nan, device=queries.device)
-
-    return {own_name: score_if_it_can}
-
-
 def import_function(name: str, field: str) -> Callable:
     """The function `package.module:name`. The module may be in the current folder, and the name may have dots."""
-    if not re.fullmatch(r"\w[\w.]*:[\w.]+", name):
-        raise InputError(f"{flag(field)} {name}: write package.module:name, a module and a function in it")
     # Python puts the script's folder first. Its modules may have the name of a user's: rewards, tools, policy.
-    sys.path[:] = [place for place in sys.path if not Path(place).is_relative_to(PACKAGE)]
-    try:
-        # What is installed, and what a library tries to import, is never taken from the current folder unasked.
-        if importlib.util.find_spec(name.partition(":")[0].partition(".")[0]) is None:
-            sys.path.append("")
-        with contained():
-            function = pkgutil.resolve_name(name)
-    except (Exception, SystemExit) as error:  # the module is the user's and may raise anything
-        raise InputError(f"{flag(field)} {name}: {in_one_line(error)}") from error
-    if not callable(function):
-        raise InputError(f"{flag(field)} {name}: that is no function")
+    package = Path(__file__).parents[1]
+    sys.path[:] = [place for place in sys.path if not Path(place).is_relative_to(package)]
+    if not callable(function := train_policy.import_function(name, field)):
+        raise InputError(f"--{field} {name!r} is no function; write package.module:name")
     return function
-
-
-def in_one_line(error: BaseException) -> str:
-    """What the user's code raised, and the file and line where it did."""
-    machinery = ("<frozen ", __file__, importlib.__file__, pkgutil.__file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not frame.filename.startswith(machinery)]
-    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
-
-
-@contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """Within the block, the user's code may switch gradients off, or set the default dtype or device of tensors, as
-    scripts that sample from a model do. Afterwards they are what they were, or training would compute otherwise.
-    """
-    dtype = torch.get_default_dtype()
-    device = torch.get_default_device()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(device)
 
 
 def scores_of(
@@ -160,26 +93,25 @@ def scores_of(
         if "solution_str" in inspect.signature(function).parameters:
             function = text_by_text(function)
         arguments = arguments_of(function, queries, responses, references, rows=rows)
-        with contained():
-            returned = called(function, arguments)
+        with torch.no_grad():
+            returned = function(*arguments.args, **arguments.kwargs)
         if isinstance(returned, str | dict):  # a loop over them would give numbers, but no scores
             raise TypeError(
                 f"it returned a {type(returned).__name__}; it must return a list, one number per response"
             )
         scores = [float(none if score is None else score) for score in returned]
-    except (Exception, SystemExit) as error:  # the function is the user's and may raise anything
-        problem = f"{what} failed when called with {len(queries)} texts: {in_one_line(error)}"
+    except Exception as error:  # the function is the user's and may raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"failed: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
     may_be_nan = none is not None and math.isnan(none)
     wrong = [score for score in scores if not (abs(score) <= LARGEST_SCORE or (may_be_nan and math.isnan(score)))]
     if not problem and len(scores) != len(responses):
-        problem = f"{what} returned {len(scores)} scores for {len(responses)} responses"
+        problem = f"returned {len(scores)} scores for {len(responses)} responses"
     elif wrong:
-        allowed = f"at most {LARGEST_SCORE:g} in size{', NaN or None' if may_be_nan else ''}"
-        problem = f"{what} returned {wrong[0]} for text {scores.index(wrong[0]) + 1}; scores must be {allowed}"
-    if on_all_processes:
-        processes.fail_together(problem)
-    elif problem:
-        raise InputError(problem)
+        problem = f"returned {wrong[0]} for text {scores.index(wrong[0]) + 1}"
+    problems = gather_object([problem]) if on_all_processes else [problem]
+    if problem := next(filter(None, problems), ""):
+        raise InputError(f"{what} {problem}")
     return scores
 
 
@@ -203,15 +135,6 @@ NAMES = {
     "solution": 2,
     "labels": 2,
 }
-
-
-def called(function: Callable, arguments: inspect.BoundArguments) -> Any:
-    """What a function returns. Raises a TypeError if it has to be awaited."""
-    returned = function(*arguments.args, **arguments.kwargs)
-    if inspect.iscoroutine(returned):
-        returned.close()  # else Python warns that nobody awaits it
-        raise TypeError("it is async; write it with def")
-    return returned
 
 
 class JsonText(str):
@@ -288,7 +211,7 @@ def text_by_text(function: Callable) -> Callable:
                 arguments = signature.bind(**{name: given[name] for name in asked(signature, given)})
             except TypeError as error:
                 raise TypeError(f"{error}; a function of solution_str is called with {', '.join(given)}") from error
-            score = called(function, arguments)
+            score = function(*arguments.args, **arguments.kwargs)
             scores.append(score["score"] if isinstance(score, dict) else score)
         return scores
 

