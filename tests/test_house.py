@@ -38,7 +38,7 @@ def graph(sources: Sources) -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 others |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                # `from ppo_rlhf.lib import lm` imports a module; `from ppo_rlhf.lib.lm import f` a name of one.
+                # `from ppo_rlhf.tldr import posts` imports a module; `from ppo_rlhf.tldr.posts import f` its name.
                 whole = {f"{node.module}.{alias.name}" for alias in node.names}
                 modules = {other for other in whole if other.removeprefix("ppo_rlhf.") in sources}
                 others |= modules | ({node.module} if whole - modules else set())
@@ -88,15 +88,15 @@ def test_a_small_file_is_short_and_imports_nothing_of_ours(name):
 
 # ---- Negative controls -----------------------------------------------------------------------------------------
 
-HOUSE = {"": "", "lib": "", "lib.a": "import torch", "lib.b": "from ppo_rlhf.lib import a"}
+HOUSE = {"": "", "room": "", "room.a": "import torch", "room.b": "from ppo_rlhf.room import a"}
 
 
 def test_what_must_not_be_imported_is_found():
     """A circle, and packages beyond Python's own."""
     assert circle(HOUSE) == []
-    for source in ("def f():\n    from ppo_rlhf.lib.b import name", "import ppo_rlhf.lib.b"):
-        assert set(circle(HOUSE | {"lib.a": source})) == {"lib.a", "lib.b"}
-    source = "import json, numpy.linalg\ndef f():\n    from ppo_rlhf.lib import lm\n    from .. import lib"
+    for source in ("def f():\n    from ppo_rlhf.room.b import name", "import ppo_rlhf.room.b"):
+        assert set(circle(HOUSE | {"room.a": source})) == {"room.a", "room.b"}
+    source = "import json, numpy.linalg\ndef f():\n    from ppo_rlhf.room import a\n    from .. import room"
     assert needs(source) == {"numpy", "ppo_rlhf", "."}
 
 
