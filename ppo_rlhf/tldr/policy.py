@@ -996,7 +996,7 @@ def ppo_sizes(args: Args, num_processes: int, scores_are_named: bool = True) -> 
         )
     if ppo.total_episodes < ppo.batch_size:
         raise InputError(
-            f"--ppo.total_episodes {ppo.total_episodes} is less than an update of --ppo.batch_size {ppo.batch_size}"
+            f"--ppo.total_episodes {ppo.total_episodes} is less than an update; {ppo.batch_size} would do"
         )
     slices = num_processes * ppo.nminibatches
     split_evenly("--ppo.batch_size", ppo.batch_size, slices, "processes x nminibatches")
