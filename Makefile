@@ -64,7 +64,7 @@ test: install
 check: quick
 
 quick: lint
-	$(BIN)/python -m pytest $(WORKERS) --quiet --changed -k "not happens_outside" tests/test_golden.py tests/test_golden_tldr.py \
+	$(BIN)/python -m pytest $(WORKERS) --quiet --changed tests/test_golden.py tests/test_golden_tldr.py \
 		tests/test_golden_verl.py tests/test_verl_updates.py tests/test_copies.py tests/test_house.py tests/test_small.py \
 		tests/test_train_policy.py::test_a_policy_run_is_its_replay \
 		tests/test_train_policy.py::test_mistake_is_detected \

@@ -16,20 +16,19 @@ from typing import Any
 
 import pandas as pd
 import scipy.stats
+import tyro
+from pydantic import NonNegativeInt, PositiveInt
 
 from benchmark.curves import many_seeds
 from benchmark.curves.compare import markdown, read_numbers
-from ppo_rlhf.lib import command_line
-from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.train_policy import Arguments, InputError, checked, read_meta, run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ["variant", "seed"]  # whose run a row is
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Arguments):
     only: tuple[str, ...] = ()
     """which variants, by name; none: all"""
     seeds: PositiveInt = 5
@@ -38,10 +37,10 @@ class Args:
     """the first of them"""
     workers: PositiveInt = 1
     """how many runs at once"""
-    folder: Path | None = None
-    """where runs are kept; by default benchmark/runs/<experiment>"""
-    output: Path | None = None
-    """folder that gets runs.csv, updates.csv and <experiment>.md; by default benchmark/results/<experiment>"""
+    folder: str = ""
+    """where runs are kept; empty: benchmark/runs/<experiment>"""
+    output: str = ""
+    """folder that gets runs.csv, updates.csv and <experiment>.md; empty: benchmark/results/<experiment>"""
     any_commit: bool = False
     """go on with runs that another commit of this project began"""
 
@@ -67,7 +66,7 @@ class Experiment:
     def of(self, args: Args, *, output: bool = False) -> Path:
         """The folder of its runs or of its results."""
         given = args.output if output else args.folder
-        return given or ROOT / "benchmark" / ("results" if output else "runs") / self.name
+        return Path(given or ROOT / "benchmark" / ("results" if output else "runs") / self.name)
 
 
 # ---- Run and report --------------------------------------------------------------------------------------------
@@ -91,7 +90,7 @@ def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Jo
             command=command,
             num_seeds=args.seeds,
             start_seed=args.first_seed,
-            folder=experiment.of(args),
+            folder=str(experiment.of(args)),
             any_commit=args.any_commit,
         )
     )
@@ -104,7 +103,7 @@ def run(experiment: Experiment, args: Args) -> int:
     many_seeds.run_here(jobs, args.workers)
     if any(job.state == "finished" for job in jobs):
         report(experiment, args)
-    return many_seeds.report(experiment.name, jobs)
+    return many_seeds.report(jobs)
 
 
 def finished_runs(experiment: Experiment, args: Args) -> Iterator[tuple[dict[str, Any], Path, dict[str, Any]]]:
@@ -170,10 +169,8 @@ def main(experiment: Experiment, description: str) -> None:
     if command not in commands:
         print(description)
         sys.exit(0 if command in ("-h", "--help") else 2)
-    try:
-        sys.exit(commands[command](experiment, command_line.parse(Args, words, description)))
-    except InputError as error:
-        exit_with(str(error))
+    args = tyro.cli(Args, args=words, description=description)
+    run_script(lambda: sys.exit(commands[command](experiment, checked(args))))
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------

@@ -15,45 +15,29 @@ that have no row yet; without the file, with all.
 """
 
 import contextlib
+import csv
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
-
 from ppo_rlhf.check import faults
-from ppo_rlhf.lib import files
 from tests import mistakes
 
 ROOT = Path(__file__).parent.parent
 MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edits if not place.startswith("check/")]
 FAST = ["golden", "golden_tldr", "golden_verl", "check", "policy_math", "reward_math", "tldr_math", "rlvr_math"]
-ABOUT_TEXT = ["house", "matrix", "pages", "readme", "register", "small_changes"]
+ABOUT_TEXT = [f"test_{name}.py" for name in ("house", "matrix", "pages", "readme", "register", "small_changes")]
 LEFT_OUT = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text or have_the_same_text)"
-LIMIT = 600  # seconds that a process may compute, or in which none does, however busy the machine is
+LIMIT = 1800  # seconds that the tests of a file may take on a busy machine
 HANGS = "(does not end)"
 FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
 STARTED = re.compile(r"^tests/(test_\w+\.py)::(.*\S)", re.MULTILINE)
 COLUMNS = ["mistake", "place", "test", "rejected_by", "failures"]
-
-
-def files_of(names: list[str]) -> list[str]:
-    return [f"test_{name}.py" for name in names]
-
-
-def is_asleep(pid: int) -> bool:
-    """Whether neither this process nor one that it has started computes, or would on a machine that is less busy."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(pid)
-        return all(one.status() != psutil.STATUS_RUNNING for one in [started, *started.children(recursive=True)])
-    return False
 
 
 def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, str]]:
@@ -62,27 +46,19 @@ def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, s
     tests: of the folder tests, such as test_hub.py or test_hub.py::test_split.
     """
     words = ["-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-v", "-rfE", "-k", LEFT_OUT, *options]
+    command = [sys.executable, *words, *(f"tests/{test}" for test in tests)]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words, *(f"tests/{test}" for test in tests)],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, resource.RLIM_INFINITY)),
-        )
-        asleep = 0  # seconds
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, start_new_session=True)
         try:
-            while process.poll() is None and asleep < LIMIT:
-                time.sleep(1)
-                asleep = asleep + 1 if is_asleep(process.pid) else 0
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LIMIT)
         finally:
             with contextlib.suppress(ProcessLookupError):  # nothing of it is left
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         text = output.read()
-    if process.returncode in (None, -signal.SIGXCPU):
+    if process.returncode is None:
         file, name = (STARTED.findall(text) or [(tests[0], "")])[-1]
         return [(file, f"{name} {HANGS}".strip())]
     failed = FAILED.findall(text)
@@ -100,30 +76,26 @@ def rejections(title: str, place: str) -> list[list[str]]:
         known = [row for row in mistakes.rows_of_matrix(folder / "tests/matrix.csv") if row[3]]
         before = {file for *mistake, file, _, _ in known if mistake == [title, place]}
         in_script = Counter(file for _, there, file, _, _ in known if there.startswith(f"{script}::"))
-        fast = [file for file in files_of(FAST) if file in in_script]
-        others = sorted(
-            {path.name for path in folder.glob("tests/test_*.py")} - {*fast, *files_of(ABOUT_TEXT)},
-            key=lambda file: (file not in before, -in_script[file], file),
-        )
+        fast = [f"test_{name}.py" for name in FAST if f"test_{name}.py" in in_script]
+        others = {path.name for path in folder.glob("tests/test_*.py")} - {*fast, *ABOUT_TEXT}
+        others = sorted(others, key=lambda file: (file not in before, -in_script[file], file))
         path = folder / "ppo_rlhf" / script
-        right = path.read_text()
+        correct = path.read_text()
         wrong = mistakes.edited_file(script, {place: mistakes.named(title).edits[place]})
         path.write_text(wrong)
         failed = failures(folder, fast) if fast else []
         for file in [] if failed else others:
             failed = failures(folder, [file], "--exitfirst")
             if failed:
-                path.write_text(right)
+                path.write_text(correct)
                 tests = ["::".join(filter(None, (file, name.removesuffix(HANGS).strip()))) for file, name in failed]
                 if not failures(folder, tests):
                     break
                 failed = []
                 path.write_text(wrong)
-    first = dict(reversed(failed))
-    counts = Counter(file for file, _ in failed)
-    return [[title, place, file, first[file], str(counts[file])] for file in sorted(first)] or [
-        [title, place, "", "", "0"]
-    ]
+    first, counts = dict(reversed(failed)), Counter(file for file, _ in failed)
+    rows = [[title, place, file, first[file], str(counts[file])] for file in sorted(first)]
+    return rows or [[title, place, "", "", "0"]]
 
 
 def main() -> None:
@@ -135,7 +107,10 @@ def main() -> None:
             found = rejections(title, place)
             print(title, place, *(row[2] for row in found), flush=True)
             rows = [row for row in rows if row[:2] != [title, place]] + found
-            files.replace_file(mistakes.MATRIX, files.csv_text([COLUMNS, *rows]))
+            temporary = mistakes.MATRIX.with_suffix(".tmp")
+            with temporary.open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+            temporary.replace(mistakes.MATRIX)
 
 
 if __name__ == "__main__":

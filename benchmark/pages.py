@@ -27,7 +27,6 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmark import lab
-from ppo_rlhf.lib.processes import FIRST_RATIO_TOLERANCE
 from ppo_rlhf.report import learning_curves
 
 ROOT = Path(__file__).parent.parent
@@ -110,9 +109,9 @@ def ablation(world: str, name: str, column: str, against: str = "baseline", plac
     return less(file, column, f"ablation == '{name}'", f"ablation == '{against}'", places)
 
 
-def end_of_curve(metric: str, name: str = "tales/curves", task: str = "tales") -> tuple[float, float, float]:
-    """Of ten seeds: the first mean; mean and deviation over the last twentieth."""
-    curve = table(name).query(f"task == '{task}' and metric == '{metric}'")
+def end_of_curve(metric: str) -> tuple[float, float, float]:
+    """Of ten seeds of tales: the first mean; mean and deviation over the last twentieth."""
+    curve = table("tales/curves").query(f"task == 'tales' and metric == '{metric}'")
     last = curve[curve["update"] >= 0.95 * curve["update"].max()]
     return curve["mean"].iloc[0], last["mean"].mean(), last["std"].mean()
 
@@ -149,31 +148,13 @@ def commits(name: str, query: str = "index >= 0") -> str:
     return ", ".join(dict.fromkeys(table(name).query(query)["commit"].dropna()))
 
 
-def meta(demo: str) -> dict:
-    return json.loads((ROOT / f"static/{demo}/meta.json").read_text())
-
-
 def engines(words: str) -> list[float]:
     """Measured differences of vLLM from our forward pass, in nats."""
     return [row["difference"] for row in facts("engines/engines")["checks"] if words in row["name"]]
 
 
-FUNCTIONS = (
-    table,
-    by_seed,
-    shown,
-    starred,
-    of,
-    differences,
-    against,
-    stale_against,
-    p_value,
-    ablation,
-    end_of_curve,
-)
-FUNCTIONS += (best_of_n, facts, rate, times, commits, meta, engines, gained, zip)
-
-
+FUNCTIONS = [table, by_seed, shown, starred, of, differences, against, stale_against, p_value, ablation, gained]
+FUNCTIONS += [end_of_curve, best_of_n, facts, rate, times, commits, engines]
 WIDTH = 128
 
 
@@ -182,32 +163,27 @@ def filled(text: str) -> str:
 
     Browsers may not break a line inside `1.0 ± 0.2` or before %.
     """
-    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
-    parts[::2] = [re.sub(r"(?<=\d) (?=[±%])|(?<=±) (?=\d)", "\u00a0", part) for part in parts[::2]]
-    parts[::2] = ["\n\n".join(block_filled(block) for block in re.split(r"\n{2,}", part)) for part in parts[::2]]
+    parts = re.split(r"(^```.*?^```$|\n{2,})", text, flags=re.MULTILINE | re.DOTALL)  # code and gaps between blocks
+    for i in range(0, len(parts), 2):
+        words = re.sub(r"(?<=\d) (?=[±%])|(?<=±) (?=\d)", "\u00a0", parts[i])
+        if not re.match(r"\s*([|#!<]|$)", words):
+            entries = re.split(r"\n(?=\s*(?:-|\d+\.) )", words.strip("\n"))
+            words = words.replace(words.strip("\n"), "\n".join(map(filled_entry, entries)))
+        parts[i] = words
     return "".join(parts)
 
 
-def block_filled(block: str) -> str:
-    if re.match(r"\s*(\||#|!|<)", block) or not block.strip():
-        return block
-    entries = re.split(r"\n(?=\s*(?:-|\d+\.) )", block.strip("\n"))
-    lines = []
-    for entry in entries:
-        indent = re.match(r"\s*(?:(?:-|\d+\.) )?", entry)[0]
-        words, first = re.split(r"[ \n]+", entry[len(indent) :].strip()), indent
-        lines.append(
-            textwrap.fill(
-                " ".join(words),
-                WIDTH,
-                initial_indent=first,
-                subsequent_indent=" " * len(indent),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
-    before, after = re.match(r"\n*", block)[0], re.search(r"\n*$", block)[0]
-    return before + "\n".join(lines) + after
+def filled_entry(text: str) -> str:
+    """A paragraph, or an entry of a list, whose lines are indented like the first word of the first one."""
+    first = re.match(r"\s*(?:(?:-|\d+\.) )?", text)[0]
+    return textwrap.fill(
+        " ".join(re.split(r"[ \n]+", text[len(first) :].strip())),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def rendered(template: Path) -> str:
@@ -215,7 +191,6 @@ def rendered(template: Path) -> str:
         loader=FileSystemLoader(template.parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals |= {function.__name__: function for function in FUNCTIONS}
-    environment.globals["FIRST_RATIO_TOLERANCE"] = FIRST_RATIO_TOLERANCE
     return filled(environment.get_template(template.name).render()).strip() + "\n"
 
 
@@ -223,23 +198,24 @@ def rendered(template: Path) -> str:
 
 
 def metrics_page() -> str:
-    chapters = [f"Chapter {part['chapter']}" for part in learning_curves.METRICS["meanings"]]
+    parts, panels = learning_curves.METRICS["meanings"], learning_curves.METRICS["panel"]
+    chapters = [f"Chapter {part['chapter']}" for part in parts]
     lines = [
         "# Metrics",
         "",
         "`python benchmark/pages.py` makes this page from [metrics.toml](../../ppo_rlhf/metrics.toml).",
+        "`report/` shows how to read each panel next to the curves of a run.",
+        "",
     ]
-    lines += ["`report/` shows how to read each panel next to the curves of a run.", ""]
     lines += [f"- [{name}](#{name.lower().replace(' ', '-')})" for name in (*chapters, "How to read the curves")]
-    for name, part in zip(chapters, learning_curves.METRICS["meanings"], strict=True):
-        lines += ["", f"## {name}", "", part["about"], "", "| metric | meaning |", "|---|---|"]
-        cells = (", ".join(f"`{name}`" for name in names.split("; ")) for names, _ in part["rows"])
-        lines += [f"| {cell} | {meaning} |" for cell, (_, meaning) in zip(cells, part["rows"], strict=True)]
+    for chapter, part in zip(chapters, parts, strict=True):
+        lines += ["", f"## {chapter}", "", part["about"], "", "| metric | meaning |", "|---|---|"]
+        for names, meaning in part["rows"]:
+            lines.append(f"| {', '.join(f'`{name}`' for name in names.split('; '))} | {meaning} |")
     lines += ["", "## How to read the curves", "", "| panel of the report | healthy | sick |", "|---|---|---|"]
-    panels = (
-        [panel[key].strip() for key in ("title", "healthy", "sick")] for panel in learning_curves.METRICS["panel"]
-    )
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in panels)]) + "\n"
+    for panel in panels:
+        lines.append(f"| {' | '.join(panel[key].strip() for key in ('title', 'healthy', 'sick'))} |")
+    return "\n".join(lines) + "\n"
 
 
 def docstrings(cls: type) -> dict[str, str]:
@@ -277,30 +253,28 @@ def arguments_page() -> str:
         "# Arguments",
         "",
         "`python benchmark/pages.py` makes this page from the classes of arguments; `--help` says the",
-    ]
-    lines += ["same, with the values of a preset. A row is under the first script that has it."]
-    lines += [
+        "same, with the values of a preset. A row is under the first script that has it.",
         "`train_both.py` and `tldr/all.py` also take the arguments of their stages, such as `--policy.ppo.lr`.",
         "",
     ]
     lines += [f"- [{name}.py](#{name.replace('/', '')}py)" for name in SCRIPTS]
     seen: set[tuple[str, str, str]] = set()
     for name in SCRIPTS:
-        rows = [row for row in arguments(import_module(f"ppo_rlhf.{name.replace('/', '.')}").Args) if row not in seen]
         lines += ["", f"## {name}.py", "", "| argument | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{flag}` | {default} | {meaning} |" for flag, default, meaning in rows]
-        seen |= {*rows}
+        for row in arguments(import_module(f"ppo_rlhf.{name.replace('/', '.')}").Args):
+            if row not in seen:
+                flag, default, meaning = row
+                lines.append(f"| `{flag}` | {default} | {meaning} |")
+                seen.add(row)
     return "\n".join(lines) + "\n"
 
 
 def pages() -> dict[str, str]:
     """Each page that is made here, by its path, with its text."""
-    found = {
-        template.relative_to(ROOT).with_suffix("").as_posix(): rendered(template)
-        for template in sorted((ROOT / "docs").glob("*.md.jinja"))
-    }
-    reference = {"metrics": metrics_page, "arguments": arguments_page}
-    return found | {f"docs/reference/{name}.md": make() for name, make in reference.items()}
+    found = {"docs/reference/metrics.md": metrics_page(), "docs/reference/arguments.md": arguments_page()}
+    for template in sorted((ROOT / "docs").glob("*.md.jinja")):
+        found[f"docs/{template.stem}"] = rendered(template)
+    return found
 
 
 def main() -> None:

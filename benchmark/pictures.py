@@ -8,6 +8,7 @@ no numbers: edit them.
 """
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -22,9 +23,8 @@ from matplotlib.figure import Figure
 from playwright.sync_api import sync_playwright
 
 from benchmark import pages
-from ppo_rlhf.lib import errors, files, run
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.report import __main__ as report, learning_curves
+from ppo_rlhf.train_policy import InputError, read_meta, run_script
 
 ROOT = Path(__file__).parents[1]
 STATIC = ROOT / "static"
@@ -58,7 +58,7 @@ REPORTS = {"demo": "train_policy__tales__", "demo-tldr": "tldr_policy__posts__",
 def newest(runs: Path, name: str) -> Path:
     """The newest run whose name begins so; an InputError if it hasn't finished, or there is none."""
     metas = sorted(runs.glob(f"{name}*/meta.json"), key=lambda path: path.stat().st_mtime)
-    if not metas or not run.read_meta(metas[-1].parent).get("finished"):
+    if not metas or not read_meta(metas[-1].parent)["finished"]:
         raise InputError(f"--runs {runs}: the newest run {name}* is missing or not finished; make examples makes all")
     return metas[-1].parent
 
@@ -79,7 +79,7 @@ def take_examples(runs: Path) -> None:
 def draw_front_page(figure: Figure) -> None:
     """The demo of chapter 1: thin lines are single updates, thick ones means of ten."""
     metrics, (scores, kl) = pages.table("demo/metrics"), figure.subplots(1, 2)
-    target = run.read_meta(STATIC / "demo")["args"]["rewards"]["adaptive_kl"]["target"]
+    target = read_meta(STATIC / "demo")["args"]["rewards"]["adaptive_kl"]["target"]
     for axes, name, label, color in (
         (scores, "objective/gold_scores", "gold score", ORANGE),
         (scores, "objective/scores", "reward model's score", BLUE),
@@ -283,9 +283,9 @@ def main(args: Args) -> None:
             figure.savefig(STATIC / f"{name}.png", dpi=DPI, metadata=told)
     for folder, prefix in (("demo", ""), ("demo-tldr", "policy_"), ("demo-rlvr", ""), ("demo-tools", "")):
         rows = pages.table(f"{folder}/{prefix}metrics").to_dict("records")
-        settings = files.read_json(STATIC / folder / f"{prefix}meta.json")["args"]
+        settings = json.loads((STATIC / folder / f"{prefix}meta.json").read_text())["args"]
         learning_curves.draw_learning_curves(STATIC / folder, rows, settings)
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: main(tyro.cli(Args, description=__doc__)))
+    run_script(lambda: main(tyro.cli(Args, description=__doc__)))

@@ -30,15 +30,15 @@ def source_of(page: Path) -> str:
 
 
 def known_numbers(page: Path) -> np.ndarray:
-    """The sorted absolute numbers of all data that a page links."""
-    found: set[float] = set()
+    """The absolute numbers of all data that a page links."""
+    found: set[str] = set()
     for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         place = (page.parent / link).resolve()
         if place.is_relative_to(ROOT / "benchmark/results") or place.is_relative_to(ROOT / "static"):
-            files = place.rglob("*") if place.is_dir() else [place]
-            for file in (file for file in files if file.suffix in DATA):
-                found |= {float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", file.read_text())}
-    return np.array(sorted(found))
+            for file in [place, *place.rglob("*")]:
+                if file.suffix in DATA:
+                    found.update(re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", file.read_text()))
+    return np.array(list(found), dtype=float)
 
 
 def without_source(page: Path) -> list[tuple[int, str]]:
@@ -48,11 +48,9 @@ def without_source(page: Path) -> list[tuple[int, str]]:
         for match in NUMBER.finditer(words):
             is_share = bool(re.match(r"\s?%", words[match.end() :]))
             places = len(match[0].partition(".")[2])
-            if not (places or is_share):
-                continue
             value, half = abs(float(match[0].replace(",", ""))), 0.501 * 10.0**-places
-            scales = (1, 100) if is_share else (1,)
-            if not any(np.any(np.abs(scale * known - value) <= half) for scale in scales):
+            has_source = (abs(known - value) <= half).any() or (is_share and (abs(100 * known - value) <= half).any())
+            if (places or is_share) and not has_source:
                 missing.append((line, match[0]))
     return missing
 

@@ -25,7 +25,7 @@ import random
 import re
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from transformers import (
 )
 
 from ppo_rlhf import worlds
-from ppo_rlhf.lib import files, processes
 from ppo_rlhf.rlvr import tool_functions
 from ppo_rlhf.tldr.posts import to_texts
 from ppo_rlhf.train_policy import generate, keyed_generator, padded, trim_query, truncate_at
@@ -51,6 +50,11 @@ from ppo_rlhf.train_reward import OPENAI_PAD_ID
 from ppo_rlhf.worlds import posts, tales
 
 SEED = 1  # of everything in the worlds; not the seed of a training run, so that all runs share them
+
+
+def json_lines(rows: Iterable[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
 
 # ---- Language models -------------------------------------------------------------------------------------------
 
@@ -72,6 +76,13 @@ def train_tokenizer(learned: list[str], vocab_size: int, *, digits: bool = False
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
 
 
+def default_device() -> torch.device:
+    """Where models run: on a GPU if PyTorch finds one, NVIDIA's, AMD's or Apple's, otherwise on the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
 def add_model(folder: Path, name: str, train: Callable[[], tuple[Any, Any, float]] | None) -> dict[str, Any]:
     """Write tokenizer and language model of a world. Returns facts about them.
 
@@ -79,7 +90,7 @@ def add_model(folder: Path, name: str, train: Callable[[], tuple[Any, Any, float
     """
     if train is None:
         shutil.copytree(worlds.DATA / name / "model", folder / "model", copy_function=shutil.copyfile)
-        facts = files.read_json(worlds.DATA / name / "world.json")
+        facts = json.loads((worlds.DATA / name / "world.json").read_text())
         return {key: facts[key] for key in ("parameters", "lm_loss")}
     print(f"{name}: training its language model", flush=True)
     tokenizer, model, loss = train()
@@ -245,7 +256,7 @@ def write_tales(folder: Path, sizes: Tales = Tales(), *, train_model: bool = Fal
     rng = random.Random(SEED)
     stories = [write_story(rng, SENTENCES) for _ in range(sizes.stories)]
     (folder / "stories.txt").write_text("".join(story + "\n" for story in stories))
-    device = processes.default_device()
+    device = default_device()
 
     def train() -> tuple[Any, Any, float]:
         tokenizer = train_tokenizer(stories, vocab_size=1_024)
@@ -507,11 +518,11 @@ def write_texts(folder: Path, sizes: Posts) -> dict[str, Any]:
             facts, post = write_post(rng)
             rows.append({"id": f"{split}-{number}", **post, "summary": write_reference(rng, facts)})
         golds += posts.gold_scores([f"POST: {row['post']}" for row in rows], [row["summary"] for row in rows])
-        (folder / f"posts_{split}.jsonl").write_text(files.json_lines(rows))
+        (folder / f"posts_{split}.jsonl").write_text(json_lines(rows))
     for split in ("train", "validation"):
         rng = random.Random(f"{SEED} comparisons {split}")
         rows, ceiling = write_comparisons(rng, getattr(sizes, f"{split}_comparisons"), split)
-        (folder / f"comparisons_{split}.jsonl").write_text(files.json_lines(rows))
+        (folder / f"comparisons_{split}.jsonl").write_text(json_lines(rows))
     return {"ceiling": ceiling, "reference_gold": statistics.fmean(golds)}
 
 
@@ -523,7 +534,7 @@ def write_posts(folder: Path, sizes: Posts = Posts(), *, train_model: bool = Fal
         quotes = [write_quotes(rng) for _ in range(sizes.lm_quotes)]
         threads = [write_thread(rng) for _ in range(sizes.lm_threads)]
         tokenizer = train_tokenizer([*threads[:4_000], "TL;DR:"], vocab_size=1_024)
-        return tokenizer, *train_gpt_neox(quotes, threads, tokenizer, sizes, processes.default_device())
+        return tokenizer, *train_gpt_neox(quotes, threads, tokenizer, sizes, default_device())
 
     facts = write_texts(folder, sizes)
     write_facts(folder, facts | add_model(folder, "posts", train if train_model else None))
@@ -773,14 +784,14 @@ def write_sums(folder: Path, name: str, sizes: Sums | None = None, *, train_mode
     rng, taken = random.Random(SEED), set()
     for split in ("test", "train"):
         found = write_problems(rng, getattr(sizes, f"{split}_problems"), sizes, taken)
-        (folder / f"problems_{split}.jsonl").write_text(files.json_lines(map(row_of, found)))
+        (folder / f"problems_{split}.jsonl").write_text(json_lines(map(row_of, found)))
 
     def train() -> tuple[Any, Any, float]:
         others = write_problems(rng, sizes.lm_solutions, sizes, taken)
         pairs = [(f"{other.question}\n", write_solution(rng, other, sizes)) for other in others]
         learned = [prompt + solution for prompt, solution in pairs[:4_000]]
         tokenizer = train_tokenizer(learned, vocab_size=400, digits=True)
-        return tokenizer, *train_llama(pairs, tokenizer, sizes, processes.default_device())
+        return tokenizer, *train_llama(pairs, tokenizer, sizes, default_device())
 
     write_facts(folder, add_model(folder, name, train if train_model else None))
 
@@ -818,7 +829,7 @@ def split_problems() -> dict[str, list[dict[str, Any]]]:
 def write_arithmetic(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for split, rows in split_problems().items():
-        (folder / f"problems_{split}.jsonl").write_text(files.json_lines(rows))
+        (folder / f"problems_{split}.jsonl").write_text(json_lines(rows))
 
 
 # ---- The command -----------------------------------------------------------------------------------------------

@@ -9,5 +9,4 @@ from_trl.py                         a policy and a critic from a model with a va
 sample.py, judge.py, report/        look at what came out: texts, win rates, a page of a run
 check/                              holds other code against the numbers of the originals
 worlds/                             where texts and choices come from
-lib/                                what the scripts share: files, models, data, logs
 """

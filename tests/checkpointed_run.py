@@ -7,7 +7,6 @@ from pathlib import Path
 import torch.utils.checkpoint
 
 from ppo_rlhf import train_reward
-from ppo_rlhf.lib import layers
 
 checkpoint, calls = torch.utils.checkpoint.checkpoint, 0
 
@@ -18,7 +17,7 @@ def counted_checkpoint(*arguments, **options):
     return checkpoint(*arguments, **options)
 
 
-torch.utils.checkpoint.checkpoint = layers.checkpoint = train_reward.checkpoint = counted_checkpoint
+torch.utils.checkpoint.checkpoint = train_reward.checkpoint = counted_checkpoint
 sys.argv = sys.argv[1:]
 sys.path.insert(0, str(Path(sys.argv[0]).parent))  # where a script finds its neighbours
 runpy.run_path(sys.argv[0], run_name="__main__")

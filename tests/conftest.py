@@ -234,7 +234,7 @@ SUMS = "--ppo.total_episodes 64 --save_interval 2 --trace_interval 2 --rewards.v
 CRITIC = (
     f"{SUMS} --ppo.critic_lr 0.01 --ppo.lam_alpha 0.5 --ppo.critic_lam 0.9 --ppo.nll_coef 0.1 --ppo.critic_warmup 1 "
     "--ppo.samples_per_prompt 2 --rewards.kl_coef 0.1 --rewards.adaptive_kl.target 1 "
-    "--ppo.adaptive_entropy.target 9 --ppo.adaptive_entropy.delta 0.01"
+    "--ppo.entropy_coef 0.02"
 )
 GROUPS = (
     f"{SUMS} --ppo.advantage grpo --ppo.samples_per_prompt 4 --ppo.filter_groups --ppo.critic_warmup 0 "

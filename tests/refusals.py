@@ -27,7 +27,6 @@ from processes import OFFLINE, Result
 from safetensors.torch import load_file, save_file
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.run import Run
 from ppo_rlhf.rlvr import asynchronous as rlvr_async
 
 # ---- Rows ------------------------------------------------------------------------------------------------------
@@ -201,9 +200,8 @@ def run(row: Row, folder: Path, *, to_the_end: bool = False) -> Result:
     status, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), started(row, folder) as patch:
         if not to_the_end:
-            patch.setattr(Run, "updates", accept)
-            for of_chapter_1 in (train_policy.Run, train_reward.Run):
-                patch.setattr(of_chapter_1, "open_logs", accept)
+            for script in (train_policy.Run, train_reward.Run):
+                patch.setattr(script, "open_logs", accept)
         patch.setattr(rlvr_async, "connect", accept)  # to Ray, after its checks
         try:
             exec(code, vars(module))

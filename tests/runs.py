@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from benchmark import worlds
-from ppo_rlhf import train_reward
-from ppo_rlhf.lib import command_line
+from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.report import learning_curves
 from ppo_rlhf.train_policy import InputError
 
@@ -128,8 +127,7 @@ def both_arguments(world: Path) -> list[str]:
 def trained(script: ModuleType, folder: Path, words: Iterable[str]) -> Path:
     """Train in a folder, in this process; returns the folder of the run."""
     with contextlib.chdir(folder):
-        parse_args = getattr(script, "parse_args", command_line.parse_args)
-        script.train(parse_args(script.PRESETS, list(words)))
+        script.train(train_policy.parse_args(script.PRESETS, list(words)))
     return only(folder, "runs/*")
 
 
@@ -194,7 +192,7 @@ def explained_metrics(chapter: int) -> set[str]:
 
 def error_line(function, *args, **kwargs) -> str:
     """The message of the InputError that the call raises: one line."""
-    with pytest.raises((InputError, train_reward.InputError)) as caught:
+    with pytest.raises((InputError, train_policy.InputError, train_reward.InputError)) as caught:
         function(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -38,9 +38,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import processes
-from ppo_rlhf.tldr import reward as tldr_reward
+import ppo_rlhf.rlvr.asynchronous
+import ppo_rlhf.rlvr.tools
+import ppo_rlhf.tldr.all
+import ppo_rlhf.train_both  # noqa: F401, so that all scripts are there
 
 NAME = "standin"
 PACKAGE = str(Path(__file__).resolve().parents[1] / "ppo_rlhf") + "/"
@@ -220,11 +221,10 @@ def install() -> None:
     """Register the device, once in a process, and make the scripts use it in place of a GPU."""
     global DEVICE
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
-    DEVICE, for_noise = torch.device(NAME, 0), torch.device(NAME, 1)
-    processes.WITHOUT_FLOAT64.add(NAME)
-    processes.default_device, processes.device_of_noise = lambda: DEVICE, lambda _: for_noise
-    for script in (train_policy, train_reward, tldr_reward):
-        has_float64(script)
+    DEVICE = torch.device(NAME, 0)
+    for module in [module for name, module in sys.modules.items() if name.startswith("ppo_rlhf.")]:
+        if hasattr(module, "float64_device"):
+            has_float64(module)
     prepare, begin = Accelerator.__init__, torch.autocast.__init__
 
     def prepare_for_device(accelerator: Accelerator, **options: Any) -> None:

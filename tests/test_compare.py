@@ -13,7 +13,7 @@ from runs import error_line
 from benchmark.curves import compare
 
 OPENAI, DETAILS = "openai/lm-human-preferences", "lm-human-preference-details"
-FACTS = {"commit": "c", "device": "cpu: d", "num_processes": 1, "threads": 1, "versions": {"torch": "2"}}
+FACTS = {"commit": "c", "device": "cpu: d", "num_processes": 1, "threads": 1, "versions": {}, "wall_time": 1}
 
 
 def write_run(

@@ -12,7 +12,6 @@ from runs import metrics_of, policy_arguments, posts_arguments, samples_of, worl
 from whole_runs import Whole
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import processes
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 LETTERS = "letters = lambda prompts, responses, answers: [float(len(text) % 2) for text in responses]"
@@ -90,9 +89,8 @@ def test_tools_and_a_critic(tiny_tools, tmp_path):
     on_device(tmp_path, "rlvr/tools.py", *rlvr_words(tiny_tools, flags))
 
 
-@pytest.mark.parametrize("device_for", [processes.device_of_noise, train_policy.float64_device])
-def test_noise_is_where_there_is_float64(device_for):
-    assert [str(device_for(torch.device(kind))) for kind in ("cuda", "mps")] == ["cuda", "cpu"]
+def test_noise_is_where_there_is_float64():
+    assert [str(train_policy.float64_device(torch.device(kind))) for kind in ("cuda", "mps")] == ["cuda", "cpu"]
 
 
 @pytest.mark.parametrize(

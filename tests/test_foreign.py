@@ -4,11 +4,9 @@ import json
 import re
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from runs import ROOT
 from test_problems import TEMPLATE, byte_tokenizer
 from test_templates import IN_LETTERS, queries_of_chapter_2
@@ -178,10 +176,10 @@ def test_a_reward_model_reads_the_messages_of_a_row(tmp_path, theirs, question, 
     rewards = rlvr_arguments.RewardsArgs(trained_model=folder, trained_weight=3.0)
     args = rlvr_arguments.Args(task=task, rewards=rewards)
     found, ids = problems.read_problems(task, policy, "train"), problems.task_ids(task, policy)
-    sources = rlvr_policy.load_sources(args, policy, ids, Accelerator(cpu=True), found.messages)
-    setup = SimpleNamespace(tokenizer=policy, ids=ids, problems=found, sources=sources)
+    sources = rlvr_policy.load_sources(args, policy, ids, found, torch.device("cpu"))
     said = torch.tensor([[*policy.encode(" It is<|im_start|>4", split_special_tokens=True), 258]])
-    parts, scores = rlvr_policy.score_responses(setup, torch.tensor([0]), found.batch([0], ids.pad), said)
+    prompts = found.batch([0], ids.pad)
+    parts, scores = rlvr_policy.score_responses(sources, found, torch.tensor([0]), prompts, said, policy, ids)
     torch.testing.assert_close(scores, parts[:, 0] + 3 * parts[:, 1])
     row = in_template(expected, judge)
     if theirs is None and task.prompt_format == "plain":  # the response continues the text

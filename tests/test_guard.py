@@ -22,8 +22,8 @@ from runs import (
 from safetensors.torch import load_file
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib.files import write_json
 from ppo_rlhf.tldr import reward as tldr_reward, sft as tldr_sft
+from ppo_rlhf.train_policy import write_json
 
 
 @pytest.fixture

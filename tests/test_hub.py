@@ -310,7 +310,6 @@ def test_hub_check_finds_what_is_missing(cache, tmp_path, monkeypatch, capsys):
     hub.cache = Path(shutil.copytree(cache, tmp_path / "hub"))
     for name in ("HfApi", "HfFileSystem"):
         monkeypatch.setattr(hub_check, name, lambda: hub)
-    monkeypatch.setattr(hub_check, "hub_is_reachable", lambda: True)
     (folder_of(hub.cache, "ccdv/cnn_dailymail") / "dailymail_stories.tgz").unlink()
     (folder_of(hub.cache, "EleutherAI/pythia-1b-deduped", kind="models") / "model.safetensors").unlink()
     rows = folder_of(hub.cache, "vwxyzjn/lm-human-preferences") / "tldr/valid-subset.json"

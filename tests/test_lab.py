@@ -13,7 +13,6 @@ from runs import write_rows
 
 from benchmark import lab
 from benchmark.experiments import arithmetic, posts
-from ppo_rlhf.lib import command_line
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy
 
 # Its training script never starts.
@@ -34,10 +33,10 @@ TOY = lab.Experiment(
 def test_arithmetic_is_learned_by_three_methods(tmp_path):
     read = {}
     for variant in arithmetic.EXPERIMENT.variants:
-        (job,) = lab.jobs_of(arithmetic.EXPERIMENT, lab.Args(folder=tmp_path, seeds=1, first_seed=3), variant)
+        (job,) = lab.jobs_of(arithmetic.EXPERIMENT, lab.Args(folder=str(tmp_path), seeds=1, first_seed=3), variant)
         python, path, *words = shlex.split(job.command)
         assert (python, path, job.seed) == ("python", rlvr_policy.__file__, 3)
-        read[variant] = command_line.parse_args(rlvr_policy.PRESETS, words)
+        read[variant] = rlvr_policy.parse_args(rlvr_policy.PRESETS, words)
         rlvr_arguments.check_arguments(read[variant])
     assert read["dr_grpo"] == dataclasses.replace(rlvr_policy.PRESETS["arithmetic"], log_interval=0)
     assert {name: args.ppo.advantage for name, args in read.items() if name != "dr_grpo"} == {
@@ -87,7 +86,7 @@ def test_rows_of_runs_that_are_not_in_the_folder_are_kept(tmp_path):
 def test_committed_tables_follow_from_committed_numbers(tmp_path):
     committed = lab.ROOT / "benchmark/results/arithmetic"
     (tmp_path / "runs.csv").write_bytes((committed / "runs.csv").read_bytes())
-    lab.draw(arithmetic.EXPERIMENT, lab.Args(output=tmp_path))
+    lab.draw(arithmetic.EXPERIMENT, lab.Args(output=str(tmp_path)))
     assert (tmp_path / "arithmetic.md").read_bytes() == (committed / "arithmetic.md").read_bytes()
 
 
@@ -113,11 +112,12 @@ def test_holm_by_hand():
 
 def test_finished_runs_are_not_run_again(tmp_path):
     """What is chosen is run, with the arguments of its name; a job that says it is finished is left alone."""
-    args = lab.Args(folder=tmp_path / "runs", output=tmp_path / "out", seeds=2)
+    args = lab.Args(folder=str(tmp_path / "runs"), output=str(tmp_path / "out"), seeds=2)
     for job in [job for name in TOY.variants for job in lab.jobs_of(TOY, args, name)]:
         run = job.folder / "runs/made_up"
         run.mkdir(parents=True)
-        (run / "meta.json").write_text(json.dumps({"finished": True, "commit": "0123456789", "args": {}}))
+        meta = {"finished": True, "commit": "0123456789", "args": {}, "wall_time": 1}
+        (run / "meta.json").write_text(json.dumps(meta))
         pd.DataFrame({"step": range(8), "x": 0.5, "y": 0.0}).to_csv(run / "metrics.csv", index=False)
         record = {"command": job.command, "commit": "0123456789", "finished": True, "status": 0, "starts": 1}
         (job.folder / "job.json").write_text(json.dumps(record))

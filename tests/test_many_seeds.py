@@ -21,7 +21,7 @@ from pathlib import Path
 seed = int(sys.argv[sys.argv.index("--seed") + 1])
 home = Path(__file__).parent
 with (home / "calls").open("a") as file:
-    names = ("PPO_RLHF_THREADS", "CUDA_VISIBLE_DEVICES")
+    names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     call = {"argv": sys.argv[1:], "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}
     file.write(json.dumps(call) + "\\n")
 behaviour = (home / "behaviour").read_text() if (home / "behaviour").exists() else ""
@@ -125,10 +125,10 @@ def test_an_error_of_the_launcher_stops_the_commands(home):
 
 def test_several_at_once_share_cores_and_gpus(home):
     (home / "behaviour").write_text("meets")
-    environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "PPO_RLHF_THREADS": "3"}
+    environment = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "3"}
     assert start(home, "--workers", "2", seeds=2, **environment).status == 0
     assert {call["CUDA_VISIBLE_DEVICES"] for call in calls(home)} == {"4,5", "6,7"}
-    assert {call["PPO_RLHF_THREADS"] for call in calls(home)} == {"3"}
+    assert {call["OMP_NUM_THREADS"] for call in calls(home)} == {"3"}
 
 
 @pytest.mark.parametrize("behaviour", ["stops when told", "stops at nothing"])

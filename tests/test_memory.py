@@ -2,8 +2,8 @@
 bfloat16.
 """
 
-import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,36 +11,14 @@ from processes import SCRIPTS
 from runs import metrics_of, policy_arguments, posts_arguments, world_arguments
 from whole_runs import Whole
 
-from ppo_rlhf.lib import errors, processes
-from ppo_rlhf.lib.layers import checkpoint_layers
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.policy import ActorCritic
-from ppo_rlhf.train_reward import RewardModel, save_reward_model
+from ppo_rlhf.train_reward import RewardModel, prepare, save_reward_model
 
 VOCAB = PAD = 29
 TOKENS = torch.randint(1, VOCAB, (3, 11), generator=torch.Generator().manual_seed(0))
 TOKENS[0, :4] = TOKENS[1, 8:] = PAD
 RUN = Path(__file__).parent / "checkpointed_run.py"
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has another count of it")
-def test_the_most_that_a_process_has_held():
-    with mmap.mmap(-1, 2**28) as mapped:  # 256 MiB, which are free again, whatever the C library keeps
-        for start in range(0, 2**28, mmap.PAGESIZE):
-            mapped[start] = 1
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    assert processes.peak_memory() == pytest.approx(int(lines["VmHWM"].split()[0]) * 1024, rel=0.01)
-
-
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried ...")])
-def test_one_line_says_what_needs_less_memory(error, capsys):
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(SystemExit):
-        errors.run_script(fail)
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1 and "local_micro_batch_size" in line and "local_rollout_batch_size" in line
 
 
 def one_pass(network: ActorCritic) -> tuple[list[torch.Tensor], int]:
@@ -69,7 +47,8 @@ def test_what_keeps_less_gives_the_same(architecture, tiny_models, monkeypatch):
     assert fewer < all_kept
     torch.testing.assert_close(in_pieces, expected, rtol=1e-12, atol=1e-13)
     monkeypatch.undo()
-    checkpoint_layers(network)
+    for backbone in (policy, network.critic.lm_backbone):
+        prepare(backbone, SimpleNamespace(gradient_checkpointing=True, dtype="float64"))
     actual, kept = one_pass(network)
     assert all(map(torch.equal, actual, expected)) and kept < 0.5 * all_kept
 

@@ -16,7 +16,7 @@ from runs import ROOT
 
 from benchmark import lab
 from ppo_rlhf import loop, train_both, train_policy
-from ppo_rlhf.lib.files import flatten
+from ppo_rlhf.train_policy import flatten
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmark/**/*.md"))]
 TEXTS = {page: page.read_text() for page in PAGES}

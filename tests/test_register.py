@@ -35,11 +35,11 @@ SIZE = 3  # [D68]
 
 
 def test_marks_have_the_name_around_them_and_the_lines_of_their_comment():
-    here, originals = register.marks({"ppo_rlhf/lib/x.py": SCRIPT})
+    here, originals = register.marks({"ppo_rlhf/room/x.py": SCRIPT})
     two = {"train_policy.py#L5", "core.py#L6-L7"}
     expected = {"X03": set(), "D54": {"utils/core.py#L336-L341"}, "D56": two, "D57": two, "D67": set(), "D68": set()}
     assert originals == expected
-    link = "[lib/x.py](../../ppo_rlhf/lib/x.py)"
+    link = "[room/x.py](../../ppo_rlhf/room/x.py)"
     assert here == dict.fromkeys(expected, f"{link}: `Args.whiten`") | {"X03": f"{link}: `Args`", "D68": link}
 
 

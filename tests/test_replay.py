@@ -1,6 +1,8 @@
 """benchmark/curves/replay.py: openrlbenchmark draws two small runs against OpenAI's curves without a network."""
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,20 @@ def test_a_run_that_is_not_finished_counts_as_running(two_runs, tmp_path):
     assert replay.our_run(run).state == "finished"
     interrupt(run)
     assert replay.our_run(run).state == "running"
+
+
+def test_the_published_command_asks_for_the_published_metrics(tmp_path):
+    """openrlbenchmark.sh, of which an interpreter is told that prints its arguments."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    command = ["bash", str(REPLAY.with_name("openrlbenchmark.sh")), "chapter1", "me"]
+    words = subprocess.check_output(command, env={**os.environ, "PYTHON": str(python)}, text=True).split("\n")
+    theirs, ours = ([part.partition("=") for part in word[1:].split("&")] for word in words if word[:1] == "?")
+    for side, column, project in ((theirs, 1, "lm-human-preferences"), (ours, 2, "ppo_rlhf")):
+        metrics = [value for name, _, value in side if name == "metrics"]
+        assert metrics == [names[column] for names in replay.METRICS] and ("wpn", "=", project) in side
+    assert ours[0] == ("we", "=", "me")
 
 
 def test_bad_input(tmp_path, two_runs, monkeypatch):

@@ -17,15 +17,13 @@ import numpy as np
 import pytest
 import torch
 from runs import explained_metrics, metrics_of, only, sums_arguments, trained
+from safetensors.torch import load_file
 from test_explain import lines_of
-from test_rlvr_math import ALONE, batch_from, numbers, rollout_of
+from test_rlvr_math import ALONE, numbers, rollout_of
 from test_vllm_sampler import FAKE
 from torch.testing import assert_close
 from whole_runs import Whole, check_same_weights
 
-from ppo_rlhf.lib import checkpoints
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import traces
 from ppo_rlhf.rlvr import (
     asynchronous as rlvr_async,
     policy as rlvr_policy,
@@ -33,8 +31,9 @@ from ppo_rlhf.rlvr import (
     samplers,
     vllm_sampler,
 )
-from ppo_rlhf.rlvr.asynchronous import Args, correct
+from ppo_rlhf.rlvr.asynchronous import Args, correct, newest_factors
 from ppo_rlhf.tldr import responses as tldr_responses
+from ppo_rlhf.train_policy import InputError
 
 ray = pytest.importorskip("ray")
 
@@ -101,8 +100,8 @@ def worker(cluster):
 
 @pytest.fixture
 def kept(worker, monkeypatch):
-    def begin(library, setup):
-        ray.get(worker.begin.remote(setup.args, setup.ids, torch.get_num_threads()))
+    def begin(library, args, ids):
+        ray.get(worker.begin.remote(args, ids, torch.get_num_threads()))
         return [worker]
 
     monkeypatch.setattr(rlvr_async, "start_workers", begin)
@@ -139,17 +138,14 @@ def two_updates_late(tiny_sums, tmp_path_factory):
     policies: list[torch.nn.Module] = []
 
     class LateSampler(rlvr_policy.Sampler):
-        def sample(self, draw):
-            policies.append(copy.deepcopy(self.actor_critic.lm_backbone))
-            old, ids, answers = policies[max(len(policies) - 3, 0)], self.setup.ids, []
-            for contexts, uniforms, temperature in draw.requests:
-                pieces = [
-                    tldr_responses.generate_until(old, *rows, ids.pad, ids.vocab_size, temperature, ids.stops)
-                    for rows in zip(contexts.split(4), uniforms.split(4), strict=True)
-                ]
-                answers.append(tuple(map(torch.cat, zip(*pieces, strict=True))))
-            version = max(self.version - 2, 0)
-            return rlvr_policy.Samples(draw=draw, answers=answers, version=version, on_policy=False)
+        def sample(self, round_number, contexts, uniforms, temperature):
+            policies.append(copy.deepcopy(self.lm_backbone))
+            old, ids = policies[max(len(policies) - 3, 0)], self.ids
+            pieces = [
+                tldr_responses.generate_until(old, *rows, ids.pad, ids.vocab_size, temperature, ids.stops)
+                for rows in zip(contexts.split(4), uniforms.split(4), strict=True)
+            ]
+            return tuple(map(torch.cat, zip(*pieces, strict=True)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rlvr_policy, "Sampler", LateSampler)
@@ -193,7 +189,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
 def test_a_score_that_fails_costs_no_update_and_no_version(kept, two_updates_late, tiny_sums, monkeypatch, tmp_path):
     """It fails when the third update's batch is sampled already, by old weights that the fourth doesn't need."""
     fail_once(monkeypatch, 2)
-    with pytest.raises(InputError, match=r"no answer; the run stops after update 2, with a checkpoint; .*--resume"):
+    with pytest.raises(InputError, match=r"no answer; resume after update 2 with --resume"):
         train_by(rlvr_async, tiny_sums, tmp_path / "run", *OLDER, "--save_interval", "0")
     check_equal(train_by(rlvr_async, tiny_sums, tmp_path / "run"), two_updates_late)
 
@@ -205,7 +201,7 @@ def test_a_score_that_fails_in_a_second_round_costs_no_update(tiny_sums, monkeyp
     rounds = [int(row["train/rounds"]) for row in numbers_of(whole)]
     update = next(i for i, n in enumerate(rounds) if i and n > 1)
     fail_once(monkeypatch, sum(rounds[:update]) + 1)  # in the second round of that update
-    with pytest.raises(InputError, match=f"stops after update {update}, with a checkpoint"):
+    with pytest.raises(InputError, match=f"resume after update {update} with"):
         train_by(rlvr_policy, tiny_sums, tmp_path / "run", *words)
     check_equal(train_by(rlvr_policy, tiny_sums, tmp_path / "run"), whole)
 
@@ -220,7 +216,8 @@ def test_traces_and_means_are_of_what_the_losses_had(kept, tiny_sums, tmp_path):
     run = only(train_by(rlvr_async, tiny_sums, tmp_path / "run", *DOUBLE, *words.split()), "runs/*")
     partly_rejected = partly_masked = 0
     for update, row in enumerate(metrics_of(run)):
-        x = {name: tensor.numpy() for name, tensor in traces.read(run, update).tokens.items()}
+        trace = load_file(run / f"traces/{update}.safetensors")
+        x = {name.removeprefix("tokens."): x.numpy() for name, x in trace.items() if name.startswith("tokens.")}
         scored, in_loss = x["scored"], x["mask"]
         log_ratios = (x["logprobs"] - x["sampler_logprobs"]) * scored
         means = log_ratios.sum(1, keepdims=True) / scored.sum(1, keepdims=True)
@@ -284,9 +281,10 @@ class HasNoPaper:
 )
 def test_what_no_new_worker_could_mend_ends_the_run(cluster, worker, error, words):
     actor = ray.remote(**rlvr_async.REPLACED)(worker).remote()
-    sampler = SimpleNamespace(ray=ray, asked={3: [[[actor.sample.remote()]]]})
+    sampler = rlvr_async.SamplerAhead(ray)
+    sampler.asked[3, False] = [[actor.sample.remote()]]
     with pytest.raises(error, match=words):
-        rlvr_async.SamplerAhead.wait(sampler, 3)
+        sampler.wait(3, greedy=False)
 
 
 def test_workers_share_the_gpus_and_are_of_the_engine():
@@ -296,8 +294,7 @@ def test_workers_share_the_gpus_and_are_of_the_engine():
         remote=lambda num_gpus, **_: lambda sampler: SimpleNamespace(remote=lambda *_: (sampler, num_gpus)),
     )
     for engine, sampler in (("vllm", vllm_sampler.VLLMSampler), ("built-in", samplers.TorchSampler)):
-        setup = SimpleNamespace(args=Args(engine=engine, workers=3), ids=None)
-        assert rlvr_async.start_workers(library, setup) == [(sampler, 0.5)] * 3
+        assert rlvr_async.start_workers(library, Args(engine=engine, workers=3), None) == [(sampler, 0.5)] * 3
 
 
 def test_without_ray_or_its_cluster_a_run_ends_in_one_line(monkeypatch):
@@ -316,7 +313,7 @@ def test_without_ray_or_its_cluster_a_run_ends_in_one_line(monkeypatch):
 def test_a_sampler_takes_whole_weights_and_samples_by_no_others(tiny_sums):
     args = Args(base_model=f"{tiny_sums}/model", dtype="float32")
     sampler = samplers.TorchSampler(args, problems.TaskIds(pad=30, stops=(0,)), threads=1)
-    (first, weight), *others = checkpoints.trained_parameters(sampler.model).items()
+    (first, weight), *others = sampler.model.named_parameters()
     for wrong in ([], [(first, weight), ("module.x", weight)], [(first, weight[:1])]):
         with pytest.raises(RuntimeError, match=f"are not the model's: see .*({first}|module.x)"):
             sampler.load({name: x.detach().numpy() for name, x in [*wrong, *others]})
@@ -340,8 +337,8 @@ LIVE = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]]).bool()
 def stale_batch():
     logprobs = -numbers(1, 3, 3).abs()
     mu = (logprobs - torch.tensor(RATIOS, dtype=torch.float64).log()).masked_fill(~LIVE, math.nan)
-    versions = torch.tensor([3, 3, 5])
-    return rollout_of(LIVE, logprobs=logprobs, sampler_logprobs=mu, loss_mask=LIVE, versions=versions)
+    age = torch.tensor([2, 2, 0])
+    return rollout_of(LIVE, logprobs=logprobs, sampler_logprobs=mu, loss_mask=LIVE, age=age)
 
 
 def args_of(**settings) -> Args:
@@ -350,65 +347,64 @@ def args_of(**settings) -> Args:
 
 def test_weights_of_decoupled_ppo():
     batch = stale_batch()
-    correction = correct(batch, args_of(), 5, ALONE)
-    trained, metrics = correction.episodes, correction.metrics
+    trained, metrics = correct(batch, args_of(), ALONE)
     weights = torch.tensor([[0.25, 1, 2], [1, 1, 1], [2, 2, 0]], dtype=torch.float64)
-    assert_close(correction.weights, weights, atol=1e-12, rtol=0)
+    assert_close(trained.weights, weights, atol=1e-12, rtol=0)
     assert trained.logprobs is batch.logprobs and trained.mask.equal(LIVE) and trained.loss_mask.equal(LIVE)
     ratios = torch.tensor(RATIOS, dtype=torch.float64)[LIVE]
     expected = {"weight_mean": 10.25 / 8, "clipped_share": 3 / 8, "rejected_share": 0}
     expected |= {"staleness_mean": 4 / 3, "staleness_max": 2}
     expected |= {"chi2_token": float((ratios**2).mean()) - 1, "kl": float(-ratios.log().mean())}
     assert {name: metrics[f"async/{name}"] for name in expected} == pytest.approx(expected)
-    at_the_cap = correct(batch, args_of(correction_cap=3.0), 5, ALONE).metrics  # one ratio is 3
+    _, at_the_cap = correct(batch, args_of(correction_cap=3.0), ALONE)  # one ratio is 3
     assert at_the_cap["async/clipped_share"] == 2 / 8
 
 
 def test_without_a_correction_nothing_changes_and_bypass_takes_the_samplers_word():
     batch = stale_batch()
     for args in (Args(staleness=0), args_of(correction="none")):
-        same = correct(batch, args, 5, ALONE)
-        assert same.weights is same.reweigh is None
-        assert same.episodes.logprobs is batch.logprobs and same.episodes.loss_mask.equal(LIVE)
-    bypass = correct(batch, args_of(correction="bypass"), 5, ALONE)
-    assert bypass.weights is bypass.reweigh is None and bypass.episodes.logprobs is batch.sampler_logprobs
+        same, _ = correct(batch, args, ALONE)
+        assert same.weights.eq(1).all() and newest_factors(batch.logprobs, same, args) is None
+        assert same.logprobs is batch.logprobs and same.loss_mask.equal(LIVE)
+    args = args_of(correction="bypass")
+    bypass, _ = correct(batch, args, ALONE)
+    assert bypass.weights.eq(1).all() and bypass.logprobs is batch.sampler_logprobs
+    assert newest_factors(batch.logprobs, bypass, args) is None
     # The loss reinforce has no ratio; its weights are those of the newest policy, here twice as likely as prox.
-    ppo = rlvr_policy.PpoArgs(loss="reinforce")
-    bypass = correct(batch, args_of(correction="bypass", correction_cap=4.0, ppo=ppo), 5, ALONE)
-    assert bypass.episodes.logprobs is batch.sampler_logprobs and bypass.weights is None
-    twice_as_likely = bypass.reweigh(batch.logprobs + math.log(2), bypass.episodes)
+    args = args_of(correction="bypass", correction_cap=4.0, ppo=rlvr_policy.PpoArgs(loss="reinforce"))
+    bypass, _ = correct(batch, args, ALONE)
+    assert bypass.logprobs is batch.sampler_logprobs and bypass.weights.eq(1).all()
+    twice_as_likely = newest_factors(batch.logprobs + math.log(2), bypass, args)
     assert twice_as_likely[0].tolist() == pytest.approx([0.5, 2, 4])
-    assert correct(batch, Args(staleness=0, correction="decoupled"), 5, ALONE).weights is not None
+    assert correct(batch, Args(staleness=0, correction="decoupled"), ALONE)[0].weights.ne(1).any()
 
 
 @pytest.mark.parametrize("way", ["decoupled", "bypass", "none"])
 def test_blame_of_what_became_unlikely_is_left_out_of_the_policys_loss_alone(way):
     """Whatever the old policy of the ratio is, the sampler's log-probs count, and those of the newest policy."""
-    batch, zeros = stale_batch(), torch.zeros(3, 3, dtype=torch.float64)
+    batch, args = stale_batch(), args_of(correction=way, off_policy_mask=0.5)
     advantages = torch.tensor([[-1.0, 1, -1], [-1, -1, -1], [-1, -1, -1]]).double()
-    mb = batch_from(
-        correct(batch, args_of(correction=way, off_policy_mask=0.5), 5, ALONE), zeros, (advantages, zeros), 5
-    )
-    assert mb.reweigh(batch.sampler_logprobs - 0.4, mb).eq(1).all()
+    mb = dataclasses.replace(correct(batch, args, ALONE)[0], advantages=advantages)
+    assert newest_factors(batch.sampler_logprobs - 0.4, mb, args).eq(1).all()
     # The last token of the third is padding.
-    assert mb.reweigh(batch.sampler_logprobs - 0.6, mb).tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 1]]
+    found = newest_factors(batch.sampler_logprobs - 0.6, mb, args)
+    assert found.tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 1]]
 
 
 def test_a_rejection_narrows_the_loss_and_a_response_without_a_token_leaves_its_group():
     kept = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0]]).bool()
-    correction = correct(stale_batch(), args_of(rejection="token"), 5, ALONE)
-    trained, metrics = correction.episodes, correction.metrics
+    trained, metrics = correct(stale_batch(), args_of(rejection="token"), ALONE)
     assert trained.loss_mask.equal(kept) and trained.mask.any(1).tolist() == [True, True, False]
     assert trained.mask[:2].equal(LIVE[:2]) and metrics["async/rejected_share"] == pytest.approx(4 / 8)
     wider = args_of(rejection="token", rejection_low=0.2, rejection_high=3.2)
-    assert correct(stale_batch(), wider, 5, ALONE).episodes.mask.any(1).sum() == 2
+    assert correct(stale_batch(), wider, ALONE)[0].mask.any(1).sum() == 2
 
 
 def test_a_batch_of_which_nothing_can_be_scored_corrects_nothing():
     batch = dataclasses.replace(stale_batch(), mask=torch.zeros_like(LIVE), loss_mask=torch.zeros_like(LIVE))
-    correction = correct(batch, args_of(rejection="token"), 5, ALONE)
-    assert not correction.episodes.loss_mask.any() and not correction.weights.any()
-    assert {value for name, value in correction.metrics.items() if "staleness" not in name} == {0.0}
+    trained, metrics = correct(batch, args_of(rejection="token"), ALONE)
+    assert not trained.loss_mask.any() and not trained.weights.any()
+    assert {value for name, value in metrics.items() if "staleness" not in name} == {0.0}
 
 
 # ---- Arguments, metrics ----------------------------------------------------------------------------------------
@@ -420,7 +416,7 @@ def test_presets_pass_the_checks():
 
 
 def test_every_metric_of_asynchrony_is_explained(two_updates_late):
-    metrics = correct(stale_batch(), args_of(), 5, ALONE).metrics.keys() | {"time/waiting", "time/weight_sync"}
+    metrics = correct(stale_batch(), args_of(), ALONE)[1].keys() | {"time/waiting", "time/weight_sync"}
     metrics |= {"async/masked_share"}  # of the mask, whose share the passes count
     explained = {name for name in explained_metrics(3) if name.startswith(("async/", "time/"))}
     assert metrics == explained - {"time/training", "time/from_scratch"}  # which every script of chapter 3 logs

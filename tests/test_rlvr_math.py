@@ -17,30 +17,26 @@ from ppo_rlhf.rlvr import asynchronous as rlvr_async
 from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     IN_GROUPS,
-    Batch,
-    EntropyController,
-    Rollout,
     kl_estimate,
+    lower_clip_range,
     mismatch,
     off_policy_mask,
     rejection_mask,
     response_mask,
     scores_differ,
     token_losses,
+    whiten,
 )
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs
 from ppo_rlhf.rlvr.policy import (
     ActorCritic,
-    Correction,
-    Reading,
+    Rollout,
     compute_advantages,
     draw_problems,
     kl_in_loss,
-    make_batch,
-    policy_losses,
+    ppo_update,
     punish,
     token_rewards,
-    update,
 )
 
 ROWS, LENGTH = 6, 5
@@ -62,35 +58,17 @@ def sources_of(rewards: torch.Tensor) -> dict:
 def rollout_of(mask: torch.Tensor = MASK, **fields: torch.Tensor) -> Rollout:
     """A rollout with these fields, and nothing in the others; responses alone, without prompts."""
     rows = len(mask)
-    given = {field.name: torch.zeros(mask.shape, dtype=torch.float64) for field in dataclasses.fields(Rollout)}
+    names = ("logprobs", "sampler_logprobs", "ref_logprobs", "exact_kl", "values", "advantages", "returns")
+    given = dict.fromkeys(names, torch.zeros(mask.shape, dtype=torch.float64))
     given |= dict.fromkeys(("raw_scores", "scores", "baselines"), torch.zeros(rows, dtype=torch.float64))
-    given |= dict.fromkeys(("problems", "groups", "versions"), torch.zeros(rows, dtype=torch.long))
+    given |= dict.fromkeys(("problems", "groups", "age"), torch.zeros(rows, dtype=torch.long))
     given |= {"parts": torch.zeros(rows, 1), "stopped": torch.ones(rows, dtype=torch.bool)}
     given |= {"query_responses": torch.ones(rows, 1 + mask.shape[1], dtype=torch.long)}
+    given |= {"weights": torch.ones(mask.shape, dtype=torch.float64)}
     return Rollout(**given | {"mask": mask, "loss_mask": mask} | fields)
 
 
-def batch_from(
-    correction: Correction, rewards: torch.Tensor, estimate: tuple[torch.Tensor, torch.Tensor], number: int = 0
-) -> Batch:
-    """The batch of an update. rewards: in place of the KL and its penalty, too. estimate: advantages and returns."""
-    return make_batch(
-        correction,
-        rewards=rewards,
-        non_score_rewards=rewards,
-        kl=rewards,
-        advantages=estimate[0],
-        returns=estimate[1],
-        number=number,
-    )
-
-
 ALONE = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, process_index=0)
-
-
-def setup_of(args: Args, pad: int, accelerator=ALONE) -> SimpleNamespace:
-    """What `update` reads of a Setup."""
-    return SimpleNamespace(args=args, ids=SimpleNamespace(pad=pad), accelerator=accelerator)
 
 
 class StandIn(torch.nn.Module):
@@ -102,28 +80,35 @@ class StandIn(torch.nn.Module):
         super().__init__()
         self.table, self.read = torch.nn.Parameter(parameters.clone()), read
 
+    @property
+    def lm_backbone(self):
+        return self
+
     def forward(self, tokens, responses, mask, pad_id, reference):
         logprobs, exact_kl = (x.masked_fill(~mask, 0) for x in self.read(self.table, tokens, mask))
         zeros = torch.zeros_like(logprobs)
-        return Reading(logprobs=logprobs, values=zeros, entropies=zeros, exact_kl=exact_kl)
+        return logprobs, zeros, zeros, exact_kl
 
 
 def updated_stand_in(
     network: StandIn, episodes: Rollout, rewards: torch.Tensor, args: rlvr_async.Args
 ) -> dict[str, torch.Tensor]:
     """Steps of an update of rlvr/asynchronous.py, of episodes of one update before; network.table.grad stays."""
-    correction = rlvr_async.correct(episodes, args, 1, ALONE)
-    estimate = compute_advantages(correction.episodes, rewards, args.ppo, torch.clone)
-    batch = batch_from(correction, rewards, estimate, 1)
-    return update(
-        setup_of(args, -1),
-        batch,
-        actor_critic=network,
-        reference=None,
-        optimizers={"policy": torch.optim.SGD(network.parameters(), lr=0.0)},
-        minibatches=torch.arange(len(batch.mask))[None, None],
-        policy_learns=True,
-        bonus=EntropyController(args.ppo.entropy_coef),
+    sampler = rlvr_async.SamplerAhead(None)
+    sampler.args, sampler.accelerator, sampler.update, sampler.publishing = args, ALONE, 1, 0.0
+    batch, _ = sampler.correct(dataclasses.replace(episodes, rewards=rewards))
+    advantages, returns = compute_advantages(batch, args.ppo)
+    if args.ppo.whitens:
+        advantages = whiten(advantages, batch.mask, keep_mean=False)
+    return ppo_update(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.0),
+        dataclasses.replace(batch, advantages=advantages, returns=returns),
+        torch.arange(len(batch.mask))[None, None],
+        args,
+        ALONE,
+        pad_id=-1,
+        correct_losses=sampler.correct_losses,
     )
 
 
@@ -139,15 +124,11 @@ class Numbered(list):
 
 def test_the_rows_of_a_group_are_of_one_problem():
     """Those of every round have numbers of their own, because what is left over may meet the next round."""
-    ppo, seen = PpoArgs(samples_per_prompt=3, advantage="remax"), []
-    for round_number, rank in itertools.product((2, 3), range(2)):
-        process = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
-        setup = setup_of(Args(ppo=ppo), 0, process)
-        setup.problems, setup.sizes = Numbered(range(10)), SimpleNamespace(local_batch=6)
-        draw = draw_problems(setup, round_number, rank)
-        sampled, greedy = (request.contexts[:, 0] for request in draw.requests)
-        assert sampled.equal(draw.problems) and greedy.equal(draw.problems[::3])
-        seen += zip(draw.groups.tolist(), draw.problems.tolist(), strict=True)
+    args, seen = Args(ppo=PpoArgs(samples_per_prompt=3, batch_size=12)), []
+    for round_number in (2, 3):
+        drawn, groups, prompts, _ = draw_problems(args, Numbered(range(10)), 0, round_number)
+        assert prompts[:, 0].equal(drawn)
+        seen += zip(groups.tolist(), drawn.tolist(), strict=True)
     assert len({group for group, _ in seen}) == len(set(seen)) == 8 and sorted(seen)[::3] == sorted(set(seen))
 
 
@@ -374,7 +355,7 @@ def gradient_from_teacher(name: str, gamma: float, *, has_baseline: bool) -> tor
     mb = rollout_of(EVERYWHERE, **old)
     rewards, _, _ = token_rewards(mb, args.rewards.reward_kl, name)
     baseline = -old["exact_kl"] if has_baseline else None
-    advantages, _ = compute_advantages(mb, rewards, ppo, torch.clone, baseline=baseline)
+    advantages, _ = compute_advantages(dataclasses.replace(mb, rewards=rewards), ppo, baseline=baseline)
     is_left_out = name == "full" and gamma == 0 and has_baseline  # nothing else is in the advantages
     assert (advantages.abs().max().item() < 1e-12) == is_left_out
     losses, _, _ = token_losses(logprobs, old["logprobs"], advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
@@ -428,8 +409,8 @@ def test_k3_is_exact_where_two_policies_hardly_differ():
 def test_cispo_has_a_lower_bound_only_if_one_is_asked_for():
     """Golden numbers of verl have one."""
     new, mask = double([0.05, 0.9, 5.0]).log(), torch.ones(1, 3).bool()
-    mb = SimpleNamespace(logprobs=torch.zeros(1, 3), advantages=torch.ones(1, 3), loss_mask=mask)
-    _, clipped, _ = policy_losses(new, mb, PpoArgs(loss="cispo"))
+    bounds = {"low": lower_clip_range("cispo", None), "high": PpoArgs().cliprange_high}
+    _, clipped, _ = token_losses(new, torch.zeros(1, 3), torch.ones(1, 3), mask, "cispo", **bounds)
     assert clipped.tolist() == [[False, False, True]]
 
 

@@ -5,27 +5,18 @@ import math
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import TINY_TOOLS, check_close, error_line, explained_metrics, metrics_of, only, rows_of, trained
+from safetensors.torch import load_file
 from test_explain import lines_of
 from transformers import AutoTokenizer
 
 from benchmark import worlds
 from ppo_rlhf import sample, train_policy
-from ppo_rlhf.lib import command_line
-from ppo_rlhf.lib.errors import InputError
-from ppo_rlhf.report import traces
-from ppo_rlhf.rlvr import (
-    arguments as rlvr_arguments,
-    metrics as rlvr_metrics,
-    policy as rlvr_policy,
-    problems,
-    tool_functions,
-    tools as rlvr_tools,
-)
+from ppo_rlhf.rlvr import policy as rlvr_policy, problems, tool_functions, tools as rlvr_tools
+from ppo_rlhf.train_policy import InputError
 
 # ---- Conversations ---------------------------------------------------------------------------------------------
 
@@ -89,15 +80,14 @@ def test_a_conversation_agrees_with_a_slow_loop_of_each_row_alone(tiny_models):
     assert logprobs[:, -1].isnan().any()  # an answer that is cut off by the greatest length
 
 
-def test_every_answered_call_counts_even_with_an_empty_answer(tiny_tools, monkeypatch):
+def test_every_answered_call_counts_even_with_an_empty_answer(monkeypatch):
     """At most MAX_CALLS, not the tool's own text, and not a call in the last place."""
     monkeypatch.setattr(tool_functions, "MAX_CALLS", 2)
-    setup = setup_with(tiny_tools)
-    (end,) = setup.tokenizer.encode("]")
-    responses = torch.tensor([[end, 3, end, 5, end], [3, end, end, 5, 6], [3, 4, 5, 6, end], [end, 4, end, end, 6]])
+    end = 4
+    responses = torch.tensor([[end, 3, end, 5, end], [3, end, end, 5, 6], [3, 7, 5, 6, end], [end, 7, end, end, 6]])
     from_tool = torch.zeros(4, 5, dtype=torch.bool)
     from_tool[0, 1] = from_tool[1, 2] = True
-    assert rlvr_metrics.answered_calls(setup, responses, from_tool).tolist() == [2, 1, 0, 2]
+    assert rlvr_tools.answered_calls(responses, from_tool, end).tolist() == [2, 1, 0, 2]
 
 
 # ---- What is trained on ----------------------------------------------------------------------------------------
@@ -115,44 +105,49 @@ def arguments(world: Path) -> list[str]:
     return [*ARGUMENTS.split(), "--base_model", f"{world}/model", "--task.problems", str(world)]
 
 
+class WritesTwo(rlvr_tools.SamplerWithTool):
+    """The first two responses of a batch are written by hand: a correct call, and one too many."""
+
+    def respond(self, contexts, uniforms, temperature):
+        responses, logprobs = super().respond(contexts, uniforms, temperature)
+        if len(responses) == 16:
+            for row, rest in enumerate(("#### 12", "")):
+                call = self.tokenizer.encode("[7+]" if row else "[7+5]")
+                ours = [] if row else [*self.tokenizer.encode(rest), *self.ids.stops]  # after the answer
+                said = self.conversation.answer(call)
+                mask = torch.tensor([1] * len(call) + [0] * len(said) + [1] * len(ours)).bool()
+                responses[row], logprobs[row] = self.ids.pad, 0
+                responses[row, : len(mask)] = torch.tensor([*call, *said, *ours])
+                logprobs[row, : len(mask)].masked_fill_(~mask, math.nan)
+        return responses, logprobs
+
+
 def test_masks_and_scores_of_conversations(tiny_tools, tmp_path, monkeypatch):
     """Of sixteen episodes, of which the first two are written by hand; a punishment rises to 1 at 24 tokens."""
     monkeypatch.chdir(tmp_path)
-    words = [*arguments(tiny_tools), "--rewards.overlong_buffer", "24"]
-    args = command_line.parse_args(rlvr_tools.PRESETS, words)
-    setup, actor_critic, reference = rlvr_policy.load(args)
-    encode, answer, (stop,) = setup.tokenizer.encode, talk_of(setup).answer, setup.ids.stops
-    one, other = encode("[7+5]"), encode("[7+]")
-    ours = [[*encode("#### 12"), stop], []]  # after the answer; the second response has one call too many
-    tool = tool_functions.load_tool(args.tools.tool, "tools.tool")
-    sampler, draw = rlvr_tools.sampler_with_tool(setup, actor_critic, tool), rlvr_policy.draw_problems(setup, 0, 0)
-    with actor_critic.sampling():
-        samples = sampler.sample(draw)
-    ((responses, logprobs),) = samples.answers
-    expected = torch.zeros(2, 24, dtype=torch.bool)
-    for row, (call, rest) in enumerate(zip((one, other), ours, strict=True)):
-        said = answer(call)
-        mask = torch.tensor([1] * len(call) + [0] * len(said) + [1] * len(rest)).bool()
-        responses[row], logprobs[row], expected[row, : len(mask)] = setup.ids.pad, 0, mask
-        responses[row, : len(mask)] = torch.tensor([*call, *said, *rest])
-        logprobs[row, : len(mask)].masked_fill_(~mask, math.nan)
-    samples = samples._replace(on_policy=False)  # the learner reads them anew
-    rollout = rlvr_policy.make_rollout(setup, samples, actor_critic=actor_critic, reference=reference)
-
-    for mask in (rollout.mask, rollout.loss_mask):
-        assert torch.equal(mask[:2], expected)
-    assert rollout.stopped[:2].tolist() == [True, False]
-    assert rollout.from_tool[:2].any(1).all() and not (rollout.from_tool & rollout.mask).any()
-    # The punished lengths include the tool's tokens.
-    lengths = (expected | rollout.from_tool[:2]).sum(1)
-    torch.testing.assert_close((rollout.raw_scores - rollout.scores)[:2], lengths / 24, check_dtype=False)
-    rewards, non_score_rewards, _ = rlvr_policy.token_rewards(rollout, 0.1, "k1")
-    # The score is on the last token that the policy wrote: in the second row that is the end of its call.
-    for row in range(2):
-        place = int(expected[row].nonzero()[-1])
-        assert rewards[row, place] - non_score_rewards[row, place] == rollout.scores[row]
-    for numbers in (rewards, rollout.logprobs, rollout.ref_logprobs):
-        assert (numbers[~rollout.mask] == 0).all() and (numbers[rollout.mask] != 0).any()
+    words = [*arguments(tiny_tools), "--rewards.overlong_buffer", "24", "--ppo.total_episodes", "16"]
+    args = train_policy.parse_args(rlvr_tools.PRESETS, words)
+    rlvr_policy.train(args, WritesTwo(tool_functions.load_tool(args.tools.tool, "tools.tool")))
+    trace = load_file(only(tmp_path, "runs/*/traces/0.safetensors"))
+    tokens = {name.removeprefix("tokens."): x for name, x in trace.items() if name.startswith("tokens.")}
+    encode = AutoTokenizer.from_pretrained(tiny_tools / "model").encode
+    for row, (call, answer, rest) in enumerate((("[7+5]", "12", "#### 12"), ("[7+]", tool_functions.SYNTAX, ""))):
+        call, said, ours = len(encode(call)), len(encode(answer)), 0 if row else len(encode(rest)) + 1
+        expected = torch.tensor([1] * call + [0] * said + [1] * ours + [0] * (24 - call - said - ours)).bool()
+        assert tokens["scored"][row].equal(expected) and tokens["mask"][row].equal(expected)
+        assert tokens["tool"][row].nonzero()[:, 0].tolist() == [*range(call, call + said)]
+        # The punished length includes the tool's tokens.
+        punishment = trace["episodes.raw_scores"][row] - trace["episodes.scores"][row]
+        assert punishment.item() == pytest.approx((call + said + ours) / 24)
+        # The score is on the last token that the policy wrote: in the second row that is the end of its call.
+        place = int(expected.nonzero()[-1])
+        score = tokens["rewards"][row] + 0.1 * tokens["kl"][row]
+        assert score[place].item() == pytest.approx(trace["episodes.scores"][row].item())
+        assert score.count_nonzero() <= 1 or score.abs().sort().values[-2] < 1e-12
+    assert trace["episodes.stopped"][:2].tolist() == [True, False]
+    assert not (tokens["tool"] & tokens["scored"]).any()
+    for name in ("rewards", "logprobs", "ref_logprobs"):
+        assert (tokens[name][~tokens["scored"]] == 0).all() and (tokens[name][tokens["scored"]] != 0).any()
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------
@@ -169,8 +164,6 @@ def test_a_run_leaves_calls_in_metrics_evaluation_and_traces(whole_run):
     assert all(row["objective/sampler_gap"] < 1e-9 and row["val/first_ratio_gap"] < 1e-9 for row in rows)
     assert {name for name in rows[0] if "tool" in name} <= explained_metrics(3)
     assert any(re.search(r"\](error: |\d)", str(row)) for row in rows_of(whole_run / "evaluation.jsonl"))
-    trace = traces.read(whole_run, 0)
-    assert trace.tokens["tool"].any() and not (trace.tokens["tool"] & trace.tokens["mask"]).any()
     # Before an answer, the next value is that of the token after it: the tool's tokens have none.
     assert not [line for _, line in lines_of(whole_run) if line.wrong]
 
@@ -260,32 +253,27 @@ def test_what_is_no_tool_is_refused_in_one_line(in_a_fresh_folder):
         assert line.startswith(f"--tools.tool {name}: ") and "package.module:name" in line
 
 
-def talk_of(setup: rlvr_arguments.Setup) -> rlvr_tools.Conversation:
-    args = setup.args.tools
-    return rlvr_tools.conversation(setup, tool_functions.load_tool(args.tool, "tools.tool"))
-
-
-def setup_with(world: Path, **changes) -> SimpleNamespace:
-    """What `conversation` reads of a Setup."""
+def talk_of(world: Path, **changes: str) -> rlvr_tools.Conversation:
+    """What a tool needs to answer calls. changes: of the tool's arguments."""
     args = rlvr_tools.PRESETS["sums-tools"]
-    args = dataclasses.replace(args, tools=dataclasses.replace(args.tools, **changes))
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
-    ids = problems.task_ids(args.task, tokenizer)
-    return SimpleNamespace(args=args, tokenizer=tokenizer, ids=ids)
+    tools = dataclasses.replace(args.tools, **changes)
+    tool = tool_functions.load_tool(tools.tool, "tools.tool")
+    return rlvr_tools.conversation(tools, tool, tokenizer, problems.task_ids(args.task, tokenizer))
 
 
 def test_answers_are_plain_text(tiny_tools, in_a_fresh_folder):
     Path("echo.py").write_text("def echo(call): return call.replace('HALF', chr(0xd800))\n")
-    setup = setup_with(tiny_tools, tool="echo:echo")
-    encode, decode = setup.tokenizer.encode, setup.tokenizer.decode
-    answer = talk_of(setup).answer
+    tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
+    encode, decode = tokenizer.encode, tokenizer.decode
+    answer = talk_of(tiny_tools, tool="echo:echo").answer
     assert decode(answer(encode("Felix [5[7+5]"))) == "7+5"  # between the last start and the end
     assert decode(answer(encode("7+5]"))) == decode(answer(encode("]"))) == tool_functions.SYNTAX
     assert answer(encode("[]")) == []
     # What ends a text is just text in an answer, and a broken character does no harm.
-    assert setup.ids.stops == (encode("<|endoftext|>")[0],)
+    (stop,) = encode("<|endoftext|>")
     said = answer(encode("[<|endof") + encode("text|>]"))
-    assert decode(said) == "<|endoftext|>" and not set(said) & {*setup.ids.stops, setup.ids.pad}
+    assert decode(said) == "<|endoftext|>" and stop not in said
     assert decode(answer(encode("[HALF]"))) == "?"
 
 
@@ -295,7 +283,7 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools):
         ({"call_start": ""}, "--tools.call_start is empty"),
         ({"call_end": "<|endoftext|>"}, "--tools.call_end '<|endoftext|>' ends a response"),
     ):
-        assert words in error_line(talk_of, setup_with(tiny_tools, **changes))
+        assert words in error_line(talk_of, tiny_tools, **changes)
 
 
 # ---- The world -------------------------------------------------------------------------------------------------
@@ -304,7 +292,7 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(tiny_tools):
 def test_answers_are_split_off_and_have_the_ids_that_a_rollout_inserts(tiny_tools):
     assert worlds.split_answers("[7+5]12\n[3]error: x\n#### 1") == ["[7+5]", "12", "\n[3]", "error: x", "\n#### 1"]
     assert worlds.split_answers("7+5=12\n#### 12") == ["7+5=12\n#### 12"]
-    answer = talk_of(setup_with(tiny_tools)).answer
+    answer = talk_of(tiny_tools).answer
     tokenizer = AutoTokenizer.from_pretrained(tiny_tools / "model")
     rng = random.Random(3)
     for problem in worlds.write_problems(rng, 200, TINY_TOOLS, set()):

@@ -10,16 +10,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from oracles import average_gradients, on_processes
-from test_rlvr_math import ALONE, batch_from, numbers, rollout_of, setup_of
+from test_rlvr_math import ALONE, StandIn, numbers, rollout_of
 from torch.testing import assert_close
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.lib import pretrained
-from ppo_rlhf.rlvr import algebra, metrics, policy as rlvr_policy, problems
-from ppo_rlhf.rlvr.algebra import Rollout
+from ppo_rlhf.rlvr import policy as rlvr_policy, problems
+from ppo_rlhf.rlvr.algebra import whiten
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs, ppo_sizes
-from ppo_rlhf.rlvr.policy import ActorCritic, Correction, Reference, update
-from ppo_rlhf.tldr import packing, responses as tldr_responses
+from ppo_rlhf.rlvr.policy import ActorCritic, Reference, Rollout, compute_advantages, ppo_update
+from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7
 LENGTHS = [1, 7, 3, 5, 7, 2, 4, 6]
@@ -34,7 +33,7 @@ def networks(tiny_models, architecture: str = "gpt2", critic: bool = True) -> tu
     if critic:
         with torch.no_grad():
             value.reward_head.weight.copy_(numbers(1, 1, 16))
-    reference = Reference(ActorCritic(third, None, PAD, TEMPERATURE), None)
+    reference = Reference(third, None, PAD, TEMPERATURE)
     return ActorCritic(policy, value, PAD, TEMPERATURE), reference
 
 
@@ -70,8 +69,8 @@ def test_what_is_read_is_what_the_library_says_of_the_row_alone(tiny_models, mon
             hidden = actor_critic.critic.lm_backbone(input_ids=alone).last_hidden_state[0, before]
         expected = (
             log_p.gather(1, alone[0, -n:, None])[:, 0],
-            actor_critic.critic.reward_head(hidden)[:, 0],
             -(log_p.exp() * log_p).sum(1),
+            actor_critic.critic.reward_head(hidden)[:, 0],
             (log_p.exp() * (log_p - log_q)).sum(1),
         )
         for found in readings:
@@ -86,11 +85,10 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
     monkeypatch.setattr(
         tldr_responses, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more)
     )
-    function = partial(rlvr_policy.read_responses, reference=reference, exact=True, recorded=False)
     packing.by_length(
-        function, actor_critic, tokens, tokens[:, CONTEXT:], mask, torch.zeros(mask.shape), pad_id=PAD, rows=3
+        ActorCritic.__call__, actor_critic, tokens, tokens[:, CONTEXT:], mask, pad_id=PAD, rows=3, reference=reference
     )
-    assert shapes == [(3, 8)] * 4  # policy, critic, and the reference twice
+    assert shapes == [(3, 8)] * 3  # policy, reference and critic
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -145,68 +143,57 @@ def test_evaluations_sample_several_responses_as_one_at_a_time():
         assert one.texts == other.texts and one.right.equal(other.right)
 
 
-def test_what_the_sampler_recorded_is_not_read_again(tiny_models):
-    """V82: the policy reads nothing; the critic's values are those of a full reading."""
-    actor_critic, reference = networks(tiny_models)
-    tokens, mask = tokens_and_mask()
-    recorded, read = numbers(5, *mask.shape), []
-    rows = (tokens, tokens[:, CONTEXT:], mask)
-    _, values, _, _ = actor_critic(*rows, PAD)
-    actor_critic.lm_backbone.base_model.register_forward_pre_hook(lambda *_: read.append(1))
-    found = rlvr_policy.read_responses(
-        actor_critic, *rows, recorded, pad_id=PAD, reference=reference, exact=False, recorded=True
-    )
-    assert_close(found[:3], (recorded.masked_fill(~mask, 0), values, reference.logprobs(*rows, PAD)))
-    assert not read
-
-
 def test_policy_and_reference_begin_as_the_same_distribution(tiny_models, tiny_tokenizer, tmp_path):
     """At the temperature that samples, or the KL would not be 0 before the first update."""
     model = tiny_models("gpt2")
     for part in (model, tiny_tokenizer):
         part.save_pretrained(tmp_path)
-    tokenizer = pretrained.load_tokenizer(str(tmp_path))
+    tokenizer = models.load_tokenizer(str(tmp_path))
     task = problems.TaskArgs(prompt_length=CONTEXT, response_length=RESPONSE, temperature=TEMPERATURE)
     args = Args(base_model=str(tmp_path), task=task, ppo=PpoArgs(advantage="grpo"), rewards=RewardsArgs(kl_coef=0.1))
-    actor_critic, reference, _ = rlvr_policy.load_networks(args, tokenizer, Accelerator(cpu=True))
+    actor_critic, reference, _ = rlvr_policy.load_networks(args, tokenizer, Accelerator(cpu=True).device)
     tokens = torch.randint(26, (4, CONTEXT + RESPONSE), generator=torch.Generator().manual_seed(1))
     rows = (tokens, tokens[:, CONTEXT:], torch.ones(4, RESPONSE).bool(), PAD)
     with torch.no_grad():
         logprobs = (model.eval()(tokens).logits[:, CONTEXT - 1 : -1] / TEMPERATURE).log_softmax(2)
         expected = logprobs.gather(2, rows[1].unsqueeze(2)).squeeze(2)
-        for found in (actor_critic(*rows)[0], reference.logprobs(*rows)):
+        for found in (actor_critic(*rows)[0], reference.logprobs(None, *rows)):
             assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------
 
 
-def make_episodes(actor_critic: ActorCritic, reference: Reference) -> tuple[Rollout, torch.Tensor]:
-    """Two groups of four, from another policy than the one that learns, so that ratios are not 1; their rewards."""
+def make_episodes(actor_critic: ActorCritic, reference: Reference) -> Rollout:
+    """Two groups of four, from another policy than the one that learns, so that ratios are not 1, with rewards."""
     tokens, mask = tokens_and_mask()
     with torch.no_grad():
-        logprobs, values, _, _ = actor_critic(tokens, tokens[:, CONTEXT:], mask, PAD)
-        ref_logprobs = reference.logprobs(tokens, tokens[:, CONTEXT:], mask, PAD)
+        logprobs, _, values, _ = actor_critic(tokens, tokens[:, CONTEXT:], mask, PAD)
+        ref_logprobs = reference.logprobs(None, tokens, tokens[:, CONTEXT:], mask, PAD)
     logprobs = (logprobs + 0.3 * numbers(1, *mask.shape)).masked_fill(~mask, math.nan)
     values = (values + numbers(2, *mask.shape)).masked_fill(~mask, math.nan)
-    episodes = rollout_of(
+    right = torch.tensor([1, 0, 0, 1, 0, 1, 1, 0])
+    return rollout_of(
         mask,
         query_responses=tokens,
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
         groups=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-        parts=torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 0]).double().unsqueeze(1),
+        parts=right.double().unsqueeze(1),
+        right=right.bool(),
         baselines=numbers(4, len(tokens)),
+        rewards=numbers(3, *mask.shape).masked_fill(~mask, math.nan),
     )
-    return episodes, numbers(3, *mask.shape).masked_fill(~mask, math.nan)
 
 
-def batch_of(episodes: Rollout, rewards: torch.Tensor, ppo: PpoArgs, process) -> algebra.Batch:
-    """Steps 6 and 7 up to the losses, as in `train`."""
-    reduce = partial(process.reduce, reduction="sum")
-    estimate = rlvr_policy.compute_advantages(episodes, rewards, ppo, reduce, weights=[1.0])
-    return batch_from(Correction(episodes=episodes), rewards, estimate)
+def with_advantages(episodes: Rollout, ppo: PpoArgs, process) -> Rollout:
+    """Step 6, as in `train`."""
+    advantages, returns = compute_advantages(episodes, ppo, source_weights=[1.0])
+    if ppo.whitens:
+        reduce = partial(process.reduce, reduction="sum")
+        advantages = whiten(advantages, episodes.mask, keep_mean=False, reduce=reduce)
+    return dataclasses.replace(episodes, advantages=advantages, returns=returns)
 
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -215,37 +202,33 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 def updated(
     tiny_models,
     processes: int = 1,
-    change=lambda *given: given,
+    change=lambda episodes: episodes,
     policy_learns: bool = True,
     optimizer=SGD,
     rewards: RewardsArgs | None = None,
-    bonus=None,
     **settings,
 ):
     """Parameters after an update of a batch, and its steps, as each process has them."""
     settings = {"batch_size": 8, "samples_per_prompt": 4, "noptepochs": 2, "max_grad_norm": 0.5} | settings
     args = Args(ppo=PpoArgs(nminibatches=2, total_episodes=8, **settings), rewards=rewards or RewardsArgs())
-    sizes = ppo_sizes(args.ppo, processes)
+    sizes = ppo_sizes(args, processes)
     made = networks(tiny_models, critic=args.ppo.advantage == "gae")
 
     def on_process(process):
         actor_critic, reference = copy.deepcopy(made)
-        episodes, rewards = change(*make_episodes(actor_critic, reference))
+        episodes = change(make_episodes(actor_critic, reference))
         rank = process.process_index
         mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)
-        batch = batch_of(episodes.rows(mine), rewards[mine], args.ppo, process)
-        learners = {"policy": actor_critic.lm_backbone, "value": actor_critic.critic}
-        steps = update(
-            setup_of(args, PAD, process),
-            batch,
-            actor_critic=actor_critic,
+        steps = ppo_update(
+            actor_critic,
+            optimizer([p for p in actor_critic.parameters() if p.requires_grad]),
+            with_advantages(episodes.rows(mine), args.ppo, process),
+            tldr_responses.draw_minibatches(args.seed, 0, args.ppo.noptepochs, mine, args.ppo.nminibatches),
+            args,
+            process,
+            pad_id=PAD,
             reference=reference,
-            optimizers={name: optimizer(model.parameters()) for name, model in learners.items() if model},
-            minibatches=tldr_responses.draw_minibatches(
-                args.seed, 0, args.ppo.noptepochs, mine, args.ppo.nminibatches
-            ),
             policy_learns=policy_learns,
-            bonus=bonus() if bonus else algebra.EntropyController(args.ppo.entropy_coef),
         )
         return dict(actor_critic.named_parameters()), steps
 
@@ -287,13 +270,12 @@ def test_micro_batches_and_processes_change_nothing(tiny_models, monkeypatch, va
 
 
 def test_what_is_masked_reaches_no_gradient(tiny_models):
-    def cut(episodes: Rollout, rewards: torch.Tensor, filled: float) -> tuple[Rollout, torch.Tensor]:
+    def cut(episodes: Rollout, filled: float) -> Rollout:
         loss_mask = episodes.loss_mask.clone()
         loss_mask[1] = loss_mask[4, :3] = False
-        rewards, logprobs, values = (
-            x.masked_fill(~episodes.mask, filled) for x in (rewards, episodes.logprobs, episodes.values)
-        )
-        return dataclasses.replace(episodes, loss_mask=loss_mask, logprobs=logprobs, values=values), rewards
+        names = ("rewards", "logprobs", "values")
+        spoiled = {name: getattr(episodes, name).masked_fill(~episodes.mask, filled) for name in names}
+        return dataclasses.replace(episodes, loss_mask=loss_mask, **spoiled)
 
     ((clean, _),), ((spoiled, _),) = (
         updated(tiny_models, change=partial(cut, filled=filled)) for filled in (math.nan, -1e9)
@@ -304,12 +286,20 @@ def test_what_is_masked_reaches_no_gradient(tiny_models):
 
 @pytest.mark.parametrize("whitened", [False, True])
 def test_a_rejected_token_leaves_the_loss_but_not_the_advantages(whitened):
-    mask, rewards = tokens_and_mask()[1], numbers(1, 8, RESPONSE)
-    episodes = rollout_of(mask, groups=torch.arange(8) // 4)
+    mask = tokens_and_mask()[1]
+    episodes = rollout_of(mask, groups=torch.arange(8) // 4, rewards=numbers(1, 8, RESPONSE))
     cut = dataclasses.replace(episodes, loss_mask=mask & (torch.arange(RESPONSE) < 2))
     ppo = PpoArgs(advantage="grpo", whiten_advantages=whitened)
-    whole, narrowed = (rlvr_policy.compute_advantages(one, rewards, ppo, torch.clone)[0] for one in (episodes, cut))
+    whole, narrowed = (with_advantages(one, ppo, ALONE).advantages for one in (episodes, cut))
     assert whole.equal(narrowed) and whole.any()
+
+
+class Terms(StandIn):
+    """Parameters for log-probs and entropies, as they are."""
+
+    def forward(self, tokens, responses, mask, pad_id, reference):
+        logprobs, entropies = self.table.masked_fill(~mask, 0)
+        return logprobs, entropies, torch.zeros_like(logprobs), torch.zeros_like(logprobs)
 
 
 def test_terms_of_the_loss_have_their_own_gradients():
@@ -317,39 +307,28 @@ def test_terms_of_the_loss_have_their_own_gradients():
     _, mask = tokens_and_mask()
     loss_mask, right = mask.clone(), torch.arange(8) % 3 == 0
     loss_mask[3, :2] = loss_mask[6] = False  # both are correct
-    right_mask, nothing = loss_mask & right.unsqueeze(1), torch.zeros(mask.shape)
-    episodes = rollout_of(mask, loss_mask=loss_mask, parts=right.double().unsqueeze(1))
-    batch = batch_from(Correction(episodes=episodes), nothing, (nothing, nothing))
-    new = rlvr_policy.Reading(*(numbers(seed, *mask.shape).requires_grad_() for seed in range(4)))
-    ppo = PpoArgs(advantage="grpo", loss_aggregation="seq-mean-token-sum", nll_coef=0.3)
-    counts = rlvr_policy.minibatch_counts(loss_mask, torch.clone)
-    loss, share = rlvr_policy.micro_batch_loss(
-        new, batch, Args(ppo=ppo), counts=counts, right_tokens=int(right_mask.sum()), entropy_coef=0.2
+    network = Terms(torch.stack([numbers(0, *mask.shape), numbers(2, *mask.shape)]), None)
+    ppo = PpoArgs(
+        advantage="grpo",
+        loss_aggregation="seq-mean-token-sum",
+        nll_coef=0.3,
+        entropy_coef=0.2,
+        max_grad_norm=1e9,
     )
-    likelihood, entropy = -new.logprobs[right_mask].mean(), new.entropies[loss_mask].sum() / 7  # responses
-    terms, read = 0.3 * likelihood - 0.2 * entropy, (new.logprobs, new.entropies)
-    assert_close(share["objective/loss"], terms.detach())
-    assert_close(torch.autograd.grad(loss, read), torch.autograd.grad(terms, read))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_entropy_coefficient_follows_the_entropy_of_each_step(tiny_models, processes):
-    """That of the whole minibatch; the loss of a step has the coefficient from before it, and a target that is out of
-    reach keeps the bonus on.
-    """
-    controllers = []
-
-    def controller() -> algebra.EntropyController:
-        controllers.append(algebra.EntropyController(0.0, 100.0, delta=0.1))
-        return controllers[-1]
-
-    found = updated(tiny_models, processes=processes, bonus=controller, advantage="grpo")
-    entropies = sum(steps["policy/entropy_avg"] for _, steps in found)
-    losses, policy_losses = (sum(steps[name] for _, steps in found) for name in ("objective/loss", "loss/policy_avg"))
-    coefs = torch.tensor([0.0, 0.1, 0.2, 0.3])  # of four steps
-    assert_close(losses, policy_losses - coefs * entropies)
-    for one in controllers:
-        assert one.coef == pytest.approx(0.4) and one.last == pytest.approx(entropies[-1].item())
+    steps = ppo_update(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.0),
+        rollout_of(mask, loss_mask=loss_mask, right=right),
+        torch.arange(8)[None, None],
+        Args(ppo=ppo),
+        ALONE,
+        pad_id=PAD,
+    )
+    new_logprobs, entropies = network.table
+    likelihood = -new_logprobs[loss_mask & right.unsqueeze(1)].mean()
+    terms = 0.3 * likelihood - 0.2 * entropies[loss_mask].sum() / 7  # responses
+    assert_close(steps["objective/loss"][0], terms.detach())
+    assert_close(network.table.grad, torch.autograd.grad(terms, network.table)[0])
 
 
 def test_a_step_is_that_of_its_minibatch_alone(tiny_models):
@@ -357,22 +336,13 @@ def test_a_step_is_that_of_its_minibatch_alone(tiny_models):
     so do advantages, which are not whitened again.
     """
     actor_critic, reference = networks(tiny_models)
-    episodes, rewards = make_episodes(actor_critic, reference)
     args = Args(ppo=PpoArgs(batch_size=8, nminibatches=2))
-    batch = batch_of(episodes, rewards, args.ppo, ALONE)
+    batch = with_advantages(make_episodes(actor_critic, reference), args.ppo, ALONE)
 
-    def steps_of(batch: algebra.Batch, minibatches: torch.Tensor) -> dict[str, torch.Tensor]:
-        networks = {"policy": actor_critic.lm_backbone, "value": actor_critic.critic}
-        return update(
-            setup_of(args, PAD),
-            batch,
-            actor_critic=actor_critic,
-            reference=reference,
-            optimizers={name: torch.optim.SGD(network.parameters(), lr=0.0) for name, network in networks.items()},
-            minibatches=minibatches[None],
-            policy_learns=True,
-            bonus=algebra.EntropyController(0.0),
-        )
+    def steps_of(batch: Rollout, minibatches: torch.Tensor) -> dict[str, torch.Tensor]:
+        parameters = [p for p in actor_critic.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        return ppo_update(actor_critic, optimizer, batch, minibatches[None], args, ALONE, pad_id=PAD)
 
     halves = torch.arange(8).view(2, 4)
     steps = steps_of(batch, halves)
@@ -383,17 +353,6 @@ def test_a_step_is_that_of_its_minibatch_alone(tiny_models):
     assert abs(first / second - 1) > 0.01
     scaled = dataclasses.replace(batch, weights=2 * batch.weights, advantages=3 * batch.advantages)
     assert_close(steps_of(scaled, halves)["policy/grad_norm"], 6 * steps["policy/grad_norm"])
-
-
-def test_an_epoch_is_when_as_many_prompts_were_drawn_as_there_are():
-    """Four rounds of six responses, three to a prompt: 8 prompts of 12."""
-    setup = SimpleNamespace(
-        args=Args(ppo=PpoArgs(samples_per_prompt=3)), sizes=SimpleNamespace(batch=6), problems=range(12)
-    )
-    clock = SimpleNamespace(seconds=lambda: 2.0)
-    found = metrics.run_metrics(setup, clock, 1, kl_coef=0.0, rounds=2, all_rounds=4, training=1.0)
-    assert found["epoch"] == pytest.approx(8 / 12)
-    assert (found["episode"], found["train/used_episodes"], found["eps"]) == (24, 12, 12.0)
 
 
 def test_the_critic_learns_alone_during_its_warm_up(tiny_models):

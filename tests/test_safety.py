@@ -24,7 +24,7 @@ from processes import OFFLINE, SCRIPTS, Result
 from runs import both_arguments, interrupt, only, policy_arguments, reward_arguments, world_arguments
 from transformers import AutoModelForCausalLM
 
-from ppo_rlhf.lib import errors
+from ppo_rlhf import train_policy
 
 # ---- Watching --------------------------------------------------------------------------------------------------
 
@@ -488,6 +488,10 @@ def test_a_tracked_run_imports_nothing_from_the_current_folder_and_leaves_no_sec
 
 def test_a_message_shows_no_password(capsys):
     """In the address of a mirror of the hub."""
+
+    def refused() -> None:
+        raise train_policy.InputError(f"no answer from https://user:{SECRETS['git remote']}@mirror.test/owner/name")
+
     with pytest.raises(SystemExit, match="2"):
-        errors.exit_with(f"cannot be pushed to https://user:{SECRETS['git remote']}@mirror.test/owner/name")
-    assert capsys.readouterr().err == "error: cannot be pushed to https://mirror.test/owner/name\n"
+        train_policy.run_script(refused)
+    assert capsys.readouterr().err == "error: no answer from https://mirror.test/owner/name\n"

@@ -29,10 +29,10 @@ from whole_runs import Whole
 import ppo_rlhf
 from benchmark import worlds
 from ppo_rlhf import train_both, train_policy, train_reward, worlds as packaged
-from ppo_rlhf.lib import run
 from ppo_rlhf.rlvr import policy as rlvr_policy, rewards
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.models import load_reward_model
+from ppo_rlhf.train_policy import read_meta
 from ppo_rlhf.worlds import tales
 
 SMALL = Path(ppo_rlhf.__file__).parent / "small"
@@ -249,7 +249,7 @@ def test_ppo_trains_the_weights_of_train_both_and_prints_its_numbers(
     losses = [
         f"reward model, step {row['step'] + 1:.0f}: loss {row['train/loss']:.3f}" for row in metrics_of(reward_run)
     ]
-    accuracy = run.read_meta(reward_run)["results"]["test_accuracy"]
+    accuracy = read_meta(reward_run)["results"]["test_accuracy"]
     updates = [
         f"update {row['step'] + 1:.0f}: score {row['objective/score']:.2f}, gold score "
         f"{row['objective/gold_scores']:.2f}, KL {row['objective/kl']:.2f}, KL coefficient "
@@ -408,7 +408,7 @@ def test_grpo_trains_the_weights_of_rlvr_policy_and_prints_its_numbers(easy_sums
     shown, this_run = capsys.readouterr().out, big_grpo.run()
     rows = metrics_of(this_run)
     assert all(0 < row["objective/scores"] < 1 and row["val/groups_zero_std"] < 1 for row in rows)  # it can learn
-    solved = [rows[0]["eval/gsm8k_strict"], run.read_meta(this_run)["results"]["eval/gsm8k_strict"]]
+    solved = [rows[0]["eval/gsm8k_strict"], read_meta(this_run)["results"]["eval/gsm8k_strict"]]
     assert re.findall(r"([\d.]+%) of the held-out", shown) == [f"{share:.1%}" for share in solved]
     updates = [
         f"update {row['step'] + 1:.0f}: {row['objective/scores']:.0%} correct, "

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +10,6 @@ import torch
 from processes import launch
 from runs import ROOT, metrics_of, policy_arguments, world_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 from whole_runs import Whole
 
 from benchmark.cost import speed
@@ -88,33 +85,9 @@ def test_work_of_python_does_not_grow_with_batch_and_length(tiny_models):
 # ---- benchmark/cost/speed.py -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tales", "sums"])
-def test_flops_equal_those_that_pytorch_counts(name):
-    """For linear layers. Of the attention, which is `bmm`, PyTorch counts all pairs of tokens; half are work."""
-    config, batch, length = speed.SHAPES[name](), 2, 12
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        tokens = torch.zeros(batch, length, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        hidden = model.base_model(tokens).last_hidden_state
-        model.get_output_embeddings()(hidden[:, 7:])  # a response of 5 tokens
-    counted = counter.get_flop_counts()["Global"]
-    linear = sum(flops for operation, flops in counted.items() if "bmm" not in str(operation))
-    pairs = batch * length * (length + 1) // 2
-    attention = 4 * pairs * config.hidden_size * config.num_hidden_layers
-    generation = (linear + attention) / batch
-    training = 3 * 3 * generation  # three epochs, each forward and twice that backward
-    scoring = 2 * generation - 2 * 5 * config.hidden_size * config.vocab_size
-    sizes = {"query_length": 7, "response_length": 5, "epochs": 3}
-    assert speed.flops_per_episode(config, **sizes) == generation + scoring + training
-    assert speed.flops_per_episode(config, **sizes, chapter=3) == generation + training
-    in_bfloat16 = speed.flops_per_episode(config, **sizes, chapter=3, dtype="bfloat16")
-    assert in_bfloat16 == 2 * generation + training
-
-
 SMALL = [
     *("--batch_size", "16", "--query_length", "8", "--response_length", "8", "--epochs", "2"),
-    *("--pairs", "1", "--updates", "2", "--device", "cpu"),
+    *("--pairs", "1", "--updates", "2"),
 ]
 
 
@@ -134,10 +107,12 @@ def test_speed_of_ours(tmp_path):
     assert run["seconds_per_update"] == pytest.approx(seconds)
     assert run["episodes_per_second"] == pytest.approx(16 / seconds)
     assert 1e8 < run["peak_memory"] < 1e10
+    # GPT-2 with four layers, 128 wide: embeddings of 1,024 tokens and 128 places, layers, and the last norm.
+    weights = (1024 + 128) * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128
     (used,) = report["utilisation"]
-    flops = speed.flops_per_episode(speed.SHAPES["tales"](), 8, 8, epochs=2)
+    flops = 2 * weights * 16 * 16 * (3 + 3 * 2)  # episodes, their tokens, passes
     share = float(used["utilisation, %"].split()[0])
-    assert share == pytest.approx(100 * flops * 16 / seconds / run["matmul_rate"], rel=0.01)
+    assert share == pytest.approx(100 * flops / seconds / run["matmul_rate"], rel=0.01)
     assert str(tmp_path) not in json.dumps(report["arguments"])
     again = launch(SPEED, "--output", "out.json", "--folder", "speed", folder=tmp_path)
     assert again.status == 2 and "out.json exists" in again.stderr and "Traceback" not in again.stderr
@@ -178,17 +153,11 @@ class GRPOTrainer:
 
 
 def test_speed_of_chapter_3(tmp_path):
-    """Next to TRL, whose environment is ours and that module."""
-    environment = tmp_path / f"speed/peers-trl=={speed.TRL[3]}"
-    (environment / "bin").mkdir(parents=True)
-    for name, text in {
-        "bin/python": f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{environment}" exec {sys.executable} "$@"\n',
-        "installed": "",
-        "trl.py": GRPO,
-    }.items():
-        (environment / name).write_text(text)
-    (environment / "bin/python").chmod(0o755)
-    words = "--chapter 3 --minibatches 2 --samples_per_prompt 4 --micro_batch_size 4 --response_length 16 --trl make"
+    """Next to TRL, of which there is only this module."""
+    folder = tmp_path / f"speed/trl-{speed.TRL[3]}"
+    folder.mkdir(parents=True)
+    (folder / "trl.py").write_text(GRPO)
+    words = "--chapter 3 --minibatches 2 --samples_per_prompt 4 --micro_batch_size 4 --response_length 16 --trl"
     report = speed_of(tmp_path, *words.split())
     (ours,), (trl,) = report["runs"]["ours"], report["runs"]["trl"]
     assert trl["tokens"] == {"query": 8, "response": 8.5}

@@ -175,16 +175,15 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     tokenizer, shaping = byte_tokenizer(THINKING), {"verifier": "think_answer"}
     args = rlvr_arguments.Args(task=of_chapter_3(), rewards=rlvr_arguments.RewardsArgs(**shaping), eval_samples=0)
     response, ids = "Hm.\n</think>\n<answer>7</answer>", problems.task_ids(args.task, tokenizer)
-    sources = rlvr_policy.load_sources(args, tokenizer, ids, Accelerator(cpu=True))
+    held_out = problems.read_problems(args.task, tokenizer, "test", limit=1)
+    sources = rlvr_policy.load_sources(args, tokenizer, ids, held_out, torch.device("cpu"))
     prompt = problems.render_prompt("?", args.task, tokenizer)
     said = [score([prompt] * 2, [response, response[1:-1]], ["7"] * 2).tolist() for score, _ in sources.values()]
     assert said == [[1.0, 0.0]]
-    held_out = problems.read_problems(args.task, tokenizer, "test", limit=1)
-    setup = SimpleNamespace(args=args, tokenizer=tokenizer, ids=ids, held_out=held_out)
-    setup.sizes, setup.accelerator = SimpleNamespace(local_rollout_batch=4), Accelerator(cpu=True)
     written = torch.tensor([[*in_letters(response), END]])
     respond = lambda contexts, *_, **__: (written.expand(len(contexts), -1), None)  # noqa: E731
-    means, _ = rlvr_metrics.evaluate(setup, respond, with_samples=False)
+    alone = Accelerator(cpu=True)
+    means, _ = rlvr_metrics.evaluate(args, held_out, respond, tokenizer, ids, alone, with_samples=False)
     assert means["eval/think_answer"] == 1.0
     with pytest.raises(InputError, match="ends with a <think> already"):
         problems.read_problems(of_chapter_3(response_prefix="<think>"), tokenizer, "train")

@@ -1,14 +1,11 @@
 """Where a run is shown: TensorBoard, Weights & Biases, Trackio, and the card of the model that it uploads.
 
-`Run` of train_policy.py (whose text is that of train_reward.py) and that of lib/run.py must agree.
+By `Run` of train_policy.py, whose text is that of train_reward.py, and which later chapters use.
 """
 
-import csv
 import dataclasses
-import importlib.util
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,48 +17,19 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.lib import run as run_module, tracking
-from ppo_rlhf.lib.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 RESULTS = {"test_accuracy": 0.75, "validation/rouge1": 0.25, "test_labels": 40, "ceiling": None}
 NUMBERS = {name: value for name, value in RESULTS.items() if value is not None}
 SAMPLES = [{"query": "q", "score": 1.5}]
-LENGTHS = [{"text": "query", "mean": 3.5}, {"text": "sample", "mean": 2.0}]
 RUN_ADDRESS = "https://tracker.test/run"
 
 
-@dataclass(frozen=True)
-class FakeArgs:
-    """The arguments that lib's Run reads."""
-
-    preset: str = "small"
-    exp_name: str = "test"
-    seed: int = 3
-    resume: str = ""
-    track: bool = False
-    tracker: str = "wandb"
-    wandb_project_name: str = "project"
-    wandb_entity: str | None = None
-    upload_model: bool = False
-    hf_entity: str = ""
-    dtype: str = "float32"
-
-
-def start_lib(**arguments: Any) -> run_module.Run:
-    run = run_module.Run(FakeArgs(**arguments), Accelerator(cpu=True), {"batch": 8})
-    run.start_logging(0, {"added": 1})
-    return run
-
-
-def start_script(**arguments: Any) -> train_policy.Run:
+def start(**arguments: Any) -> train_policy.Run:
     args = train_policy.Args(seed=3, wandb_project_name="project", **arguments)
     run = train_policy.Run(args, Accelerator(cpu=True), {"batch": 8})
     run.open_logs(0, {"added": 1})
     return run
-
-
-of_both = pytest.mark.parametrize("start", [start_lib, start_script])
 
 
 class Tracker:
@@ -142,11 +110,8 @@ def points_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-@of_both
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_results_samples_and_the_models_address_reach_the_trackers(
-    start, name, weights_and_biases, trackio, hub, capsys
-):
+def test_results_samples_and_the_models_address_reach_the_trackers(name, weights_and_biases, trackio, hub, capsys):
     """And TensorBoard, where results are the last points. What W&B itself writes is looked at in test_safety.py."""
     tracker = {"wandb": weights_and_biases, "trackio": trackio}[name]
     run = start(track=True, tracker=name, upload_model=True)
@@ -163,19 +128,10 @@ def test_results_samples_and_the_models_address_reach_the_trackers(
     assert points == {name: [(2, value)] for name, value in NUMBERS.items()}
 
 
-def test_a_table_is_a_file_and_reaches_the_tracker(weights_and_biases):
-    run = start_lib(track=True)
-    run.write_table("lengths", LENGTHS)
-    assert weights_and_biases.logged["lengths"].data == [list(row.values()) for row in LENGTHS]
-    with (run.folder / "lengths.csv").open(newline="") as file:
-        assert list(csv.DictReader(file)) == [{name: str(value) for name, value in row.items()} for row in LENGTHS]
-
-
 # ---- What a tracker is told when it starts ---------------------------------------------------------------------
 
 
-@of_both
-def test_weights_and_biases_gets_the_arguments_and_no_code_and_a_resumed_run_keeps_its_id(start, weights_and_biases):
+def test_weights_and_biases_gets_the_arguments_and_no_code_and_a_resumed_run_keeps_its_id(weights_and_biases):
     run = start(track=True, wandb_entity="team")
     start(track=True, wandb_entity="team", resume=str(run.folder))
     first, resumed = weights_and_biases.started
@@ -189,16 +145,14 @@ def test_weights_and_biases_gets_the_arguments_and_no_code_and_a_resumed_run_kee
         assert settings["disable_code"] and settings["disable_git"] and settings["save_code"] is False
 
 
-@of_both
-def test_trackio_gets_the_name_and_the_arguments_of_a_run(start, trackio):
+def test_trackio_gets_the_name_and_the_arguments_of_a_run(trackio):
     run = start(track=True, tracker="trackio")
     (options,) = trackio.started
     assert options.pop("config").items() >= {"seed": 3, "added": 1}.items()
     assert options == {"project": "project", "name": run.folder.name, "resume": "allow"}
 
 
-@of_both
-def test_no_tracker_is_started_unless_the_arguments_say_so(start, weights_and_biases, trackio, hub):
+def test_no_tracker_is_started_unless_the_arguments_say_so(weights_and_biases, trackio, hub):
     run = start()
     log_two_steps(run)
     finish(run)
@@ -216,15 +170,9 @@ def test_the_configuration_of_a_policy_run_names_the_labels_of_its_reward_model(
 
 
 def test_trackio_must_be_installed(monkeypatch):
-    args = SimpleNamespace(track=True, tracker="trackio", upload_model=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        InputError, match=r"^--tracker trackio is not installed: pip install 'trackio>=0\.43,<0\.44'$"
-    ):
-        tracking.check(args, "run")
     monkeypatch.setitem(sys.modules, "trackio", None)  # as if it weren't installed
     with pytest.raises(train_policy.InputError, match=r"^--track: the tracker does not start: .*trackio"):
-        start_script(track=True, tracker="trackio")
+        start(track=True, tracker="trackio")
 
 
 # ---- The hub ---------------------------------------------------------------------------------------------------
@@ -233,7 +181,7 @@ def test_trackio_must_be_installed(monkeypatch):
 @pytest.mark.parametrize("private", [False, True])
 def test_an_upload_is_private_and_has_an_owner_if_the_arguments_say_so(private, hub):
     """If they don't, the hub decides, and a repository that is there stays private."""
-    run = start_script(upload_model=True, hf_entity="team", hf_private=private)
+    run = start(upload_model=True, hf_entity="team", hf_private=private)
     log_two_steps(run)
     finish(run)
     assert hub.private == {f"team/{run.folder.name}": private or None}
@@ -241,13 +189,11 @@ def test_an_upload_is_private_and_has_an_owner_if_the_arguments_say_so(private, 
 
 
 @pytest.mark.parametrize("url", ["", None])
-def test_a_model_without_an_address_of_its_run_has_a_card_without_a_link(url, hub, weights_and_biases, tmp_path):
+def test_a_model_without_an_address_of_its_run_has_a_card_without_a_link(url, hub, weights_and_biases):
     """As of an offline run."""
     weights_and_biases.url = url
-    run = start_script(track=True, upload_model=True)
+    run = start(track=True, upload_model=True)
     log_two_steps(run)
     finish(run)
-    assert tracking.upload_model(tmp_path, "", "name") == "https://hub.test/owner/name"
-    for name in (run.folder.name, "name"):
-        card = hub.cards[f"owner/{name}"]
-        assert "http" not in card and "How it was trained" not in card and "ppo_rlhf.json" in card
+    card = hub.cards[f"owner/{run.folder.name}"]
+    assert "http" not in card and "How it was trained" not in card and "ppo_rlhf.json" in card

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ppo_rlhf.lib.pretrained import vocabulary_size
 from ppo_rlhf.tldr.models import load_reward_model, save_language_model
 from ppo_rlhf.tldr.policy import ActorCritic, response_masks
-from ppo_rlhf.train_policy import load_pretrained
+from ppo_rlhf.train_policy import load_pretrained, vocabulary_size
 from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 ppo_trainer = pytest.importorskip("trl.experimental.ppo.ppo_trainer", reason="TRL 1.12 isn't installed")

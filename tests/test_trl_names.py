@@ -13,10 +13,10 @@ import torch
 from runs import ROOT
 from transformers import TrainingArguments
 
-from ppo_rlhf.lib.files import flatten
 from ppo_rlhf.loop import PPO
 from ppo_rlhf.rlvr import arguments, asynchronous, tools
 from ppo_rlhf.tldr import policy
+from ppo_rlhf.train_policy import flatten
 
 PAGE = (ROOT / "docs/reference/trl.md").read_text()
 # What those releases call their arguments, verl's in short; with the defaults of TRL's, null where there is none.
@@ -135,7 +135,8 @@ def sizes_of(settings: dict[str, float]) -> arguments.PpoSizes:
     names = ("batch_size", "nminibatches", "noptepochs", "total_episodes")
     ours = {name: settings[f"ppo.{name}"] for name in names}
     assert all(value == int(value) for value in ours.values())
-    return arguments.ppo_sizes(arguments.PpoArgs(**{name: int(value) for name, value in ours.items()}), 2)
+    ppo = arguments.PpoArgs(**{name: int(value) for name, value in ours.items()})
+    return arguments.ppo_sizes(arguments.Args(ppo=ppo), 2)
 
 
 @pytest.mark.parametrize(("passes", "accumulation", "iterations"), [(4, 2, 1), (8, 8, 1), (4, 2, 3), (6, 1, 2)])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from runs import error_line
 
-from ppo_rlhf.lib import checkpoints
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.rlvr.asynchronous import Args, check_arguments, correction_of
 from ppo_rlhf.rlvr.vllm_sampler import VLLMSampler
@@ -28,7 +27,7 @@ def test_vllm_answers_with_the_log_probs_of_the_weights_that_were_sent(stand_in,
     """Of the distribution at this temperature, to the stop id, from prompts without their padding."""
     args = Args(base_model=f"{tiny_sums}/model", dtype="float32")
     vllm, model = VLLMSampler(args, problems.TaskIds(pad=PAD, stops=(STOP,)), threads=1), models.load_base_model(args)
-    start = {name: tensor.detach().clone() for name, tensor in checkpoints.trained_parameters(model).items()}
+    start = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     prompts, noise = np.array([[PAD, PAD, 5, 7], [3, 9, 8, 4]]), np.random.default_rng(0).random((6, 8))
     drawn = []
     for version, scale in ((4, 1.0), (7, 1.5)):

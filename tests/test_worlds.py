@@ -1,6 +1,7 @@
 """The small worlds of the package: benchmark/worlds.py writes them bit for bit, and they are what their pages say."""
 
 import dataclasses
+import json
 import lzma
 import random
 
@@ -11,7 +12,6 @@ from transformers import AutoTokenizer
 
 from benchmark import worlds as generators
 from ppo_rlhf import train_policy, worlds
-from ppo_rlhf.lib import files
 from ppo_rlhf.rlvr import problems
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.worlds import posts as posts_world, tales
@@ -36,20 +36,20 @@ def test_the_texts_of_the_package_are_written_again(name, tmp_path):
 def test_the_stories_of_the_package_are_written_again():
     rng = random.Random(1)
     stories = "".join(generators.write_story(rng, 14) + "\n" for _ in range(20_000))
-    assert stories == files.read_text(TALES / "stories.txt")
+    assert stories == train_policy.read_text(TALES / "stories.txt")
 
 
 def test_the_choices_of_the_package_are_made_again(tmp_path, monkeypatch):
     """The first 32 of each annotator: sampling from the language model takes minutes."""
     some = 32
-    (tmp_path / "stories.txt").write_text(files.read_text(TALES / "stories.txt"))
+    (tmp_path / "stories.txt").write_text(train_policy.read_text(TALES / "stories.txt"))
     (tmp_path / "model").symlink_to(TALES / "model")
     whole = torch.rand(4, 6_016, 24, generator=train_policy.keyed_generator(1, "comparisons"), dtype=torch.float64)
     monkeypatch.setattr(generators.torch, "rand", lambda *size, **_: whole[:, : size[1]])
     generators.simulate_comparisons(tmp_path, generators.Tales(train_comparisons=some, test_comparisons=1), "cpu")
     for name in tales.ANNOTATORS:
-        rows = files.read_json(tmp_path / "labels" / name / "offline_5k.json")
-        assert rows[:some] == files.read_json(TALES / "labels" / name / "offline_5k.json")[:some]
+        rows = json.loads((tmp_path / "labels" / name / "offline_5k.json").read_text())
+        assert rows[:some] == json.loads(train_policy.read_text(TALES / "labels" / name / "offline_5k.json"))[:some]
 
 
 def test_the_model_of_sums_learns_from_other_problems_than_those_of_the_task(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_gold_scores_of_continuations(response, sentiment, descriptiveness):
 
 def test_the_share_of_grammatical_sentences():
     good, bad = "Mara felt happy and lonely that red week.", "Mara felt happy happy and lonely that red week."
-    assert tales.grammatical_share(files.read_text(TALES / "stories.txt").splitlines()[:500]) == 1
+    assert tales.grammatical_share(train_policy.read_text(TALES / "stories.txt").splitlines()[:500]) == 1
     assert tales.grammatical_share([f"{good} {bad}", good]) == pytest.approx(2 / 3)
     assert tales.grammatical_share([good.lower(), "Mara felt happy and lonely that red."]) == 0
     assert tales.grammatical_share([f"{good} Mara felt hap"]) == 1  # an unfinished sentence doesn't count

@@ -1,31 +1,21 @@
 """Episodes per second of chapters 1 and 3, and of TRL on the same machine in the same minutes.
 
     python benchmark/cost/speed.py   # ours alone, the small model of tales
-    python benchmark/cost/speed.py --base_model smollm2-135m --batch_size 32 --query_length 8 --trl make
-    python benchmark/cost/speed.py --device cuda --base_model gpt2 --batch_size 512 --query_length 64 \\
-        --dtype bfloat16 --compile --output speed.json
+    python benchmark/cost/speed.py --base_model smollm2-135m --batch_size 32 --query_length 8 --trl
+    python benchmark/cost/speed.py --base_model gpt2 --batch_size 512 --query_length 64 --dtype bfloat16 \\
+        --ours=--compile --output speed.json
 
 Both train the same model on the same queries for the same number of episodes, minibatches and epochs, in processes of
-their own, in turn: ours, TRL, ours, TRL. The weights are random; only those of sums and of smollm2-135m, the real
-model, are trained. The first update of a run warms up and does not count. Each figure is the median of all runs, with
-its range. What remains different is said below the table.
+their own, in turn: ours, TRL, ours, TRL. The weights are random, but not those of sums. The first update of a run
+warms up and does not count. Each figure is the median of all runs, with its range; a ratio compares runs of the same
+turn. What remains different is said below the table.
 
-A ratio compares runs of the same turn. Model FLOP utilisation is the share of the device's rate of matrix products
-that the products of the model itself make up. The product of (n, k) and (k, m) has 2 n k m FLOPs; so a forward pass
-has 2 FLOPs per token and weight of a linear layer, and 4 * width FLOPs per token, layer and key that the token
-attends to; a backward pass has twice that. An episode needs
+Utilisation is the share of the device's rate of square matrix products. A forward pass is counted as 2 FLOPs for each
+token and weight, a backward pass as 4: so the work of attention is left out, and queries count as if all their logits
+were needed. An episode has a forward pass that generates, in chapter 1 two more, of the reference and of the reward
+model, and a forward and a backward pass in each epoch. What an implementation computes beyond that does not count.
 
-    generation    a forward pass over query and response, logits at the response
-    scoring       chapter 1, two more: the reference with logits at the response, the reward model without logits;
-                  chapter 3, which has neither here, one in bfloat16, in which the policy reads its response, and none
-                  in float32, in which the sampler's log-probs are kept
-    training      per epoch, forward and backward over query and response, logits at the response
-
-What an implementation computes beyond that does not count. The rate is that of square products of 2048 (on a
-GPU 8192, on a slow CPU fewer) rows in the precision of the run, measured at the end of each run of ours.
-
-Chapter 3 is GRPO without a KL penalty. The model of sums ends its responses itself, after 5 to 88 tokens; random
-weights end none.
+Chapter 3 is GRPO without a KL penalty. The model of sums ends its responses itself, random weights end none.
 """
 
 import json
@@ -36,9 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-import venv
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -47,44 +35,27 @@ import torch
 import tyro
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.pytorch_utils import Conv1D
 
 from benchmark.curves.compare import markdown
 from ppo_rlhf import worlds
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import write_json
-from ppo_rlhf.lib.run import commit
+from ppo_rlhf.train_policy import InputError, commit, model_errors, read_text, run_script, write_json
 from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = {1: "1.12.0", 3: "1.16.0"}  # the release, by chapter: one that has PPO, and the newest
-PLACES = ("folder", "output", "trl")  # arguments that say nothing about what was measured
-WARM_UP = 1  # updates of each run that do not count
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}
-SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
-    "tales": lambda: GPT2Config(vocab_size=1024, n_positions=128, n_embd=128, n_layer=4, n_head=4, **ENDS),
-    "gpt2": lambda: GPT2Config(**ENDS),
-    "sums": lambda: LlamaConfig(
-        **ENDS,
-        vocab_size=400,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-    ),
+SHAPES = {
+    "tales": GPT2Config(vocab_size=1024, n_positions=128, n_embd=128, n_layer=4, n_head=4, **ENDS),
+    "gpt2": GPT2Config(**ENDS),
     # As a Llama, without the biases of queries, keys and values: a Qwen2 could not have a tokenizer of words.
-    "qwen2.5-0.5b": lambda: LlamaConfig(
-        **ENDS,
+    "qwen2.5-0.5b": LlamaConfig(
         vocab_size=151936,
         hidden_size=896,
         intermediate_size=4864,
@@ -92,18 +63,22 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         num_attention_heads=14,
         num_key_value_heads=2,
         tie_word_embeddings=True,
-    ),
-    "smollm2-135m": lambda: LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        tie_word_embeddings=True,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        **ENDS,
     ),
 }
-REAL = "smollm2-135m"  # its weights are not random
+FLAGS = (
+    "--base_model {model} --dtype {dtype} --log_interval 0 --save_interval 0 --ppo.total_episodes {episodes} "
+    "--ppo.batch_size {batch_size} --ppo.noptepochs {epochs} --ppo.local_micro_batch_size {local_micro_batch_size} "
+    "--ppo.local_rollout_batch_size {batch_size} --task.response_length {response_length} "
+)
+FLAGS_OF_CHAPTER = {
+    1: "--task.query_dataset {problems}/problems_train.jsonl --task.query_column question --task.start_text None "
+    "--task.end_text None --task.truncate_after 0 --task.query_length {query_length} "
+    "--rewards.trained_model {reward} --ppo.whiten_groups {whiten_groups}",
+    3: "--preset sums-grpo --task.problems {problems} --task.prompt_length {query_length} --ppo.lr 1e-6 "
+    "--ppo.samples_per_prompt {samples_per_prompt} --ppo.nminibatches {minibatches} --trace_interval 0 "
+    "--eval_interval 0 --eval_problems 8 --eval_samples 0",
+}
 REMARKS = {
     1: "TRL runs in float32; it also trains a value network of the same size as the policy, which nearly doubles its "
     "work; it uses AdamW and whitens no rewards.",
@@ -112,20 +87,13 @@ REMARKS = {
 }
 
 
-def cpu_name() -> str:
-    """The processor's model on Linux, elsewhere its architecture."""
-    known = Path("/proc/cpuinfo")
-    found = re.search("model name\\s*: (.*)", known.read_text()) if known.exists() else None
-    return found[1] if found else platform.machine()
-
-
 @dataclass(frozen=True)
 class Args:
     chapter: Literal[1, 3] = 1
     """1: train_policy.py; 3: rlvr/policy.py with GRPO"""
-    base_model: Literal["tales", "gpt2", "sums", "qwen2.5-0.5b", "smollm2-135m"] = "tales"
-    """shape of the model, whose weights are random; sums, in chapter 3: the model and the problems of that world;
-    smollm2-135m: the real model"""
+    base_model: str = "tales"
+    """shape of the model, whose weights are random: tales, gpt2, qwen2.5-0.5b, or smollm2-135m, if that was fetched;
+    sums: the model and the problems of that world"""
     query_length: int = 24
     """tokens of a query; sums: that a problem may have"""
     response_length: int = 24
@@ -144,176 +112,148 @@ class Args:
     """arithmetic of ours; TRL runs in float32"""
     processes: int = 1
     """processes of ours"""
-    share_prefixes: bool = True
-    """chapter 3: ours reads what rows begin with once for all of them"""
-    compile: bool = False
-    """chapter 1: compile our models"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one"""
-    trl: str = ""
-    """compare with TRL: the interpreter of an environment that has it, or `make`, and one is made from the package
-    index"""
+    ours: str = ""
+    """more arguments of our script, such as --ours=--compile in chapter 1"""
+    trl: bool = False
+    """compare with TRL, which is fetched from the package index, once"""
     updates: int = 3
     """measured updates of each run"""
     pairs: int = 5
     """how many runs of each"""
-    folder: Path = ROOT / "benchmark" / "runs" / "speed"
-    """where models, results and TRL's environment are kept"""
+    folder: Path = ROOT / "benchmark/runs/speed"
+    """where models, results and TRL are kept"""
     output: Path | None = None
     """file that gets everything measured, as JSON"""
 
 
-# ---- FLOPs -----------------------------------------------------------------------------------------------------
+def report(args: Args) -> dict[str, Any]:
+    """Measure, and print the tables."""
+    if args.micro_batch_size % args.processes:
+        raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {args.processes} processes")
+    if args.output and args.output.exists():
+        raise InputError(f"--output {args.output} exists; remove it or choose another name")
+    args = replace(args, folder=args.folder.resolve())
+    settings = make_inputs(args)
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []} if args.trl else {"ours": []}
+    for turn in range(args.pairs):
+        for who in runs:
+            runs[who].append(measure(args, who, settings))
+            print(f"{turn + 1}/{args.pairs} {who}: {runs[who][-1]['episodes_per_second']:.3g} episodes/s", flush=True)
+    utilisation = utilisation_table(args, settings, runs["ours"])
+    tables = {"speed": speed_table(args, runs), "utilisation": utilisation}
+    print("", *(markdown(table) for table in tables.values()), sep="\n")
+    device = runs["ours"][0]["device"]
+    print(f"{args.batch_size} episodes of {args.query_length} + {args.response_length} tokens, on {device}")
+    print(f"medians [lowest, highest] of {args.pairs} runs of {args.updates} updates after the first")
+    if args.trl:
+        print(REMARKS[args.chapter])
+    names = ("torch", "transformers", "accelerate", "tokenizers")
+    found = {
+        "commit": commit(),
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "device": device},
+        "versions": {name: version(name) for name in names} | ({"trl": TRL[args.chapter]} if args.trl else {}),
+        "arguments": {name: x for name, x in asdict(args).items() if name not in ("folder", "output")},
+        **tables,
+        "runs": runs,
+    }
+    if args.output:
+        write_json(args.output, found)
+    return found
 
 
-def flops_per_episode(
-    config: PretrainedConfig,
-    query_length: float,
-    response_length: float,
-    epochs: int,
-    chapter: int = 1,
-    dtype: str = "float32",
-) -> float:
-    """FLOPs of the matrix products that one episode needs."""
-    with torch.device("meta"):
-        trunk = AutoModelForCausalLM.from_config(config).base_model
-    weights = sum(m.weight.numel() for m in trunk.modules() if isinstance(m, torch.nn.Linear | Conv1D))
-    length = round(query_length + response_length)
-    keys = length * (length + 1) // 2  # token t attends to t tokens
-    attention = 4 * config.hidden_size * config.num_hidden_layers * keys
-    trunk_pass = 2 * weights * length + attention
-    logits = 2 * config.hidden_size * config.vocab_size * response_length
-    scoring = 2 * trunk_pass + logits
-    if chapter == 3:
-        scoring = trunk_pass + logits if dtype == "bfloat16" else 0
-    return trunk_pass + logits + scoring + 3 * epochs * (trunk_pass + logits)
-
-
-# ---- What is trained -------------------------------------------------------------------------------------------
-
-
-def make_inputs(args: Args) -> dict[str, str]:
-    """A model, a reward model, and texts or problems, made once. Returns their paths."""
-    if args.chapter == 3 and args.base_model == "sums":
+def make_inputs(args: Args) -> dict[str, Any]:
+    """Write a model, a reward model, and the problems that a run reads. Returns the settings of a run."""
+    folder, updates = args.folder / args.base_model, 1 + args.updates
+    micro_batch_size = args.micro_batch_size or args.batch_size // args.minibatches
+    if args.base_model == "sums":
         world = worlds.DATA / "sums"
-        return {"model": str(world / "model"), "problems": str(world)}
-    folder = args.folder / args.base_model / f"chapter{args.chapter}-{args.query_length}"
-    paths = {
+        model, tokenizer = (kind.from_pretrained(world / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+        problems = [json.loads(line) for line in read_text(world / "problems_train.jsonl").splitlines()]
+    else:
+        with model_errors(args.base_model) as (path, _):
+            config = SHAPES.get(args.base_model) or AutoConfig.from_pretrained(path)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        vocabulary = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, config.vocab_size)}
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+        rows = torch.randint(1, len(vocabulary), (4096, args.query_length)).tolist()
+        problems = [{"question": " ".join(f"w{i}" for i in row), "answer": "#### 1", "steps": 1} for row in rows]
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    info = {"kind": "reward model", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
+    save_reward_model(folder / "reward", RewardModel(model), tokenizer, info)
+    lengths = [len(tokenizer(f"{row['question']}\n")["input_ids"]) for row in problems]
+    fitting = [i for i in range(len(problems)) if lengths[i] <= args.query_length]
+    if args.chapter == 3:  # so that each is read once
+        fitting = fitting[: updates * args.batch_size // args.samples_per_prompt]
+    for split, rows in (("train", fitting), ("test", fitting[:8])):
+        lines = (json.dumps(problems[i]) + "\n" for i in rows)
+        (folder / f"problems_{split}.jsonl").write_text("".join(lines))
+    settings = asdict(args) | {
         "model": str(folder / "model"),
         "reward": str(folder / "reward"),
-        "texts": str(folder / "texts.jsonl"),
         "problems": str(folder),
+        "weights": model.num_parameters(),
+        "query_tokens": statistics.mean(lengths[i] for i in fitting),
+        "updates": updates,
+        "episodes": updates * args.batch_size,
+        "micro_batch_size": micro_batch_size,
+        "local_micro_batch_size": micro_batch_size // args.processes,
+        "whiten_groups": max(1, min(8, args.batch_size // 8)),
     }
-    if not (folder / "texts.jsonl").exists():
-        model, tokenizer = the_model(args.base_model)
-        model.save_pretrained(paths["model"])
-        tokenizer.save_pretrained(paths["model"])
-        info = {"kind": "reward model", "base_model": "", "vocab_size": len(tokenizer), "task": {}}
-        save_reward_model(folder / "reward", RewardModel(model), tokenizer, info)
-        # The line break after a problem is a token of the real tokenizer.
-        line_break = args.chapter == 3 and args.base_model == REAL
-        texts = random_texts(args.base_model, tokenizer, args.query_length - line_break)
-        problems = [{"question": text, "answer": "#### 1"} for text in texts]
-        for name, rows in (("problems_test", problems[:8]), ("problems_train", problems[8:]), ("texts", texts)):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return paths
+    flags = (FLAGS + FLAGS_OF_CHAPTER[args.chapter]).split()
+    return settings | {"flags": [word.format(**settings) for word in flags] + args.ours.split()}
 
 
-def the_model(base_model: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of this shape with random weights, and a tokenizer whose tokens are words; or the real model."""
-    if base_model == REAL:
-        folder = worlds.find_value("base_model", REAL)
-        return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    torch.manual_seed(0)
-    config = SHAPES[base_model]()
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, config.vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    return AutoModelForCausalLM.from_config(config), fast
+def trl_folder(args: Args) -> Path:
+    """A folder with the chapter's release of TRL, which runs with our versions of everything else; made once."""
+    folder = args.folder / f"trl-{TRL[args.chapter]}"
+    if not folder.exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*install, f"trl=={TRL[args.chapter]}"], check=True)
+    return folder
 
 
-def random_texts(base_model: str, tokenizer: PreTrainedTokenizerBase, length: int) -> list[str]:
-    """Texts of so many random words, each of them one token."""
-    space = "Ġ" if base_model == REAL else ""  # a real tokenizer's words have a space in front
-    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    words = [token.removeprefix(space) for token in tokens if token.startswith(space)]
-    words = [word for word in words if word.isascii() and word.isalnum()]
-    rows = torch.randint(len(words), (4096, length), generator=torch.Generator().manual_seed(0)).tolist()
-    start = " " if space else ""
-    return [start + " ".join(words[i] for i in row) for row in rows]
-
-
-def trls_python(args: Args) -> str:
-    """The interpreter of an environment with TRL and the versions of ours of what both need; made once."""
-    if args.trl != "make":
-        return args.trl
-    trl = f"trl=={TRL[args.chapter]}"
-    folder = args.folder / f"peers-{trl}"
-    python = folder / "bin" / "python"
-    if not (folder / "installed").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        install = [str(python), "-m", "pip", "install", "--quiet"]
-        torch_as_ours = f"torch=={version('torch').split('+')[0]}"
-        subprocess.run([*install, torch_as_ours], check=True)
-        same = [torch_as_ours, *(f"{name}=={version(name)}" for name in ("transformers", "accelerate"))]
-        subprocess.run([*install, trl, *same, "tyro", "pandas", "tensorboard", "rich"], check=True)
-        (folder / "installed").touch()
-    return str(python)
-
-
-# ---- Run and report --------------------------------------------------------------------------------------------
-
-
-def measure(args: Args, who: str, inputs: dict[str, str]) -> dict[str, Any]:
+def measure(args: Args, who: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One run of ours or of TRL, in a new process."""
     folder = args.folder / "last"
     folder.mkdir(parents=True, exist_ok=True)
-    processes = args.processes if who == "ours" else 1
-    settings = {
-        **inputs,
-        "chapter": args.chapter,
-        "folder": str(folder),
-        "query_length": args.query_length,
-        "response_length": args.response_length,
-        "batch_size": args.batch_size,
-        "samples_per_prompt": args.samples_per_prompt,
-        "minibatches": args.minibatches,
-        "micro_batch_size": args.micro_batch_size,
-        "epochs": args.epochs,
-        "dtype": args.dtype if who == "ours" else "float32",
-        "share_prefixes": args.share_prefixes,
-        "compile": args.compile,
-        "updates": WARM_UP + args.updates,
-        "processes": processes,
-        "whiten_groups": max(1, min(8, args.batch_size // 8)),
-    }
-    write_json(folder / "settings.json", settings)
-    result_file = folder / "result.json"
+    file, result_file = folder / "settings.json", folder / "result.json"
     result_file.unlink(missing_ok=True)
-    command = [sys.executable if who == "ours" else trls_python(args)]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [str(Path(__file__).with_name("speed_runs.py")), who, str(folder / "settings.json"), str(result_file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if processes > 1:  # torchrun would give each process of chapter 1 one thread
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
-    if args.device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    file.write_text(json.dumps(settings, default=str))
+    command, environment = [sys.executable], {**os.environ, "PYTHONPATH": str(ROOT)}
+    if who == "trl":
+        environment["PYTHONPATH"] += f":{trl_folder(args)}"
+    elif args.processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.processes)]
+        threads = max(1, torch.get_num_threads() // args.processes)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would make it 1
+    command += [str(Path(__file__).with_name("speed_runs.py")), who, str(file), str(result_file)]
     started = time.time()
     with (folder / "log.txt").open("w") as log:
         status = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-    if status or not result_file.exists():
-        end = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
-        print(end, file=sys.stderr)
+    if status:
+        print(*(folder / "log.txt").read_text().splitlines()[-15:], sep="\n", file=sys.stderr)
         raise InputError(f"{who} ended with status {status}; the end of its log is above")
     result = json.loads(result_file.read_text())
-    seconds = (result["updates"][-1] - result["updates"][WARM_UP - 1]) / args.updates
-    result["processes"] = processes
-    result["start_to_first_update"] = result["updates"][0] - started
-    result["seconds_per_update"] = seconds
-    result["episodes_per_second"] = args.batch_size / seconds
-    return result
+    seconds = (result["updates"][-1] - result["updates"][0]) / args.updates
+    return result | {
+        "start_to_first_update": result["updates"][0] - started,
+        "seconds_per_update": seconds,
+        "episodes_per_second": args.batch_size / seconds,
+    }
+
+
+# ---- Tables ----------------------------------------------------------------------------------------------------
+
+
+def cpu_name() -> str:
+    """The processor's model on Linux, elsewhere its architecture."""
+    known = Path("/proc/cpuinfo")
+    found = re.search("model name\\s*: (.*)", known.read_text()) if known.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def spread(values: list[float]) -> str:
@@ -325,11 +265,6 @@ def spread(values: list[float]) -> str:
     return f"{middle} [{low}, {high}]"
 
 
-def response_tokens(args: Args, run: dict[str, Any]) -> float:
-    """Mean tokens of a response."""
-    return run["tokens"]["response"] if args.chapter == 3 else args.response_length
-
-
 def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, str]]:
     """One row for each of `runs` (its name: its runs); ratios against the first."""
     first = next(iter(runs))
@@ -338,7 +273,8 @@ def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[
         speeds = [run["episodes_per_second"] for run in measured]
         pairs = zip(runs[first], measured, strict=True)
         ratios = [ours["episodes_per_second"] / theirs["episodes_per_second"] for ours, theirs in pairs]
-        tokens = [response_tokens(args, run) for run in measured]
+        # Older files of chapter 1 have no tokens.
+        tokens = [run["tokens"]["response"] if "tokens" in run else args.response_length for run in measured]
         row = {"": name, "episodes/s": spread(speeds)}
         row["tokens/s"] = spread([speed * n for speed, n in zip(speeds, tokens, strict=True)])
         if args.chapter == 3:
@@ -350,57 +286,17 @@ def speed_table(args: Args, runs: dict[str, list[dict[str, Any]]]) -> list[dict[
     return rows
 
 
-def utilisation_table(args: Args, measured: list[dict[str, Any]]) -> list[dict[str, str]]:
+def utilisation_table(args: Args, settings: dict[str, Any], measured: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The share of the device's rate of matrix products that the runs of ours used."""
-    query, response = args.query_length, args.response_length
-    if args.chapter == 3:
-        query, response = (statistics.mean(run["tokens"][part] for run in measured) for part in ("query", "response"))
-    config = SHAPES[args.base_model]()
-    work = flops_per_episode(config, query, response, args.epochs, args.chapter, args.dtype)
-    used = [100 * work * run["episodes_per_second"] / (run["processes"] * run["matmul_rate"]) for run in measured]
-    row = {"": "ours", "GFLOP per episode": f"{work / 1e9:.3g}", "utilisation, %": spread(used)}
-    row["matrix products, GFLOP/s"] = spread([run["matmul_rate"] / 1e9 for run in measured])
-    return [row]
-
-
-def main(args: Args) -> int:
-    if args.micro_batch_size % args.processes:
-        raise InputError(f"--micro_batch_size {args.micro_batch_size} does not divide by {args.processes} processes")
-    if args.output and args.output.exists():
-        raise InputError(f"--output {args.output} exists; remove it or choose another name")
-    inputs = make_inputs(args)
-    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []} if args.trl else {"ours": []}
-    for turn in range(args.pairs):
-        for who in runs:
-            runs[who].append(measure(args, who, inputs))
-            speed = runs[who][-1]["episodes_per_second"]
-            print(f"{turn + 1}/{args.pairs} {who}: {speed:.3g} episodes/s", flush=True)
-    tables = {"speed": speed_table(args, runs), "utilisation": utilisation_table(args, runs["ours"])}
-    print("", *(markdown(table) for table in tables.values()), sep="\n")
-    device = runs["ours"][0]["device"]
-    print(f"{args.batch_size} episodes of {args.query_length} + {args.response_length} tokens, on {device}")
-    print(f"medians [lowest, highest] of {args.pairs} runs of {args.updates} updates after the first")
-    if args.trl:
-        print(REMARKS[args.chapter])
-    if args.output:
-        versions = {name: version(name) for name in ("torch", "transformers", "accelerate", "tokenizers")}
-        if args.trl:
-            versions["trl"] = TRL[args.chapter]
-        report = {
-            "commit": commit(),
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "device": device},
-            "versions": versions,
-            "arguments": {name: value for name, value in asdict(args).items() if name not in PLACES},
-            **tables,
-            "runs": runs,
-        }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.output, report)
-    return 0
+    passes = (3 if args.chapter == 1 else 1) + 3 * args.epochs
+    rows = []
+    for run in measured:
+        tokens = run["tokens"]["query"] + run["tokens"]["response"]
+        work = 2 * settings["weights"] * tokens * passes * run["episodes_per_second"]
+        rows.append(100 * work / (args.processes * run["matmul_rate"]))
+    rates = [run["matmul_rate"] / 1e9 for run in measured]
+    return [{"": "ours", "utilisation, %": spread(rows), "matrix products, GFLOP/s": spread(rates)}]
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
-    except InputError as error:
-        exit_with(str(error))
+    run_script(lambda: report(tyro.cli(Args, description=__doc__)))

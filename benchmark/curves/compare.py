@@ -40,9 +40,7 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import write_json
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.train_policy import InputError, read_meta, run_script, write_json
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 GRID = 10_000  # points per curve, and
@@ -413,7 +411,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
-    except (InputError, OSError) as error:
-        exit_with(str(error))
+    run_script(lambda: sys.exit(main(tyro.cli(Args, description=__doc__))))

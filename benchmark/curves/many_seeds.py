@@ -18,6 +18,7 @@ accelerate and torchrun are those of the environment of this file.
 """
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -30,19 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
+from pydantic import NonNegativeInt, PositiveInt
 
-from ppo_rlhf.lib import command_line
-from ppo_rlhf.lib.bounds import NonNegativeInt, PositiveInt
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import read_json, write_json
-from ppo_rlhf.lib.run import commit, print_table
+from ppo_rlhf.train_policy import Arguments, InputError, checked, commit, run_script, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINES = 15  # of a command that failed
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Arguments):
     name: str
     """name of the experiment: its folder"""
     command: str
@@ -55,7 +54,7 @@ class Args:
     """distance from one seed to the next"""
     workers: PositiveInt = 1
     """how many seeds at once; cores and GPUs are shared out evenly"""
-    folder: Path = ROOT / "benchmark" / "runs"
+    folder: str = str(ROOT / "benchmark/runs")
     """where experiments are kept"""
     show: bool = False
     """print the table of progress and run nothing"""
@@ -100,11 +99,11 @@ def find_jobs(args: Args) -> list[Job]:
     jobs = []
     for number in range(args.num_seeds):
         seed = args.start_seed + number * args.seed_step
-        job = Job(seed, args.folder.resolve() / args.name / f"seed{seed}", args.command)
+        job = Job(seed, Path(args.folder).resolve() / args.name / f"seed{seed}", args.command)
         jobs.append(job)
         if not (job.folder / "job.json").exists():
             continue
-        job.record = read_json(job.folder / "job.json")
+        job.record = json.loads((job.folder / "job.json").read_text())
         if job.record["command"] != args.command:
             raise InputError(
                 f"{job.folder} holds another command's run: {job.record['command']}; give another --name"
@@ -136,8 +135,7 @@ def environment_of(slot: int, workers: int) -> dict[str, str]:
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     if workers > 1:
-        for name in ("OMP_NUM_THREADS", "PPO_RLHF_THREADS"):  # of chapter 1, and of the others
-            environment.setdefault(name, str(max(1, torch.get_num_threads() // workers)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // workers)))
         every_gpu = ",".join(map(str, range(torch.cuda.device_count())))
         gpus = environment.get("CUDA_VISIBLE_DEVICES", every_gpu).split(",")
         share = max(1, len(gpus) // workers)
@@ -170,7 +168,7 @@ def start(job: Job, slot: int, workers: int) -> subprocess.Popen:
 
 def end(job: Job, status: int | None, seconds: float) -> None:
     """Record how a seed's process has ended. Status 0 is not enough: a run that was told to stop ends so, too."""
-    metas = [read_json(file) for file in (job.folder / "runs").glob("*/meta.json")]
+    metas = [json.loads(file.read_text()) for file in (job.folder / "runs").glob("*/meta.json")]
     finished = status == 0 and all(meta["finished"] for meta in metas)
     job.update(finished=finished, status=status, seconds=job.record.get("seconds", 0.0) + round(seconds, 1))
 
@@ -217,19 +215,12 @@ def run_here(jobs: list[Job], workers: int) -> None:
             signal.signal(number, handler)
 
 
-def report(name: str, jobs: list[Job]) -> int:
+def report(jobs: list[Job]) -> int:
     """Print the table and the end of each failed command's log. Returns the exit status."""
-    rows = [
-        {
-            "experiment": job.name,
-            "state": job.state,
-            "minutes": f"{job.record.get('seconds', 0) / 60:.1f}",
-            "starts": job.record.get("starts", 0),
-            "commit": job.record.get("commit", "")[:7],
-        }
-        for job in jobs
-    ]
-    print_table(name, rows, lines=False)
+    for job in jobs:
+        minutes, starts = job.record.get("seconds", 0) / 60, job.record.get("starts", 0)
+        commit_of_run = job.record.get("commit", "")[:7]
+        print(f"{job.name:<32} {job.state:<8} {minutes:6.1f} minutes, starts: {starts}, {commit_of_run}")
     for job in jobs:
         if job.state == "failed":
             log = job.folder / "log.txt"
@@ -243,11 +234,8 @@ def main(args: Args) -> int:
     jobs = find_jobs(args)
     if not args.show:
         run_here(jobs, args.workers)
-    return report(args.name, jobs)
+    return report(jobs)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(command_line.parse(Args, description=__doc__)))
-    except (InputError, OSError) as error:  # such as a full disk
-        exit_with(str(error))
+    run_script(lambda: sys.exit(main(checked(tyro.cli(Args, description=__doc__)))))

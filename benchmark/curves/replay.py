@@ -42,10 +42,7 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from ppo_rlhf.lib.errors import InputError, exit_with
-from ppo_rlhf.lib.files import flatten
-from ppo_rlhf.lib.pretrained import read_info
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.train_policy import InputError, flatten, read_info, read_meta, run_script
 
 REFERENCE = Path(__file__).resolve().parent / "reference" / "lm_human_preferences.csv"
 TASKS = ("sentiment", "descriptiveness")  # the published figure has these two, with ten seeds
@@ -204,7 +201,7 @@ def write_cache(folder: Path, runs: Iterable[CachedRun]) -> None:
 def default_arguments(ours: Sequence[CachedRun]) -> list[str]:
     """The published command: our runs against OpenAI's, all metrics, one column per task."""
     if "elapsed/time" not in ours[0].table:
-        raise InputError("runs of chapters 2 and 3 have other metrics: name them after two dashes, as README.md says")
+        raise InputError("runs of chapters 2 and 3 have other metrics: openrlbenchmark.sh names them")
     presets = sorted({run.config["preset.value"] for run in ours}, key=lambda preset: preset != "sentiment")
     names = sorted({run.config["exp_name.value"] for run in ours})
     columns = max(1, 6 // len(presets)) * len(presets)  # a metric's panels side by side, about six in a line
@@ -255,7 +252,4 @@ def main(args: Args, tool_arguments: list[str]) -> int:
 if __name__ == "__main__":
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
-    try:
-        sys.exit(main(tyro.cli(Args, args=words[:split], description=__doc__), words[split + 1 :]))
-    except (InputError, OSError) as error:
-        exit_with(str(error))
+    run_script(lambda: sys.exit(main(tyro.cli(Args, args=words[:split], description=__doc__), words[split + 1 :])))

@@ -15,7 +15,7 @@ import pandas as pd
 
 from benchmark import lab
 from benchmark.lab import cell
-from ppo_rlhf.lib.run import read_meta
+from ppo_rlhf.train_policy import read_meta
 from ppo_rlhf.worlds.posts import gold_scores
 
 MEASURES = {  # after SFT → after PPO: columns of runs.csv, scale, digits

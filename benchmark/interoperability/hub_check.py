@@ -8,10 +8,12 @@ reads the first row of each, but of archives. The big files are not downloaded, 
 The exit status is 1 if something is missing, and 2 without a network.
 """
 
+import fnmatch
 import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -20,20 +22,24 @@ from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
 from ppo_rlhf import train_both
-from ppo_rlhf.lib.errors import InputError, run_script
-from ppo_rlhf.lib.hub import HubFiles, hub_is_reachable
-from ppo_rlhf.lib.pretrained import load_tokenizer
-from ppo_rlhf.rlvr.problems import GSM8K_FILES
 from ppo_rlhf.tldr import all as tldr_all
-from ppo_rlhf.tldr.posts import COMPARISON_FILES, POSTS_REPOSITORY
-from ppo_rlhf.train_policy import OPENAI_DATA
+from ppo_rlhf.tldr.posts import POSTS_REPOSITORY
+from ppo_rlhf.train_policy import OPENAI_DATA, input_errors, load_tokenizer, run_script
 
 WORLDS = ("tales", "posts", "smollm2-135m")
-TEXTS = (  # of chapter 1, as train_policy.load_texts downloads them: data set, files, splits, keys of a row
-    ("rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt"), ("",), ()),
-    ("ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz"), ("",), ()),
-    ("abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",), ("train", "test"), ("id",)),
-    (OPENAI_DATA, ("tldr/{split}-subset.json",), ("train", "valid"), ("content",)),
+FILES = (  # as the chapters download them: what, data set, files, splits, keys of a row
+    ("texts", "rojagtap/bookcorpus", ("books_large_p1.txt", "books_large_p2.txt"), ("",), ()),
+    ("texts", "ccdv/cnn_dailymail", ("cnn_stories.tgz", "dailymail_stories.tgz"), ("",), ()),
+    ("texts", "abisee/cnn_dailymail", ("3.0.0/{split}-*.parquet",), ("train", "test"), ("id",)),
+    ("texts", OPENAI_DATA, ("tldr/{split}-subset.json",), ("train", "valid"), ("content",)),
+    (
+        "comparisons",
+        "openai/summarize_from_feedback@refs/convert/parquet",
+        ("comparisons/{split}/*.parquet",),
+        ("train", "validation"),
+        ("info", "summaries", "choice"),
+    ),
+    ("gsm8k", "openai/gsm8k", ("main/{split}-*.parquet",), ("train", "test"), ("question", "answer")),
 )
 SHOWN = 60  # characters of a first row
 MISSING = (OSError, ValueError, KeyError, StopIteration, HfHubHTTPError, NotASafetensorsRepoError)  # what is raised
@@ -61,12 +67,17 @@ def first_row(file: BinaryIO, name: str, keys: tuple[str, ...]) -> Any:
             return "an archive, not read"
 
 
-def look_at_files(files: HubFiles, split: str, keys: tuple[str, ...] = ()) -> str:
+def look_at_files(data_set: str, patterns: list[str], keys: tuple[str, ...]) -> str:
     """Size and first row of files. keys: what a row has. Raises what the hub's clients raise, and a KeyError."""
-    info = HfApi().dataset_info(files.repository, revision=files.revision, files_metadata=True)
+    repository, _, revision = data_set.partition("@")
+    info = HfApi().dataset_info(repository, revision=revision or None, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings}
-    names = files.matching(sizes, split)
-    root = f"datasets/{files.repository}@{info.sha}"
+    names = []
+    for pattern in patterns:
+        if not (matches := fnmatch.filter(sizes, pattern)):
+            raise FileNotFoundError(f"the hub's {repository} has no {pattern}")
+        names += sorted(matches)
+    root = f"datasets/{repository}@{info.sha}"
     rows = []
     for name in names:
         with HfFileSystem().open(f"{root}/{name}") as file:
@@ -82,7 +93,7 @@ def look_at_posts(split: str) -> str:
 
 
 def look_at_model(base_model: str) -> str:
-    tokens = len(load_tokenizer(base_model))
+    tokens = len(load_tokenizer(base_model, trust_remote_code=False))
     name, _, revision = base_model.partition("@")
     weights = HfApi().get_safetensors_metadata(name, revision=revision or None)
     return f"{tokens:,} tokens, {sum(weights.parameter_count.values()):,} parameters"
@@ -96,34 +107,28 @@ def shown(row: Any, keys: tuple[str, ...]) -> str:
 
 def checks(args: Args) -> Iterator[tuple[str, str, Callable[[], str]]]:
     """What is looked for, where it should lie, and the function that looks."""
-
-    def files(what: str, files: HubFiles, split: str = "", keys: tuple[str, ...] = ()) -> tuple:
-        where = f"{files.repository}: {', '.join(files.names).format(split=split)}"
-        return f"{what} {split}".rstrip(), where, lambda: look_at_files(files, split, keys)
-
-    for repository, names, splits, keys in TEXTS:
-        for split in splits:
-            yield files("texts", HubFiles(repository=repository, names=names), split, keys)
     chapter_1, chapter_2 = (
         [preset for preset in script.PRESETS.values() if preset.base_model not in WORLDS]
         for script in (train_both, tldr_all)
     )
-    for preset in chapter_1:
-        labels = HubFiles(repository=OPENAI_DATA, names=(preset.reward.label_dataset,))
-        yield files(f"labels {preset.preset}", labels, "", ("query", "sample0", "sample3", "best"))
+    labels = [
+        (f"labels {preset.preset}", OPENAI_DATA, (preset.reward.label_dataset,), ("",), ("query", "sample0", "best"))
+        for preset in chapter_1
+    ]
+    for what, data_set, patterns, splits, keys in [*FILES, *labels]:
+        for split in splits:
+            names = [pattern.format(split=split) for pattern in patterns]
+            look = partial(look_at_files, data_set, names, keys)
+            yield f"{what} {split}".rstrip(), f"{data_set}: {', '.join(names)}", look
     for split in ("train", "validation", "test"):
-        yield f"posts {split}", POSTS_REPOSITORY, lambda split=split: look_at_posts(split)
-    for split in ("train", "validation"):
-        yield files("comparisons", COMPARISON_FILES, split, ("info", "summaries", "choice"))
-    for split in ("train", "test"):
-        yield files("gsm8k", GSM8K_FILES, split, ("question", "answer"))
+        yield f"posts {split}", POSTS_REPOSITORY, partial(look_at_posts, split)
     for name in dict.fromkeys([*(preset.base_model for preset in chapter_1 + chapter_2), *args.base_model]):
-        yield "model", name, lambda name=name: look_at_model(name)
+        yield "model", name, partial(look_at_model, name)
 
 
 def main(args: Args) -> None:
-    if not hub_is_reachable():
-        raise InputError("the hub cannot be reached, or HF_HUB_OFFLINE is set; this needs a network")
+    with input_errors("the hub cannot be asked"):
+        HfApi().dataset_info(OPENAI_DATA, revision=None, files_metadata=False)
     count = missing = 0
     for what, where, look in checks(args):
         try:

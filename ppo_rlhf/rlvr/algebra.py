@@ -1,9 +1,8 @@
 """The algebra of chapter 3: KL estimates, rewards, advantages, losses, and corrections for another sampler.
 
-First come the tensors that the steps of an update hand to each other, Rollout and Batch. The rest are functions of
-tensors and numbers; rlvr/policy.py and rlvr/asynchronous.py call them. They follow the eight steps: masks (2), the KL
-estimates and rewards (5), the estimators of the advantages (6), the losses (7). The last part compares the policy
-that learns with the one that sampled.
+These are functions of tensors and numbers; rlvr/policy.py and rlvr/asynchronous.py call them. They follow the eight
+steps: masks (2), the KL estimates and rewards (5), the estimators of the advantages (6), the losses (7). The last
+part compares the policy that learns with the one that sampled.
 
 Tensors are (batch, response_length) unless a docstring says otherwise. A mask is True where the policy wrote a token,
 its stop id included. Other entries, even NaN, reach no result and no gradient; results are 0 there.
@@ -15,90 +14,14 @@ PRIME is PrimeIntellect-ai/prime-rl at commit 559b447. See docs/reference.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppo_rlhf.lib import processes
-
-# ---- What the steps hand to each other -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """Episodes, a row for each, and what steps 1 to 4 say of them. In a mask, True is a token of the policy."""
-
-    # [V11] What is outside of the mask, even NaN, has no effect.
-    query_responses: Tensor  # (rows, context_length + response_length), padded on the left and after the stop id
-    mask: Tensor  # (rows, response_length) bool, the tokens of the response; none where it cannot be scored
-    loss_mask: Tensor  # (rows, response_length) bool, those of them that are trained on
-    from_tool: Tensor  # (rows, response_length) bool, the tokens that a tool wrote
-    logprobs: Tensor  # (rows, response_length), under the old policy of the ratio, in training arithmetic
-    sampler_logprobs: Tensor  # (rows, response_length), with which the tokens were drawn; 0 where a tool wrote
-    ref_logprobs: Tensor  # (rows, response_length); the policy's own where there is no reference
-    exact_kl: Tensor  # (rows, response_length), where the reward needs it, otherwise 0
-    values: Tensor  # (rows, response_length); 0 without a critic
-    parts: Tensor  # (rows, sources), what verifiers and reward model say
-    raw_scores: Tensor  # (rows,), their weighted sum
-    scores: Tensor  # (rows,), after punishments
-    baselines: Tensor  # (rows,), score of the greedy response, for remax; otherwise 0
-    stopped: Tensor  # (rows,) bool, whether the response ends with a stop id
-    problems: Tensor  # (rows,), numbers of the problems
-    groups: Tensor  # (rows,), equal for the responses to one problem; each time that it is drawn has a number
-    versions: Tensor  # (rows,), updates that the sampling policy had seen
-
-    @property
-    def responses(self) -> Tensor:
-        """The responses alone: (rows, response_length)."""
-        return self.query_responses[:, -self.mask.shape[1] :]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def rows(self, inds: Tensor | slice) -> Self:
-        return dataclasses.replace(self, **{name: tensor[inds] for name, tensor in self.tensors().items()})
-
-
-Reweigh = Callable[[Tensor, "Batch"], Tensor]  # (new_logprobs, mb) -> more factors of the policy's losses
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch(Rollout):
-    """The input of step 7: the batch with the results of steps 5 and 6."""
-
-    rewards: Tensor  # (rows, response_length), KL penalty and score
-    non_score_rewards: Tensor  # (rows, response_length), the KL penalty
-    kl: Tensor  # (rows, response_length), nats
-    advantages: Tensor  # (rows, response_length)
-    returns: Tensor  # (rows, response_length), targets of the critic; 0 without one
-    weights: Tensor  # (rows, response_length), factors of the losses; 1 unless an older policy has sampled
-    right: Tensor  # (rows,) bool, whether the verifier accepts the response
-    fresh: Tensor  # (rows,) bool, whether this update's policy has sampled the row
-    reweigh: Reweigh | None = None  # gives more factors of the policy's losses; None: there are none
-    # Rows, and numbers of them by name: what each pass of training computed, for traces.
-    seen: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
-
-    @property
-    def right_mask(self) -> Tensor:
-        """The tokens (rows, response_length) of correct responses that are trained on."""
-        return self.loss_mask & self.right.unsqueeze(1)
-
-
-def join(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """All their rows, with padding before shorter queries."""
-    width = max(one.query_responses.shape[1] for one in rollouts)
-    tensors = {name: [getattr(one, name) for one in rollouts] for name in rollouts[0].tensors()}
-    tensors["query_responses"] = [
-        F.pad(tokens, (width - tokens.shape[1], 0), value=pad_id) for tokens in tensors["query_responses"]
-    ]
-    return Rollout(**{name: torch.cat(parts) for name, parts in tensors.items()})
-
+from ppo_rlhf.tldr.shares import widened
 
 # ---- Tokens ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +173,7 @@ def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
 def scores_differ(scores: Tensor, live: Tensor, groups: Tensor) -> Tensor:
     """Which rows are in a group in which the scores of live rows are not all equal. All are (batch,)."""
     # [V34] Scores are all equal if the largest is the smallest. Rounding may make the mean of equal numbers differ
-    #       from them, so their deviations from it would not be exactly 0.
+    #       from them, so their deviations from it would not be exactly 0.   core_algos.py#L267-L330
     largest = by_group(scores.masked_fill(~live, -math.inf), groups, "amax")
     return largest > by_group(scores.masked_fill(~live, math.inf), groups, "amin")
 
@@ -377,11 +300,11 @@ def whiten(
     """
     # [V44] Statistics of the whole batch on all processes, in float64, so that 1 and 8 processes agree.
     #       core_algos.py#L215-L263
-    count = reduce(processes.widened(mask.sum())).clamp(min=1)
-    mean = reduce(processes.widened(values.masked_fill(~mask, 0)).sum()) / count
+    count = reduce(widened(mask.sum())).clamp(min=1)
+    mean = reduce(widened(values.masked_fill(~mask, 0)).sum()) / count
     centred = (values - mean).masked_fill(~mask, 0)
     # [V45] [V46] Divided by n, so that one token, or none, gives 0.   torch_functional.py#L322
-    variance = reduce((processes.widened(centred) ** 2).sum()) / count
+    variance = reduce((widened(centred) ** 2).sum()) / count
     whitened = centred * torch.rsqrt(variance + 1e-8) + (mean if keep_mean else 0)
     return whitened.masked_fill(~mask, 0).to(values.dtype)
 
@@ -453,39 +376,6 @@ def token_losses(
     bound = -advantages * dual_clip
     clipped_below = (advantages < 0) & (losses > bound) & mask
     return torch.where(clipped_below, bound, losses), clipped, clipped_below
-
-
-class EntropyController:
-    """The weight of the entropy bonus: fixed, or a step up while the entropy is below a target and down otherwise.
-
-    coef: weight per nat; last: the last entropy that it saw, in nats per token.
-    """
-
-    def __init__(
-        self,
-        coef: float,
-        target: float | None = None,
-        *,
-        delta: float = 0.005,
-        low: float = 0.0,
-        high: float = 1.0,
-        last: float = math.inf,
-    ):
-        """target: in nats per token; None: the weight is fixed. low and high bound it."""
-        self.coef, self.target, self.delta, self.low, self.high, self.last = coef, target, delta, low, high, last
-
-    @property
-    def value(self) -> float:
-        """The weight for the next optimiser step."""
-        # [V116] Above the target there is no bonus, whatever the coefficient is, and so none in the first step.
-        return self.coef if self.target is None or self.last <= self.target else 0.0
-
-    def update(self, entropy: float) -> None:
-        """entropy: mean over the tokens of an optimiser step on all processes, in nats."""
-        if self.target is not None:
-            delta = self.delta if entropy <= self.target else -self.delta
-            self.coef = min(max(self.coef + delta, self.low), self.high)
-            self.last = entropy
 
 
 def lower_clip_range(loss: str, cliprange_low: float | None) -> float:

@@ -1,4 +1,4 @@
-"""Arguments of chapter 3: what they mean, presets, how a batch is divided, which are refused, and what they name.
+"""Arguments of chapter 3: what they mean, presets, how a batch is divided, and which are refused.
 
 Marks like [V99] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/reference.
@@ -7,28 +7,22 @@ next to marks are the original's. See docs/reference.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from operator import attrgetter
 from typing import Annotated, Literal
 
-from accelerate import Accelerator
-from annotated_types import Ge, Gt, Lt
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ppo_rlhf.lib import command_line, processes
-from ppo_rlhf.lib.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ZeroToOne
-from ppo_rlhf.lib.errors import InputError, flag, typed
 from ppo_rlhf.rlvr import algebra, problem_rows, problems
-from ppo_rlhf.tldr import classifiers, models
+from ppo_rlhf.tldr import models
+from ppo_rlhf.train_policy import AdaptiveKLArgs, Arguments, InputError, split_evenly
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
 
+ZeroToOne = Annotated[float, Field(ge=0, le=1)]
+
 
 @dataclass(frozen=True, kw_only=True)
-class RewardsArgs:
+class RewardsArgs(Arguments):
     verifier: str = "gsm8k_strict"
     """what checks responses: gsm8k_strict, gsm8k_flexible, boxed, exact, reasoning_gym, or package.module:name of a
     function (prompts, responses, answers: texts) -> list of floats, or one for TRL or verl, as docs/chapter3.md says.
@@ -55,7 +49,7 @@ class RewardsArgs:
     """weight of the KL penalty in the loss, per nat"""
     kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"
     """estimate of the KL in the loss, where its slope acts and not its value"""
-    adaptive_kl: command_line.AdaptiveKLArgs = field(default_factory=command_line.AdaptiveKLArgs)
+    adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
     """controller of the KL coefficient in the reward"""
     missing_stop: Literal["none", "replace", "subtract"] = "none"
     """score of a response that does not end. replace: minus the penalty; subtract: lowered by the penalty"""
@@ -87,22 +81,7 @@ class RewardsArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveEntropyArgs:
-    """Of a controller of the entropy coefficient."""
-
-    target: PositiveFloat | None = None
-    """entropy below which the coefficient rises, and above which it falls and there is no bonus, in nats per token;
-    None keeps `entropy_coef` fixed"""
-    delta: PositiveFloat = 0.005
-    """how far the coefficient moves after each optimiser step"""
-    min: NonNegativeFloat = 0.0
-    """the coefficient's lower bound"""
-    max: PositiveFloat = 1.0
-    """its upper bound"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PpoArgs(command_line.MemoryArgs):
+class PpoArgs(Arguments):
     total_episodes: PositiveInt = 111_360
     """responses to train on, over all updates; rounded down to whole updates"""
     batch_size: PositiveInt = 256
@@ -119,7 +98,7 @@ class PpoArgs(command_line.MemoryArgs):
     """learning rate of the critic"""
     critic_warmup: NonNegativeInt = 0
     """updates at the start in which only the critic learns"""
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """second beta of AdamW; the first is 0.9"""
     weight_decay: NonNegativeFloat = 0.01
     """weight decay of AdamW"""
@@ -151,22 +130,22 @@ class PpoArgs(command_line.MemoryArgs):
     """and to 1 + this; about 4e-4 for gspo, and 3 to 7 for cispo as in ScaleRL, whose upper bound is 4 to 8"""
     dual_clip: PositiveFloat | None = None
     """a token of a bad response whose ratio exceeds this is no longer pushed down; None: no such bound"""
-    trust_region: Annotated[float, Gt(0), Lt(1)] = 0.3
+    trust_region: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """with ipo and dppo, a token has no loss once its probability is further than this from the old one"""
     cliprange_value: PositiveFloat | None = 0.5
     """new values are clipped to old values +- this, in units of reward; None: not clipped"""
     entropy_coef: NonNegativeFloat = 0.0
-    """weight of the entropy bonus, per nat, at the start"""
-    adaptive_entropy: AdaptiveEntropyArgs = field(default_factory=AdaptiveEntropyArgs)
-    """controller of the entropy coefficient"""
+    """weight of the entropy bonus, per nat"""
     nll_coef: NonNegativeFloat = 0.0
     """weight of the mean of -log p over the tokens of correct responses, per nat"""
     filter_groups: bool = False
     """leave out groups whose responses all have the same score, and generate until the batch is full (DAPO)"""
+    local_micro_batch_size: PositiveInt = 8
+    """episodes per forward and backward pass on one process, at most; changes memory and speed, not numbers"""
     local_rollout_batch_size: PositiveInt = 256
-    """responses that one process samples at a time, at most; a memory knob"""
+    """responses that one process samples at a time, at most; changes memory and speed, not numbers"""
     share_prefixes: bool = True
-    """read tokens with which several rows begin, such as a prompt, once for all, where it pays; a memory knob"""
+    """read what several rows begin with, such as a prompt, once, where it pays; changes memory and speed alone"""
 
     @property
     def whitens(self) -> bool:
@@ -175,24 +154,24 @@ class PpoArgs(command_line.MemoryArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolsArgs:
-    tool: str = "calculator"
-    """what answers calls: calculator, or package.module:name of a function (call text) -> text"""
-    call_start: str = "["
-    """text before a call. The call is the text between the last call_start of a turn and call_end"""
-    call_end: str = "]"
-    """text that ends a call: exactly one token, at which generation stops"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Args(command_line.PolicyRunArgs):
+class Args(Arguments):
     preset: str = "gsm8k"
     """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, rloo, sums, sums-grpo, arithmetic"""
-    exp_name: str = "rlvr_policy"
+    exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "rlvr_policy"
+    """name of this experiment"""
     seed: NonNegativeInt = 1
     """seed of the sampling noise, the order of the problems and the minibatches"""
     base_model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """model to start from: a folder, or a name on the hub"""
+    """causal language model to start from: a folder, a name on the hub, `sums` or `smollm2-135m`"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the base model"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """arithmetic; bfloat16 keeps float32 weights and casts in matrix products"""
+    frozen_bfloat16: bool = False
+    """reference and reward model in bfloat16: half their memory, and KL and scores that are rounded"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of each layer and compute the rest again in the backward pass; saves memory, costs a
+    forward pass"""
     eval_interval: NonNegativeInt = 10
     """updates between evaluations on the held-out problems, the first one before the first update; 0: only at the
     end"""
@@ -200,8 +179,6 @@ class Args(command_line.PolicyRunArgs):
     """how many held-out problems an evaluation has, the first ones; 0: all"""
     eval_samples: NonNegativeInt = 0
     """sampled responses to each of them before the first update and after the last, in addition to the greedy one"""
-    eval_temperature: Annotated[float, Ge(1e-6)] = 1.0
-    """sampling temperature of the eval_samples"""
     task: problems.TaskArgs = field(default_factory=problems.TaskArgs)
     """problems, prompts and responses"""
     rewards: RewardsArgs = field(default_factory=RewardsArgs)
@@ -210,8 +187,31 @@ class Args(command_line.PolicyRunArgs):
     """the optimisation"""
     lora: models.LoraArgs = field(default_factory=models.LoraArgs)
     """low-rank adapters"""
-    # This is no argument.
-    tools = None  # in rlvr/tools.py ToolsArgs
+    resume: str = ""
+    """folder of a run to resume: runs/<run>; its arguments are taken from there"""
+    save_interval: NonNegativeInt = 50
+    """updates between checkpoints; 0: one at the end"""
+    log_interval: NonNegativeInt = 10
+    """updates between printed samples; 0: none"""
+    trace_interval: NonNegativeInt = 0
+    """updates between those whose episodes are kept with all their numbers, which report/ shows; 0: none"""
+    trace_episodes: PositiveInt = 8
+    """episodes of such an update that report/ shows"""
+    track: bool = False
+    """log to a tracker as well, in addition to metrics.csv and TensorBoard"""
+    tracker: Literal["wandb", "trackio"] = "wandb"
+    """Weights & Biases; or Trackio, which needs no account and keeps everything on this machine"""
+    wandb_project_name: str = "ppo_rlhf"
+    """project on the tracker"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    upload_model: bool = False
+    """push the trained model to the Hugging Face hub"""
+    hf_entity: str = ""
+    """user or organisation on the hub; empty: whoever is logged in"""
+    hf_private: bool = False
+    """make the repository on the hub private"""
+    tools = None  # no argument here; in rlvr/tools.py
 
     @property
     def has_exact_baseline(self) -> bool:
@@ -242,20 +242,21 @@ SUMS = Args(
     ),
 )
 SUMS_GRPO = dataclasses.replace(SUMS.ppo, samples_per_prompt=8, critic_warmup=0, advantage="grpo")
+LONG_TASK = dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024)
 # [V99] Arguments of verl's logged run, of its recipes and of TRL 1.16; docs/reference says what differs.
 PRESETS = {
     "gsm8k": Args(dtype="bfloat16", ppo=PpoArgs(entropy_coef=0.001)),
     "gsm8k-grpo": Args(
         dtype="bfloat16",
         eval_interval=5,
-        task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
+        task=LONG_TASK,
         rewards=RewardsArgs(kl_coef=0.0, kl_loss_coef=0.001),
         ppo=PpoArgs(batch_size=1_280, samples_per_prompt=5, nminibatches=2, advantage="grpo", dual_clip=3.0),
     ),
     "dr-grpo": Args(
         dtype="bfloat16",
         eval_interval=5,
-        task=dataclasses.replace(problems.TASKS["gsm8k"], response_length=1_024),
+        task=LONG_TASK,
         rewards=RewardsArgs(kl_coef=0.0),
         ppo=PpoArgs(
             total_episodes=111_616,
@@ -288,7 +289,6 @@ PRESETS = {
         base_model="smollm2-135m",
         save_interval=0,
         eval_samples=4,
-        eval_temperature=0.7,
         task=problems.TASKS["arithmetic"],
         rewards=RewardsArgs(
             verifier="gsm8k_flexible",
@@ -329,258 +329,107 @@ class PpoSizes:
     """Sizes, from the arguments and the number of processes, in episodes unless the name says otherwise."""
 
     updates: int
-    steps_per_update: int  # of the optimisers; a run prints all sizes when it starts
+    steps_per_update: int  # of the optimiser
     batch: int
     problems: int  # of a batch; each is a group
     local_batch: int
-    local_rollout_batch: int
     local_minibatch: int
 
 
-def ppo_sizes(ppo: PpoArgs, num_processes: int) -> PpoSizes:
-    """Divide the global sizes exactly, or say which size does not divide and what would."""
-    command_line.check_whole_update(ppo.total_episodes, ppo.batch_size)
-    n, steps = ppo.samples_per_prompt, ppo.nminibatches
-    split = partial(processes.split_evenly, "ppo.batch_size", ppo.batch_size)
-    split(n * num_processes, f"{typed('ppo.samples_per_prompt')} x processes")
+def ppo_sizes(args: Args, num_processes: int) -> PpoSizes:
+    """Check the arguments, and divide the global sizes exactly, or raise an InputError that says what would do."""
+    ppo, n = args.ppo, args.ppo.samples_per_prompt
+    check_arguments(args)
+    split_evenly("--ppo.batch_size", ppo.batch_size, n * num_processes, "samples_per_prompt x processes")
+    minibatches = ppo.nminibatches * num_processes
     return PpoSizes(
         updates=ppo.total_episodes // ppo.batch_size,
-        steps_per_update=ppo.noptepochs * steps,
+        steps_per_update=ppo.noptepochs * ppo.nminibatches,
         batch=ppo.batch_size,
         problems=ppo.batch_size // n,
         local_batch=ppo.batch_size // num_processes,
-        local_rollout_batch=min(ppo.local_rollout_batch_size, ppo.batch_size // num_processes),
-        local_minibatch=split(num_processes * steps, f"processes x {typed('ppo.nminibatches')}"),
+        local_minibatch=split_evenly("--ppo.batch_size", ppo.batch_size, minibatches, "nminibatches x processes"),
     )
 
 
-# ---- Checks ----------------------------------------------------------------------------------------------------
-
-
 def check_arguments(args: Args) -> None:
-    """Raise an InputError for arguments that cannot be meant."""
-    ppo, shaping = args.ppo, args.rewards
-    command_line.check_run(args)
-    command_line.check_controller(shaping.adaptive_kl, ppo.batch_size)
-    for problem in (*impossible(args), *without_effect(args)):
-        raise InputError(problem)
-
-
-def evaluated(args: Args) -> list[str]:
-    """The arguments that name a task whose scorer evaluates an answer as Python, if that scorer is the verifier."""
-    by_scorer = "reasoning_gym" in (args.rewards.verifier, args.rewards.format)
-    names = ("task.problems", "task.test_problems")
-    return [name for name in names if by_scorer and problem_rows.evaluates_text(attrgetter(name)(args))]
-
-
-def impossible(args: Args) -> Iterator[str]:
-    """Arguments that do not go together."""
-    ppo, shaping = args.ppo, args.rewards
-    for name in evaluated(args) if not shaping.evaluate_text else ():
-        yield (
-            f"{flag(name)} {attrgetter(name)(args)}: its scorer evaluates what the policy writes as Python, with "
-            f"your rights, though only arithmetic, in a process with limits and, where the system offers it, no "
-            f"network; if you accept the risk that is left, add {flag('rewards.evaluate_text')}"
+    """Raise an InputError where a run would do something else than its arguments say, and not say so."""
+    task, ppo, shaping = args.task, args.ppo, args.rewards
+    n, advantage = ppo.samples_per_prompt, f"--ppo.advantage {ppo.advantage}"
+    by_scorer = "reasoning_gym" in (shaping.verifier, shaping.format)
+    for name, source in (("problems", task.problems), ("test_problems", task.test_problems)):
+        refuse(
+            by_scorer and problem_rows.evaluates_text(source) and not shaping.evaluate_text,
+            f"--task.{name} {source}: its scorer evaluates what the policy writes as Python, with your rights, "
+            f"though only arithmetic, in a process with limits and, where the system offers it, no network; if you "
+            f"accept the risk that is left, add --rewards.evaluate_text",
         )
-    n, full_in_loss = ppo.samples_per_prompt, shaping.kl_loss_coef and shaping.kl_loss_estimator == "full"
+    refuse(ppo.total_episodes < ppo.batch_size, "--ppo.total_episodes is less than an update of --ppo.batch_size")
     # [V35] verl would train on raw rewards.   core_algos.py#L309-L311
-    if ppo.advantage in algebra.IN_GROUPS and n < 2:
-        yield (
-            f"{flag('ppo.advantage')} {ppo.advantage} compares the responses to a problem; "
-            f"{flag('ppo.samples_per_prompt')} {n} must be at least 2"
-        )
+    refuse(n < 2 and ppo.advantage in algebra.IN_GROUPS, f"{advantage} needs --ppo.samples_per_prompt 2 or more")
+    # [V78] Scores that contain a reward model's score are never equal.
+    refuse(n < 2 and ppo.filter_groups, "--ppo.filter_groups needs --ppo.samples_per_prompt 2 or more")
+    refuse(
+        ppo.filter_groups and shaping.trained_model, "with --rewards.trained_model, --ppo.filter_groups never acts"
+    )
     # [V112] Nothing but the sources enters these advantages. Where there is only one, GDPO's code does plain GRPO.
     if ppo.advantage == "gdpo":
-        if not (shaping.format or shaping.trained_model):
-            yield (
-                f"{flag('ppo.advantage')} gdpo scales each of several sources of the score alone; there is only the "
-                f"verifier. Add {flag('rewards.format')} or {flag('rewards.trained_model')}, or take grpo"
-            )
-        penalties = {
-            "rewards.kl_coef": shaping.kl_coef,
-            "rewards.overlong_buffer": shaping.overlong_buffer,
-            "rewards.missing_stop": shaping.missing_stop != "none",
-        }
-        for name, acts in penalties.items():
-            if acts:
-                yield (
-                    f"{flag(name)} {attrgetter(name)(args)} does nothing with {flag('ppo.advantage')} gdpo, which "
-                    f"compares what each source says; {flag('rewards.kl_loss_coef')} penalises the KL in the loss"
-                )
-        if ppo.filter_groups:
-            yield (
-                f"{flag('ppo.filter_groups')} leaves out groups whose sums are all equal, but their sources may "
-                f"differ, from which {flag('ppo.advantage')} gdpo learns; leave one of the two out"
-            )
-    if ppo.filter_groups and n < 2:
-        yield f"{flag('ppo.filter_groups')} needs {flag('ppo.samples_per_prompt')} 2 or more"
-    # [V117] A teacher judges each token, and these estimators compare what whole responses got.
-    if shaping.teacher and ppo.advantage not in ("gae", "reinforce++"):
-        yield (
-            f"{flag('ppo.advantage')} {ppo.advantage} compares whole responses, but {flag('rewards.teacher')} judges "
-            f"each token; reinforce++ and gae have an advantage for each"
+        penalties = shaping.kl_coef or shaping.overlong_buffer or shaping.missing_stop != "none"
+        one = not (shaping.format or shaping.trained_model)
+        refuse(one, f"{advantage} scales each source alone; add --rewards.format or --rewards.trained_model")
+        refuse(penalties, f"{advantage} has no --rewards.kl_coef (kl_loss_coef acts), overlong_buffer, missing_stop")
+        refuse(
+            ppo.filter_groups, f"{advantage} may learn from groups with equal sums, which --ppo.filter_groups drops"
         )
-    if shaping.teacher and shaping.kl_estimator not in ("k1", "full"):
-        yield (
-            f"{flag('rewards.kl_estimator')} {shaping.kl_estimator} in the reward has another gradient than the KL "
-            f"from {flag('rewards.teacher')}; take k1 or full"
+    # [V117] A teacher judges each token, and other estimators compare what whole responses got.
+    if shaping.teacher:
+        of_tokens = ppo.advantage in ("gae", "reinforce++")
+        refuse(
+            not of_tokens, f"{advantage} compares responses, but --rewards.teacher judges tokens; take reinforce++"
         )
+        odd = shaping.kl_estimator not in ("k1", "full")
+        refuse(odd, f"--rewards.teacher: with --rewards.kl_estimator {shaping.kl_estimator}, its gradient is no KL's")
     # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
     #       gradient of the KL of whole responses. In the reward alone, its gradient points away from the reference.
-    unequal = shaping.kl_loss_coef != shaping.kl_coef or shaping.adaptive_kl.target is not None
-    full_in_reward = shaping.reward_kl and shaping.kl_estimator == "full"
-    if full_in_reward and not shaping.teacher and (not full_in_loss or unequal):
-        yield (
-            f"{flag('rewards.kl_estimator')} full goes with {flag('rewards.kl_loss_estimator')} full and a "
-            f"{flag('rewards.kl_loss_coef')} that is {flag('rewards.kl_coef')}, and no "
-            f"{flag('rewards.adaptive_kl.target')}: in the reward alone its gradient points away from the reference"
+    has_target, horizon = shaping.adaptive_kl.target is not None, shaping.adaptive_kl.horizon
+    if shaping.reward_kl and shaping.kl_estimator == "full":
+        in_loss = (shaping.kl_loss_coef, shaping.kl_loss_estimator) == (shaping.kl_coef, "full") and not has_target
+        refuse(
+            not (shaping.teacher or in_loss),
+            "--rewards.kl_estimator full needs --rewards.kl_loss_estimator full, with the same coefficient and no "
+            "--rewards.adaptive_kl.target: in the reward alone its gradient points away from the reference",
         )
-    if full_in_reward and (ppo.whitens or ppo.advantage == "grpo"):
-        yield (
-            f"{flag('rewards.kl_estimator')} full needs advantages that nothing rescales, since the loss has the "
-            f"rest of its gradient: {flag('ppo.whiten_advantages')} False, and {flag('ppo.advantage')} rloo, not grpo"
+        refuse(
+            ppo.whitens or ppo.advantage == "grpo",
+            "--rewards.kl_estimator full needs advantages that nothing rescales, since the loss has the rest of its "
+            "gradient: --ppo.whiten_advantages False, and --ppo.advantage rloo, not grpo",
         )
     # [V56] A coefficient that cannot have an effect is an error.   verl/utils/config.py#L181
-    if shaping.adaptive_kl.target is not None and not shaping.kl_coef:
-        yield f"{flag('rewards.adaptive_kl.target')} moves {flag('rewards.kl_coef')}, which is 0 and stays so"
-    entropy = ppo.adaptive_entropy
-    if entropy.target is not None and not entropy.min <= ppo.entropy_coef <= entropy.max:
-        yield (
-            f"{flag('ppo.entropy_coef')} {ppo.entropy_coef} must be from {flag('ppo.adaptive_entropy.min')} "
-            f"{entropy.min} to {flag('ppo.adaptive_entropy.max')} {entropy.max}"
-        )
-    if ppo.critic_warmup and ppo.advantage != "gae":
-        yield (
-            f"{flag('ppo.critic_warmup')} {ppo.critic_warmup} is for a critic, which {flag('ppo.advantage')} "
-            f"{ppo.advantage} has none of; 0 switches it off"
-        )
-    if ppo.dual_clip is not None and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high):
-        yield (
-            f"{flag('ppo.dual_clip')} {ppo.dual_clip} is for {flag('ppo.loss')} ppo, and above 1 + "
-            f"{flag('ppo.cliprange_high')}; None switches it off"
-        )
-    if ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean":
-        yield f"{flag('ppo.loss')} gspo goes with {flag('ppo.loss_aggregation')} seq-mean-token-mean alone"
-    # [V78] Scores that contain a reward model's score are never equal.
-    if ppo.filter_groups and shaping.trained_model:
-        yield (
-            f"{flag('ppo.filter_groups')} leaves out groups whose scores are all equal, which they never are with "
-            f"{flag('rewards.trained_model')}; leave one of the two out"
-        )
-    if shaping.overlong_buffer > args.task.response_length:
-        yield (
-            f"{flag('rewards.overlong_buffer')} {shaping.overlong_buffer} is more than "
-            f"{flag('task.response_length')} {args.task.response_length}"
-        )
+    refuse(has_target and not shaping.kl_coef, "--rewards.adaptive_kl.target moves --rewards.kl_coef, which is 0")
+    # In an update, the controller multiplies the coefficient by at least 1 - 0.2 * batch_size / horizon.
+    too_quick = has_target and ppo.batch_size >= 5 * horizon
+    refuse(
+        too_quick, f"--rewards.adaptive_kl.horizon {horizon}: at least {ppo.batch_size // 5 + 1} for this batch_size"
+    )
+    warms_up = ppo.critic_warmup and ppo.advantage != "gae"
+    refuse(warms_up, f"--ppo.critic_warmup {ppo.critic_warmup}: {advantage} has no critic; give 0")
+    no_dual_clip = ppo.dual_clip and (ppo.loss != "ppo" or ppo.dual_clip <= 1 + ppo.cliprange_high)
+    refuse(no_dual_clip, "--ppo.dual_clip is for --ppo.loss ppo, and above 1 + --ppo.cliprange_high")
+    other = ppo.loss == "gspo" and ppo.loss_aggregation != "seq-mean-token-mean"
+    refuse(other, "--ppo.loss gspo goes with --ppo.loss_aggregation seq-mean-token-mean alone")
+    longer = shaping.overlong_buffer > task.response_length
+    refuse(longer, f"--rewards.overlong_buffer must be at most --task.response_length {task.response_length}")
 
 
-def without_effect(args: Args) -> Iterator[str]:
-    """Arguments that were given although nothing reads them: their value is not that of the preset."""
-    ppo, shaping = args.ppo, args.rewards
-    usual = PRESETS.get(args.preset, Args())
-    critic = "ppo.lam ppo.cliprange_value rewards.value_model ppo.critic_lam ppo.lam_alpha"
-    clips = ("ppo", "gspo", "cispo")
-    scores = "rewards.format rewards.trained_model rewards.missing_stop rewards.overlong_buffer ppo.filter_groups"
-    penalties = "rewards.kl_coef rewards.kl_loss_coef rewards.adaptive_kl.target"
-    bounds = "ppo.adaptive_entropy.delta ppo.adaptive_entropy.min ppo.adaptive_entropy.max"
-    lam_is_read = ppo.lam_alpha is None or ppo.critic_lam is None or ppo.advantage != "gae"
-    # [V56] Each row has arguments, whether something reads them, and what would.
-    readers = [
-        (critic, ppo.advantage == "gae", f"{flag('ppo.advantage')} gae"),
-        ("ppo.lam", lam_is_read, f"{flag('ppo.lam_alpha')} None or {flag('ppo.critic_lam')} None"),
-        ("ppo.gamma", ppo.advantage in ("gae", "reinforce++"), f"{flag('ppo.advantage')} gae or reinforce++"),
-        ("ppo.cliprange_low ppo.cliprange_high", ppo.loss in clips, f"{flag('ppo.loss')} ppo, gspo or cispo"),
-        ("ppo.trust_region", ppo.loss in ("ipo", "dppo"), f"{flag('ppo.loss')} ipo or dppo"),
-        (bounds, ppo.adaptive_entropy.target is not None, flag("ppo.adaptive_entropy.target")),
-        (f"{scores} {penalties}", not shaping.teacher, f"an empty {flag('rewards.teacher')}"),
-        ("rewards.evaluate_text", evaluated(args), "a task of reasoning-gym whose scorer evaluates text"),
-        ("rewards.label", classifiers.is_foreign(shaping.trained_model), "a reward model from elsewhere"),
-        ("rewards.trained_weight", shaping.trained_model, flag("rewards.trained_model")),
-        ("rewards.missing_stop_penalty", shaping.missing_stop != "none", flag("rewards.missing_stop")),
-        ("rewards.kl_estimator", shaping.has_penalty, flag("rewards.kl_coef")),
-        ("rewards.kl_loss_estimator", shaping.kl_loss_coef, flag("rewards.kl_loss_coef")),
-        ("rewards.adaptive_kl.horizon", shaping.adaptive_kl.target, flag("rewards.adaptive_kl.target")),
-    ]
-    for names, is_read, reader in readers:
-        for name in names.split():
-            value, default = (attrgetter(name)(one) for one in (args, usual))
-            if not is_read and value != default:
-                yield f"{flag(name)} {value} does nothing without {reader}; leave it at {default!r}"
-
-
-def doubts(args: Args) -> Iterator[str]:
-    """Warnings about settings that may be a mistake."""
-    ppo, shaping = args.ppo, args.rewards
-    estimator = f"{flag('rewards.kl_estimator')} {shaping.kl_estimator}"
-    # [V48] verl and TRL 1.16 offer these without a warning.   ray_trainer.py#L86-L108
-    if shaping.kl_coef and shaping.kl_estimator in ("abs", "k2", "k3"):
-        yield (
-            f"{estimator}: in the reward, its gradient vanishes near the reference and can point away from it "
-            f"further out; that of k1 is the gradient of the KL divergence"
-        )
-    # [V34] In a group whose scores are all equal, only the penalties differ, and they are divided by how much they
-    #       differ. verl does the same.   core_algos.py#L267-L330
-    if shaping.kl_coef and ppo.advantage == "grpo" and not ppo.filter_groups:
-        yield (
-            f"{flag('ppo.advantage')} grpo divides by the group's standard deviation. Where all scores are equal, "
-            f"that of the KL penalty is left, and however small {flag('rewards.kl_coef')} {shaping.kl_coef:g} is, "
-            f"advantages are about 1; {flag('rewards.kl_loss_coef')} or {flag('ppo.advantage')} dr_grpo avoids that"
-        )
-    # [V56] Both penalties at once are allowed, with a warning.   verl/utils/config.py#L181
-    if shaping.kl_coef and shaping.kl_loss_coef and shaping.kl_estimator != "full":
-        yield f"{flag('rewards.kl_coef')} and {flag('rewards.kl_loss_coef')} both penalise the KL"
-    if shaping.adaptive_kl.target is not None and shaping.kl_estimator in ("abs", "k2"):
-        yield f"{flag('rewards.adaptive_kl.target')} is in nats of KL, which {estimator} does not estimate"
-    if ppo.loss == "gspo" and max(algebra.lower_clip_range(ppo.loss, ppo.cliprange_low), ppo.cliprange_high) > 0.01:
-        yield (
-            f"{flag('ppo.loss')} gspo: the ratio of a whole response hardly leaves 1, so a clip range above 0.01 "
-            f"never acts; its authors take {flag('ppo.cliprange_low')} 3e-4 and {flag('ppo.cliprange_high')} 4e-4"
-        )
-    # [V109] Below 0, a mean would turn advantages around, so such groups are left out.
-    if ppo.advantage == "maxrl" and (shaping.kl_coef or shaping.missing_stop != "none" or shaping.overlong_buffer):
-        yield (
-            f"{flag('ppo.advantage')} maxrl divides by the mean of the scores, which ought to be the share of right "
-            f"responses. Penalties in the score change it, and groups in which it is not above 0 teach nothing; "
-            f"{flag('rewards.kl_loss_coef')} penalises the KL without that"
-        )
-    # [V36] Half of Dr. GRPO is in the aggregation of the loss.
-    if ppo.advantage == "dr_grpo" and ppo.loss_aggregation != "seq-mean-token-sum-norm":
-        yield (
-            f"{flag('ppo.advantage')} dr_grpo is Dr. GRPO only with {flag('ppo.loss_aggregation')} "
-            f"seq-mean-token-sum-norm"
-        )
+def refuse(wrong: object, message: str) -> None:
+    if wrong:
+        raise InputError(message)
 
 
 def check_problems(source: problems.Problems, sizes: PpoSizes) -> None:
     """Raise an InputError if there are fewer problems than a round of generation draws."""
-    if len(source) < sizes.problems:
-        raise InputError(
-            f"{flag('task.problems')} has {len(source)} problems, fewer than the {sizes.problems} that are drawn at "
-            f"a time ({flag('ppo.batch_size')} / {flag('ppo.samples_per_prompt')})"
-        )
-
-
-# ---- Setup -----------------------------------------------------------------------------------------------------
-
-# (prompts, texts, answers, queries=, responses=, messages=) -> (rows,); and its weight
-Source = tuple[Callable[..., Tensor], float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What the arguments name, apart from the networks that learn: the parts of a run that no update changes."""
-
-    args: Args
-    sizes: PpoSizes
-    tokenizer: PreTrainedTokenizerBase
-    ids: problems.TaskIds
-    problems: problems.Problems  # to train on
-    held_out: problems.Problems
-    sources: dict[str, Source]  # what scores, under its name; the verifier first
-    adapters: nn.Module | None  # peft's handle of the policy's adapters
-    accelerator: Accelerator
-
-    @property
-    def weights(self) -> list[float]:
-        """Of the sources."""
-        return [weight for _, weight in self.sources.values()]
+    refuse(
+        len(source) < sizes.problems,
+        f"--task.problems has {len(source)} problems, fewer than the {sizes.problems} that are drawn at a time "
+        f"(--ppo.batch_size / --ppo.samples_per_prompt)",
+    )

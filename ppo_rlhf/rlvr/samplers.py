@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ppo_rlhf.lib import checkpoints, processes
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import generate_until
+from ppo_rlhf.train_reward import prepare
 
 Weights = Mapping[str, np.ndarray]  # the policy's parameters that learn, under their names
 
@@ -22,17 +22,18 @@ class TorchSampler:
     def __init__(self, args: rlvr_arguments.Args, ids: problems.TaskIds, threads: int):
         """threads: of PyTorch on a CPU. With another number, sums are rounded otherwise."""
         torch.set_num_threads(threads)
-        self.device = processes.default_device()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.args, self.ids, self.version = args, ids, -1
-        self.model = models.load_base_model(args)
+        self.model = models.load_base_model(args).to(self.device)
         packing.enable(self.model)
+        prepare(self.model, args)
         if args.lora.rank:
             models.add_adapters(self.model, args.lora, args.seed)
         self.model.to(self.device)
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        parameters = checkpoints.trained_parameters(self.model)
+        parameters = {name: x for name, x in self.model.named_parameters() if x.requires_grad}
         sent = {(name, array.shape) for name, array in weights.items()}
         # A name that is missing or unknown is an error, not a warning: the old weights would sample on.
         if odd := sent ^ {(name, tuple(parameter.shape)) for name, parameter in parameters.items()}:
@@ -54,15 +55,14 @@ class TorchSampler:
             self.load(weights)
             self.version = version
         contexts = torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
-        uniforms = torch.tensor(noise).to(processes.device_of_noise(self.device))
-        with models.mixed_precision(self.device, enabled=self.args.dtype == "bfloat16"):
-            responses, logprobs = generate_until(
-                self.model,
-                contexts,
-                uniforms,
-                pad_id=self.ids.pad,
-                vocab_size=self.ids.vocab_size,
-                temperature=temperature,
-                stop_ids=self.ids.stops,
-            )
+        uniforms = torch.tensor(noise).to(self.device)
+        responses, logprobs = generate_until(
+            self.model,
+            contexts,
+            uniforms,
+            pad_id=self.ids.pad,
+            vocab_size=self.ids.vocab_size,
+            temperature=temperature,
+            stop_ids=self.ids.stops,
+        )
         return responses.cpu().numpy(), logprobs.cpu().numpy()

@@ -1,6 +1,6 @@
 """A response may call a tool, such as a calculator: chapter 3 with responses of several turns.
 
-This is rlvr/policy.py with another sampler, step 2. The policy writes a call, such as `[7+5]`. Generation stops at
+This is rlvr/policy.py with another `Sampler`, step 2. The policy writes a call, such as `[7+5]`. Generation stops at
 the end of the call, the tool's answer is inserted, and generation continues:
 
     Petra has 7 apples. Felix gives her 5. She loses 3. How many apples does Petra have?
@@ -13,8 +13,8 @@ the end of the call, the tool's answer is inserted, and generation continues:
     1. Token ids go in, token ids come out. Only the tool reads text. Responses are never tokenised again,
        because the tokenizer might choose other ids for the same text, which the policy has not sampled.
     2. The tool's tokens are context for all later tokens, and nothing else: they are in no loss, no KL and no
-       advantage, because the policy did not choose them. Their log-prob is NaN, and `make_rollout` removes such
-       tokens from the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is
+       advantage, because the policy did not choose them. Their log-prob is NaN, and `train` of rlvr/policy.py takes
+       such tokens out of the mask of the response. GAE and REINFORCE++ skip the hole: for them, the end of a call is
        followed by the first token after the answer.
     3. A tool never ends a run. A call that fails is answered by a short error text, from which the policy can learn
        to call correctly. See rlvr/tool_functions.py.
@@ -37,28 +37,38 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_rlhf.lib import command_line, errors, pretrained
-from ppo_rlhf.lib.errors import InputError
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems, tool_functions
 from ppo_rlhf.tldr import chat_templates
 from ppo_rlhf.tldr.responses import generate_until
+from ppo_rlhf.train_policy import Arguments, InputError, one_token, parse_args, run_script
 
 # ---- Arguments -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolsArgs(Arguments):
+    tool: str = "calculator"
+    """what answers calls: calculator, or package.module:name of a function (call text) -> text"""
+    call_start: str = "["
+    """text before a call. The call is the text between the last call_start of a turn and call_end"""
+    call_end: str = "]"
+    """text that ends a call: exactly one token, at which generation stops"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(rlvr_arguments.Args):
     preset: str = "sums-tools"
     """names a set of defaults: sums-tools"""
-    exp_name: str = "rlvr_tools"
-    tools: rlvr_arguments.ToolsArgs = field(default_factory=rlvr_arguments.ToolsArgs)
+    exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "rlvr_tools"
+    tools: ToolsArgs = field(default_factory=ToolsArgs)
     """the tool and how it is called"""
 
 
@@ -71,8 +81,7 @@ PRESETS = {
             "exp_name": Args.exp_name,
             "base_model": "sums-tools",
             "task": problems.TASKS["sums-tools"],
-            # Without a critic, nothing reads its arguments, so they have their defaults.
-            "ppo": dataclasses.replace(SUMS_GRPO.ppo, total_episodes=60 * 256, lam=1.0, cliprange_value=0.5),
+            "ppo": dataclasses.replace(SUMS_GRPO.ppo, total_episodes=60 * 256),
         }
     )
 }
@@ -80,18 +89,49 @@ PRESETS = {
 # ---- Train -----------------------------------------------------------------------------------------------------
 
 
-def train(args: Args) -> Path:
+def train(args: Args, timestamp: int | None = None) -> Path:
     """As `train` of rlvr/policy.py, where responses may call a tool."""
     tool = tool_functions.load_tool(args.tools.tool, "tools.tool")  # found before any model is loaded
-    return rlvr_policy.train(args, partial(sampler_with_tool, tool=tool))
+    return rlvr_policy.train(args, SamplerWithTool(tool), timestamp)
 
 
-def sampler_with_tool(
-    setup: rlvr_arguments.Setup, actor_critic: rlvr_policy.ActorCritic, tool: tool_functions.Tool
-) -> rlvr_policy.Sampler:
+class SamplerWithTool(rlvr_policy.Sampler):
     """Step 2 with the answers of a tool in the responses."""
-    generate = partial(converse, conversation=conversation(setup, tool))
-    return rlvr_policy.Sampler(setup, actor_critic, generate)
+
+    def __init__(self, tool: tool_functions.Tool):
+        self.tool = tool
+
+    def begin(self, args, lm_backbone, tokenizer, ids, *more, **options) -> None:
+        super().begin(args, lm_backbone, tokenizer, ids, *more, **options)
+        self.conversation = conversation(args.tools, self.tool, tokenizer, ids)
+
+    def respond(self, contexts: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        ids = self.ids
+        return converse(
+            self.lm_backbone,
+            contexts,
+            uniforms,
+            ids.pad,
+            ids.vocab_size,
+            temperature,
+            ids.stops,
+            conversation=self.conversation,
+        )
+
+    def objectives(self, rollout: rlvr_policy.Rollout) -> dict[str, Tensor]:
+        from_tool = (rollout.responses != self.ids.pad) & ~rollout.written
+        calls = answered_calls(rollout.responses, from_tool, self.conversation.call_end)
+        return {"val/tool_tokens": from_tool.sum(1), "val/tool_calls": calls}
+
+
+def answered_calls(responses: Tensor, from_tool: Tensor, call_end: int) -> Tensor:
+    """How many calls the tool answered in each response (rows,), empty answers included.
+
+    responses: (rows, response_length); from_tool: of that shape, the tokens that the tool wrote.
+    """
+    ends = (responses == call_end) & ~from_tool  # (rows, response_length), each ends a call
+    # A call at the very end of a response has no room for an answer, and one after MAX_CALLS ends the response.
+    return ends[:, :-1].sum(1).clamp(max=tool_functions.MAX_CALLS)
 
 
 # ---- Step 2: generate, call, continue --------------------------------------------------------------------------
@@ -172,17 +212,15 @@ def converse(
 # ---- The tool --------------------------------------------------------------------------------------------------
 
 
-def conversation(setup: rlvr_arguments.Setup, tool: tool_functions.Tool) -> Conversation:
+def conversation(
+    args: ToolsArgs, tool: tool_functions.Tool, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds
+) -> Conversation:
     """What a tool needs to answer calls. Raises an InputError if something does not fit."""
-    args, tokenizer, ids = setup.args.tools, setup.tokenizer, setup.ids
-    with errors.typed_as({"task.call_end": "tools.call_end"}):
-        call_end = pretrained.one_token(tokenizer, args.call_end, "call_end")
+    call_end = one_token(tokenizer, args.call_end, "tools.call_end")
     if call_end in ids.stops:
-        raise InputError(
-            f"{errors.flag('tools.call_end')} {args.call_end!r} ends a response; a call must end otherwise"
-        )
+        raise InputError(f"--tools.call_end {args.call_end!r} ends a response; a call must end otherwise")
     if not args.call_start:
-        raise InputError(f"{errors.flag('tools.call_start')} is empty; a call begins with a text, such as [")
+        raise InputError("--tools.call_start is empty; a call begins with a text, such as [")
 
     def encode(text: str) -> list[int]:
         return [i for i in chat_templates.encode_text(tokenizer, text) if i not in ids.stops]
@@ -198,4 +236,4 @@ def conversation(setup: rlvr_arguments.Setup, tool: tool_functions.Tool) -> Conv
 
 
 if __name__ == "__main__":
-    errors.run_script(lambda: train(command_line.parse_args(PRESETS, description=__doc__)))
+    run_script(lambda: train(parse_args(PRESETS, description=__doc__, may_change=rlvr_policy.MAY_CHANGE)))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppo_rlhf.lib import pretrained
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems, samplers
+from ppo_rlhf.train_policy import model_errors
 
 
 class VLLMSampler:
@@ -30,7 +30,7 @@ class VLLMSampler:
 
         self.vllm, self.ids, self.version = vllm, ids, -1
         on_gpu = torch.cuda.is_available()
-        with pretrained.model_errors(args.base_model) as place:
+        with model_errors(args.base_model) as place:
             path, revision = place
         self.llm = vllm.LLM(
             model=path,

@@ -47,12 +47,12 @@ from ppo_rlhf.train_reward import RewardModel, save_reward_model
 
 
 @contextlib.contextmanager
-def named(argument: str) -> Iterator[None]:
-    """Within the block, messages about a base model name this argument in its place."""
+def named(argument: str, other: str = "base_model") -> Iterator[None]:
+    """Within the block, messages name this argument in place of another one, that of the base model."""
     try:
         yield
     except InputError as error:
-        raise InputError(str(error).replace("--base_model", f"--{argument}")) from error
+        raise InputError(str(error).replace(f"--{other}", f"--{argument}")) from error
 
 
 def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -71,15 +71,10 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig | None = N
 
     own: None is that of the model whose tokenizer load_tokenizer has loaded.
     """
+    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
+    #       workers/fsdp_workers.py#L945-L949
     own = own or getattr(tokenizer, "generation_config", None) or GenerationConfig()
     return tuple(train_policy.end_ids(tokenizer, own))
-
-
-@torch.no_grad()
-def check_model(model: PreTrainedModel, base_model: str, length: int, vocab_size: int, read_tokens: Callable) -> None:
-    """As in pretrained.py; and a model that reads shared prefixes in another way reads each row by itself."""
-    train_policy.check_model(model, base_model, length, vocab_size)
-    packing.check_shared_prefixes(model, length, vocab_size)
 
 
 def load_base_model(args: Any, auto_class: type = AutoModelForCausalLM, *, frozen: bool = False) -> PreTrainedModel:
@@ -186,29 +181,6 @@ def critic_of_classifier(classifier: PreTrainedModel, name: str) -> RewardModel:
     critic = RewardModel(classifier.base_model).to(classifier.dtype)
     critic.reward_head.load_state_dict({"bias": torch.zeros(1), **head.state_dict()})
     return critic_that_learns(critic)
-
-
-def mixed_precision(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Within the block, matrix products are in bfloat16, if that is enabled; weights stay in their precision."""
-    if not enabled:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
-
-
-class MixedPrecision(nn.Module):
-    """A network whose matrix products are computed in bfloat16 if `low_precision`; its weights never are in it."""
-
-    low_precision = False
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The precision of what is computed within the block."""
-        return mixed_precision(next(self.parameters()).device, enabled=self.low_precision)
-
-    @contextlib.contextmanager
-    def sampling(self) -> Iterator[None]:
-        """For rollouts and evaluations: the precision of the training, no gradients."""
-        with torch.no_grad(), self.autocast():
-            yield
 
 
 class Reference:

@@ -7,11 +7,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ppo_rlhf.train_policy import float64_device
+
 
 def widened(values: Tensor, device: torch.device | None = None) -> Tensor:
     """The same numbers in float64, or in float32 on an Apple GPU, which has none. device: None is where they are."""
     device = device or values.device
-    return values.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
+    return values.to(torch.float64 if float64_device(device) == device else torch.float32).to(device)
 
 
 def sum_over_processes(values: dict[str, Tensor], accelerator: Accelerator) -> dict[str, float]:
