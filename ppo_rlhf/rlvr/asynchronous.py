@@ -162,34 +162,29 @@ class SamplerAhead(rlvr_policy.Sampler):
         if self.ray:
             self.workers = itertools.cycle(start_workers(self.ray, args, self.ids))
             # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
-            weights: dict[int, dict[str, Tensor]] = {}
-            for key, tensor in (kept or {}).items():
-                version, _, name = key.partition(".")
-                weights.setdefault(int(version), {})[name] = tensor
-            for version, tensors in weights.items():
-                self.put(version, tensors)
+            kept = kept or {}
+            for version in {key.partition(".")[0] for key in kept}:
+                start = f"{version}."
+                self.put(
+                    int(version), {key.removeprefix(start): x for key, x in kept.items() if key.startswith(start)}
+                )
 
     @property
     def computes_as_training(self) -> bool:
         return is_on_policy(self.args) and super().computes_as_training
 
     def begin_update(self, update: int) -> None:
-        """Publish the weights, and ask for all batches that they are to sample."""
-        self.update = update
-        self.publish(update)
+        """Publish the weights, forget those that nobody needs any more, and ask for all that the new ones sample."""
+        self.update, started = update, time.monotonic()
+        if self.ray:
+            # All trained parameters by name, tied weights once, are one object with one version.
+            self.put(update, {name: x for name, x in self.lm_backbone.named_parameters() if x.requires_grad})
+            self.versions = {old: x for old, x in self.versions.items() if old >= self.version_of(update)}
+        self.publishing = time.monotonic() - started
         if self.args.ppo.filter_groups:
             return  # how many rounds a batch needs is known only when they are there
         while self.next <= min(update + self.args.staleness, self.updates - 1):
             self.ask(self.next, self.version_of(self.next))
-
-    def publish(self, version: int) -> None:
-        """Make the policy's weights known as this version; forget those that no batch needs any more."""
-        started = time.monotonic()
-        if self.ray:
-            # All trained parameters by name, tied weights once, are one object with one version.
-            self.put(version, {name: x for name, x in self.lm_backbone.named_parameters() if x.requires_grad})
-            self.versions = {old: x for old, x in self.versions.items() if old >= self.version_of(version)}
-        self.publishing = time.monotonic() - started
 
     def put(self, version: int, weights: dict[str, Tensor]) -> None:
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in weights.items()}
