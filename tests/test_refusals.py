@@ -233,7 +233,7 @@ LONG_ARTICLE = edit_lines(
 CHAPTER_2 = {
     "reward model that starts from nothing": summary_reward("--base_model ''", "--base_model is empty"),
     "fewer episodes than a batch": summary_policy(
-        "--ppo.total_episodes 15", "ppo.total_episodes is 15", "16 would do"
+        "--ppo.total_episodes 15", "--ppo.total_episodes 15 is less than an update", "16 would do"
     ),
     "label of our own reward model": summary_policy("--rewards.label GOOD", "--rewards.label GOOD does nothing"),
     "neither reward model nor function": summary_policy(

@@ -104,7 +104,7 @@ class RewardsArgs(Arguments):
     """weight of the KL penalty at the start, reward per nat"""
     kl_estimator: Literal["k1", "k3"] = "k1"
     """estimate of a token's divergence; with x = log p(reference) - log p(policy), k1 is -x and k3 is exp(x) - 1 -
-    x, whose gradient, as that of a reward, vanishes near the reference and can point away from it further out"""
+    x. As a reward, k3 has a gradient that vanishes near the reference and can point away from it further out"""
     adaptive_kl: AdaptiveKLArgs = field(default_factory=AdaptiveKLArgs)
     """controller of the KL coefficient"""
     missing_eos: Literal["replace", "subtract", "none"] = "replace"
@@ -996,7 +996,7 @@ def ppo_sizes(args: Args, num_processes: int, scores_are_named: bool = True) -> 
         )
     if ppo.total_episodes < ppo.batch_size:
         raise InputError(
-            f"--ppo.total_episodes {ppo.total_episodes} is less than an update of --ppo.batch_size {ppo.batch_size}"
+            f"--ppo.total_episodes {ppo.total_episodes} is less than an update; {ppo.batch_size} would do"
         )
     slices = num_processes * ppo.nminibatches
     split_evenly("--ppo.batch_size", ppo.batch_size, slices, "processes x nminibatches")
