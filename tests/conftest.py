@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,15 @@ def tiny_sums(made_once):
 def tiny_tools(made_once):
     """The folder of a very small world with a calculator, whose model often writes the end of a call."""
     return made_once("tools", lambda folder: build_tiny_sums(folder, TINY_TOOLS))
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A run that is cut off in a test's process leaves its handlers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
