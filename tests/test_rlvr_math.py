@@ -17,6 +17,7 @@ from ppo_rlhf.rlvr import asynchronous as rlvr_async
 from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     IN_GROUPS,
+    Rollout,
     kl_estimate,
     lower_clip_range,
     mismatch,
@@ -28,9 +29,8 @@ from ppo_rlhf.rlvr.algebra import (
     whiten,
 )
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs
+from ppo_rlhf.rlvr.networks import ActorCritic
 from ppo_rlhf.rlvr.policy import (
-    ActorCritic,
-    Rollout,
     compute_advantages,
     draw_problems,
     kl_in_loss,

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.rlvr import policy as rlvr_policy, problems
-from ppo_rlhf.rlvr.algebra import whiten
+from ppo_rlhf.rlvr.algebra import Rollout, whiten
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs, ppo_sizes
-from ppo_rlhf.rlvr.policy import ActorCritic, Reference, Rollout, compute_advantages, ppo_update
+from ppo_rlhf.rlvr.networks import ActorCritic, Reference
+from ppo_rlhf.rlvr.policy import compute_advantages, ppo_update
 from ppo_rlhf.tldr import models, packing, responses as tldr_responses
 
 PAD, STOP, CONTEXT, RESPONSE, TEMPERATURE = 29, 28, 6, 7, 0.7

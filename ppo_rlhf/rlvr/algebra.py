@@ -1,8 +1,9 @@
 """The algebra of chapter 3: KL estimates, rewards, advantages, losses, and corrections for another sampler.
 
-These are functions of tensors and numbers; rlvr/policy.py and rlvr/asynchronous.py call them. They follow the eight
-steps: masks (2), the KL estimates and rewards (5), the estimators of the advantages (6), the losses (7). The last
-part compares the policy that learns with the one that sampled.
+First comes the Rollout, the tensors that the steps of an update hand on. The rest are functions of tensors and
+numbers; rlvr/policy.py and rlvr/asynchronous.py call them. They follow the eight steps: masks (2), the KL estimates
+and rewards (5), the estimators of the advantages (6), the losses (7). The last part compares the policy that learns
+with the one that sampled.
 
 Tensors are (batch, response_length) unless a docstring says otherwise. A mask is True where the policy wrote a token,
 its stop id included. Other entries, even NaN, reach no result and no gradient; results are 0 there.
@@ -14,14 +15,68 @@ PRIME is PrimeIntellect-ai/prime-rl at commit 559b447. See docs/reference.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ppo_rlhf.tldr.shares import widened
+
+# ---- What the steps hand on ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Episodes, a row for each: what the steps say of them. None: not computed yet, or not needed.
+
+    All are (rows, response_length), unless a comment says otherwise. In a mask, True is a token of the policy.
+    """
+
+    # 2. Responses
+    query_responses: Tensor  # (rows, context_length + response_length), padded on the left and after the stop id
+    written: Tensor | None = None  # bool, the tokens that the policy wrote, with the stop id
+    mask: Tensor  # bool, those of them that count: none where the response cannot be scored
+    loss_mask: Tensor  # bool, those of them that are trained on
+    sampler_logprobs: Tensor | None = None  # with which the tokens were drawn
+    stopped: Tensor | None = None  # (rows,) bool, whether the response ends with a stop id
+    problems: Tensor | None = None  # (rows,), numbers of the problems
+    groups: Tensor | None = None  # (rows,), equal for the responses to one problem; each draw of it has a number
+    age: Tensor | None = None  # (rows,), updates since then: 0, but for groups that are left over
+    # 3. Log-probs and values
+    logprobs: Tensor  # under the old policy of the ratio
+    ref_logprobs: Tensor | None = None  # the policy's own where there is no reference
+    exact_kl: Tensor | None = None  # where the reward needs it, otherwise 0
+    values: Tensor | None = None  # 0 without a critic
+    weights: Tensor | None = None  # factors of the losses: 1, unless a sampler's `correct` says otherwise
+    # 4. Scores
+    parts: Tensor | None = None  # (rows, sources), what verifiers and reward model say
+    right: Tensor | None = None  # (rows,) bool, whether the verifier accepts the response
+    raw_scores: Tensor | None = None  # (rows,), the weighted sum of the parts
+    scores: Tensor | None = None  # (rows,), after punishments
+    baselines: Tensor | None = None  # (rows,), score of the greedy response, for remax; otherwise 0
+    # 5. and 6.
+    rewards: Tensor | None = None  # KL penalty and score
+    non_score_rewards: Tensor | None = None  # the KL penalty
+    kl: Tensor | None = None  # nats
+    advantages: Tensor | None = None
+    returns: Tensor | None = None  # targets of the critic; 0 without one
+
+    @property
+    def responses(self) -> Tensor:
+        """The responses alone: (rows, response_length)."""
+        return self.query_responses[:, -self.mask.shape[1] :]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def rows(self, inds: Tensor | slice) -> Self:
+        return dataclasses.replace(self, **{name: tensor[inds] for name, tensor in self.tensors().items()})
+
 
 # ---- Tokens ----------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ from ppo_rlhf.rlvr import (
     samplers,
     vllm_sampler,
 )
-from ppo_rlhf.rlvr.policy import Rollout
+from ppo_rlhf.rlvr.algebra import Rollout
 from ppo_rlhf.tldr.shares import widened
 from ppo_rlhf.train_policy import InputError, checked, find, make_accelerator, parse_args, run_script
 

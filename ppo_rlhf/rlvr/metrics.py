@@ -12,7 +12,7 @@ import csv
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,12 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.rlvr import algebra, problems, rewards
+from ppo_rlhf.rlvr.algebra import Rollout
 from ppo_rlhf.rlvr.arguments import Args
 from ppo_rlhf.tldr.shares import means_over, sum_over_processes, widened
 from ppo_rlhf.train_policy import InputError, Run, check_finite, keyed_generator
-
-if TYPE_CHECKING:  # policy.py imports this file
-    from ppo_rlhf.rlvr.policy import Rollout
 
 
 def update_metrics(

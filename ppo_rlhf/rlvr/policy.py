@@ -17,9 +17,10 @@ Each update does eight things, the steps of `train()` below:
     8. adapt the KL coefficient and log
 
 `train()` has all steps, and `ppo_update()` below it step 7. The arguments are in rlvr/arguments.py, the formulas of
-steps 5 to 7 in rlvr/algebra.py, the networks in rlvr/networks.py, problems and verifiers in rlvr/problems.py and
-rlvr/rewards.py. Checkpoints, logs and loading are those of `train_policy.py`. rlvr/asynchronous.py and rlvr/tools.py
-run this loop with another `Sampler`. small/grpo.py is one setting of this script in a few lines; read it first.
+steps 5 to 7 and the tensors that steps hand on in rlvr/algebra.py, the networks in rlvr/networks.py, problems and
+verifiers in rlvr/problems.py and rlvr/rewards.py. Checkpoints, logs and loading are those of `train_policy.py`.
+rlvr/asynchronous.py and rlvr/tools.py run this loop with another `Sampler`. small/grpo.py is one setting of this
+script in a few lines; read it first.
 
 Marks like [V33] name an implementation detail. The original is verl-project/verl at commit b178a3c; files and lines
 next to marks are the original's. See docs/reference.
@@ -37,10 +38,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,7 @@ from ppo_rlhf import train_policy
 from ppo_rlhf.rlvr import arguments, metrics as rlvr_metrics, problems, rewards as verifiers
 from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
+    Rollout,
     aggregate,
     compute_rewards,
     kl_estimate,
@@ -363,54 +364,6 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
     if accelerator.is_main_process:
         rlvr_metrics.report(run, evaluation, rows)
     return run.models / "policy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """Episodes, a row for each: what the steps say of them. None: not computed yet, or not needed.
-
-    All are (rows, response_length), unless a comment says otherwise. In a mask, True is a token of the policy.
-    """
-
-    # 2. Responses
-    query_responses: Tensor  # (rows, context_length + response_length), padded on the left and after the stop id
-    written: Tensor | None = None  # bool, the tokens that the policy wrote, with the stop id
-    mask: Tensor  # bool, those of them that count: none where the response cannot be scored
-    loss_mask: Tensor  # bool, those of them that are trained on
-    sampler_logprobs: Tensor | None = None  # with which the tokens were drawn
-    stopped: Tensor | None = None  # (rows,) bool, whether the response ends with a stop id
-    problems: Tensor | None = None  # (rows,), numbers of the problems
-    groups: Tensor | None = None  # (rows,), equal for the responses to one problem; each draw of it has a number
-    age: Tensor | None = None  # (rows,), updates since then: 0, but for groups that are left over
-    # 3. Log-probs and values
-    logprobs: Tensor  # under the old policy of the ratio
-    ref_logprobs: Tensor | None = None  # the policy's own where there is no reference
-    exact_kl: Tensor | None = None  # where the reward needs it, otherwise 0
-    values: Tensor | None = None  # 0 without a critic
-    weights: Tensor | None = None  # factors of the losses: 1, unless a sampler's `correct` says otherwise
-    # 4. Scores
-    parts: Tensor | None = None  # (rows, sources), what verifiers and reward model say
-    right: Tensor | None = None  # (rows,) bool, whether the verifier accepts the response
-    raw_scores: Tensor | None = None  # (rows,), the weighted sum of the parts
-    scores: Tensor | None = None  # (rows,), after punishments
-    baselines: Tensor | None = None  # (rows,), score of the greedy response, for remax; otherwise 0
-    # 5. and 6.
-    rewards: Tensor | None = None  # KL penalty and score
-    non_score_rewards: Tensor | None = None  # the KL penalty
-    kl: Tensor | None = None  # nats
-    advantages: Tensor | None = None
-    returns: Tensor | None = None  # targets of the critic; 0 without one
-
-    @property
-    def responses(self) -> Tensor:
-        """The responses alone: (rows, response_length)."""
-        return self.query_responses[:, -self.mask.shape[1] :]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    def rows(self, inds: Tensor | slice) -> Self:
-        return dataclasses.replace(self, **{name: tensor[inds] for name, tensor in self.tensors().items()})
 
 
 # (losses, new_logprobs, rollout) -> the losses, corrected, and more numbers of tokens, under the names of their means

@@ -46,6 +46,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy, problems, tool_functions
+from ppo_rlhf.rlvr.algebra import Rollout
 from ppo_rlhf.tldr import chat_templates
 from ppo_rlhf.tldr.responses import generate_until
 from ppo_rlhf.train_policy import Arguments, InputError, one_token, parse_args, run_script
@@ -118,7 +119,7 @@ class SamplerWithTool(rlvr_policy.Sampler):
             conversation=self.conversation,
         )
 
-    def objectives(self, rollout: rlvr_policy.Rollout) -> dict[str, Tensor]:
+    def objectives(self, rollout: Rollout) -> dict[str, Tensor]:
         from_tool = (rollout.responses != self.ids.pad) & ~rollout.written
         calls = answered_calls(rollout.responses, from_tool, self.conversation.call_end)
         return {"val/tool_tokens": from_tool.sum(1), "val/tool_calls": calls}
