@@ -179,14 +179,16 @@ class PPO:
         elif critic is None and loaded:
             value_model = models.with_new_head(copy.deepcopy(policy.base_model), seed)
         else:
-            critic = self._checked("critic", critic or name)
+            critic = str(critic or name)
+            models.check_vocabulary(critic, "critic", self.tokenizer, trust_remote_code)
             value_model = models.load_any_critic(critic, weights, seed, trust_remote_code)
         if isinstance(reference, PreTrainedModel):
             frozen = as_if_loaded_here(copy.deepcopy(reference).to(weights))
             if frozen.get_input_embeddings().num_embeddings != policy.get_input_embeddings().num_embeddings:
                 raise InputError("reference has another number of token embeddings than the model")
         elif reference is not None:
-            frozen = load_pretrained(self._checked("reference", reference), weights, trust_remote_code)
+            models.check_vocabulary(str(reference), "reference", self.tokenizer, trust_remote_code)
+            frozen = load_pretrained(str(reference), weights, trust_remote_code)
         else:
             frozen = None if lora.rank else copy.deepcopy(policy)
         self.actor_critic, self.reference = join_networks(
@@ -211,13 +213,6 @@ class PPO:
         # Try to save what `save` will save, but for the weights, before anything is trained.
         with tempfile.TemporaryDirectory() as folder, input_errors("the model could not be saved after training"):
             self._save(Path(folder), weights=False)
-
-    def _checked(self, what: str, model: str | Path) -> str:
-        """A model that must have the policy's vocabulary."""
-        if not isinstance(model, str | Path):
-            raise InputError(f"{what} is a {type(model).__name__}; give the folder or the name of a model")
-        models.check_vocabulary(str(model), what, self.tokenizer, self.args.trust_remote_code)
-        return str(model)
 
     def _check_whole(self) -> None:
         """Raise an InputError if an update has not come to its end: its weights are nobody's."""

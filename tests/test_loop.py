@@ -374,7 +374,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "number 1 must be": partial(ppo.generate, torch.tensor([1, 2])),
         "0..28, not empty": partial(ppo.generate, [[True]]),
         "a list of numbers": partial(ppo.step, batch, [1.0, None, 0.0, 0.0]),
-        "is a Linear; give the folder": partial(PPO, model, reference=torch.nn.Linear(1, 1)),
+        "--reference Linear(": partial(PPO, model, reference=torch.nn.Linear(1, 1)),
         "another number of token embeddings": partial(PPO, model, reference=tiny_models("gpt2", 3)),
         "one entry for each token": partial(ppo.batch, ["a"], ["b"], [[1, 0]]),
         "of the same PPO": partial(PPO(model, **SIZES).step, batch, SCORES),
