@@ -58,7 +58,7 @@ REPORTS = {"demo": "train_policy__tales__", "demo-tldr": "tldr_policy__posts__",
 def newest(runs: Path, name: str) -> Path:
     """The newest run whose name begins so; an InputError if it hasn't finished, or there is none."""
     metas = sorted(runs.glob(f"{name}*/meta.json"), key=lambda path: path.stat().st_mtime)
-    if not metas or not read_meta(metas[-1].parent)["finished"]:
+    if not metas or not read_meta(metas[-1].parent).get("finished"):
         raise InputError(f"--runs {runs}: the newest run {name}* is missing or not finished; make examples makes all")
     return metas[-1].parent
 

@@ -19,7 +19,7 @@ CONSTRAINTS = ROOT / ".ci/constraints.py"
 
 OTHER_NAMES = {"yaml": "pyyaml"}  # of modules whose package has another name
 # Other environments run the scripts that import these: a vLLM worker, and other libraries as peers.
-ELSEWHERE = {"vllm", "trl", "verl", "openrlhf"}
+ELSEWHERE = {"vllm", "trl", "verl", "tensordict", "openrlhf"}
 # Functions that need them say so in one line where they are missing; Python 3.14 has no openrlbenchmark.
 EXTRAS = {"ppo_rlhf": ["math", "async", "real", "judge", "gym", "trackio"], "benchmark": ["benchmark", "dev"]}
 EXTRAS["tests"] = [*EXTRAS["ppo_rlhf"], *EXTRAS["benchmark"]]

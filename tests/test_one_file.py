@@ -218,7 +218,7 @@ def test_what_imports_the_package_fails_there(row, copied):
     """Else the other tests would prove nothing."""
     folder = copied(row)
     (folder / row.script).write_text("from ppo_rlhf import train_policy\n")
-    assert "ModuleNotFoundError: import of ppo_rlhf halted" in alone(row, folder).stderr
+    assert "ModuleNotFoundError: ppo_rlhf is blocked" in alone(row, folder).stderr
 
 
 @pytest.mark.parametrize("row", FIRST_ROWS.values(), ids=FIRST_ROWS)

@@ -114,7 +114,9 @@ def test_sizes_on_eight_processes(name, updates, per_process, steps, labels, las
 # ---- Sizes that do not divide: the message offers a value, and the value works ---------------------------------
 
 
-OFFER = re.compile(r"(\w+) \d+ does not divide by .*; (\d+) does|--(?:ppo\.)?(\w+) (\d+) is")
+OFFER = re.compile(
+    r"(\w+) \d+ does not divide by .*; (\d+) does|--(?:ppo\.)?(\w+) \d+ gives fewer; (\d+) is|--(\w+) (\d+) is"
+)
 
 
 @pytest.mark.parametrize(

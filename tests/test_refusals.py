@@ -108,8 +108,8 @@ ARGUMENTS = {
         *("--policy.rewards.adaptive_kl.horizon 3", "4 would do"),
     ),
     "batch is not whole minibatches": both(
-        "--policy.ppo.batch_size 18 --policy.ppo.nminibatches 2",
-        *("policy.ppo.batch_size 18", "whiten_groups x nminibatches", "20 does"),
+        "--policy.ppo.batch_size 34 --policy.ppo.nminibatches 2",
+        *("policy.ppo.batch_size 34", "whiten_groups x nminibatches", "36 does"),
     ),
     "groups too small to whiten": policy("--ppo.nminibatches 2", "whiten_rewards", "32 is enough"),
     "labels are not whole batches": both("--reward.num_train 15", "num_train 15", "--reward.num_train 8 is"),

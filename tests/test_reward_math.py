@@ -12,8 +12,8 @@ from test_tldr_update import scalar_model
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from ppo_rlhf.tldr.models import load_reward_model
-from ppo_rlhf.train_policy import InputError, load_tokenizer
+from ppo_rlhf.tldr.models import load_reward_model, load_tokenizer
+from ppo_rlhf.train_policy import InputError
 from ppo_rlhf.train_reward import (
     AdamTensorFlowStyle,
     Labels,

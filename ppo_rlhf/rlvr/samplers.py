@@ -11,6 +11,7 @@ import torch
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problems
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.responses import generate_until
+from ppo_rlhf.train_policy import float64_device
 from ppo_rlhf.train_reward import prepare
 
 Weights = Mapping[str, np.ndarray]  # the policy's parameters that learn, under their names
@@ -22,7 +23,7 @@ class TorchSampler:
     def __init__(self, args: rlvr_arguments.Args, ids: problems.TaskIds, threads: int):
         """threads: of PyTorch on a CPU. With another number, sums are rounded otherwise."""
         torch.set_num_threads(threads)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.args, self.ids, self.version = args, ids, -1
         self.model = models.load_base_model(args).to(self.device)
         packing.enable(self.model)
@@ -55,7 +56,7 @@ class TorchSampler:
             self.load(weights)
             self.version = version
         contexts = torch.tensor(prompts).repeat_interleave(n, 0).to(self.device)
-        uniforms = torch.tensor(noise).to(self.device)
+        uniforms = torch.tensor(noise).to(float64_device(self.device))
         responses, logprobs = generate_until(
             self.model,
             contexts,
