@@ -924,7 +924,7 @@ def scale_of_scores(
 
 # ---- Step 8: what is logged ------------------------------------------------------------------------------------
 
-# The names objective/<name> that the function of --rewards.monitor cannot have, nor those of columns in the tables.
+# Names that the function of --rewards.monitor cannot have: of other objectives, and of columns of evaluation.jsonl.
 TAKEN = {"kl", "entropy", "non_score_reward", "scores", "raw_scores", "eos_rate", "response_length", "sampler_gap"}
 TAKEN |= {"kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
 
