@@ -11,7 +11,7 @@ from pathlib import Path
 # Before the first import of a library that reads them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
-os.environ["OMP_NUM_THREADS"] = os.environ["PPO_RLHF_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same numbers on a machine with a GPU
 os.environ["PPO_RLHF_CACHE"] = os.devnull  # where no world can be built
 

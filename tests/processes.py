@@ -28,7 +28,7 @@ import huggingface_hub
 from matplotlib.figure import Figure
 
 SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "PPO_RLHF_THREADS": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
 
 server = multiprocessing.get_context("forkserver")
 IMPORTED = [

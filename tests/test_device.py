@@ -74,7 +74,7 @@ def test_chapter_3_with_older_weights_and_its_resumption(tiny_sums, tmp_path):
     run = on_device(tmp_path, "rlvr/asynchronous.py", *rlvr_words(tiny_sums, flags), *LOW_PRECISION)
     expected = numbers_of(run)
     assert len(expected) == 2
-    assert waits(run)["update"] <= 30  # in two updates, each of two steps
+    assert waits(run)["ppo_update"] <= 30  # in two updates, each of two steps
     shutil.rmtree(run.run() / "checkpoints/2")
     dataclasses.replace(run, arguments=[run.arguments[0], "--resume", str(run.run())]).made()
     assert numbers_of(run) == expected
