@@ -233,7 +233,7 @@ class PPO:
         noise = episode_noise(self.args.seed, self.draws, batch * self.accelerator.num_processes, length)
         self.draws += 1
         uniforms = noise[self._rows(batch)].to(float64_device(contexts.device))
-        responses, _ = self._in_passes(
+        responses, _ = self._by_length(
             lambda tokens, noise: generate_until(
                 self.actor_critic.lm_backbone,
                 tokens,
@@ -276,13 +276,13 @@ class PPO:
         return self._read(contexts, tokens, own=own)
 
     @torch.no_grad()
-    def _in_passes(self, function: Callable, *tensors: Tensor, new_tokens: int = 0) -> Any:
+    def _by_length(self, function: Callable, *tensors: Tensor, new_tokens: int = 0) -> Any:
         """Apply a function to a few rows at a time, which are of similar length, so that little padding is read."""
         self.actor_critic.eval()  # without dropout, also if the model that is trained in place was in use elsewhere
         return packing.by_length(
-            lambda _, *rows, pad_id: function(*rows),
-            self.actor_critic,
+            function,
             *tensors,
+            model=self.actor_critic,
             pad_id=self.pad_id,
             rows=self.args.ppo.local_rollout_batch_size,
             new_tokens=new_tokens,
@@ -292,11 +292,15 @@ class PPO:
         """What all networks say of responses (batch, response_length). own: whether a token is the policy's."""
         pad_id, temperature = self.pad_id, self.task.temperature
         query_responses = torch.cat([contexts, responses], dim=1)
-        logprobs, _, values = self._in_passes(
-            lambda tokens, texts: self.actor_critic(tokens, texts, pad_id, temperature), query_responses, responses
+        logprobs, _, values = self._by_length(
+            lambda tokens, responses: self.actor_critic(tokens, responses, pad_id, temperature),
+            query_responses,
+            responses,
         )
-        ref_logprobs = self._in_passes(
-            lambda tokens, texts: reference_logprobs(self.reference, tokens, texts, pad_id, temperature, pad_id),
+        ref_logprobs = self._by_length(
+            lambda tokens, responses: reference_logprobs(
+                self.reference, tokens, responses, pad_id, temperature, pad_id
+            ),
             query_responses,
             responses,
         )

@@ -87,7 +87,11 @@ def test_no_column_is_computed_beyond_the_longest_row(tiny_models, monkeypatch):
         tldr_responses, "read_tokens", lambda model, x, *more: shapes.append(x.shape) or read(model, x, *more)
     )
     packing.by_length(
-        ActorCritic.__call__, actor_critic, tokens, tokens[:, CONTEXT:], mask, pad_id=PAD, rows=3, reference=reference
+        lambda tokens, responses, mask: actor_critic(tokens, responses, mask, PAD, reference),
+        *(tokens, tokens[:, CONTEXT:], mask),
+        model=actor_critic,
+        pad_id=PAD,
+        rows=3,
     )
     assert shapes == [(3, 8)] * 3  # policy, reference and critic
 
@@ -158,7 +162,7 @@ def test_policy_and_reference_begin_as_the_same_distribution(tiny_models, tiny_t
     with torch.no_grad():
         logprobs = (model.eval()(tokens).logits[:, CONTEXT - 1 : -1] / TEMPERATURE).log_softmax(2)
         expected = logprobs.gather(2, rows[1].unsqueeze(2)).squeeze(2)
-        for found in (actor_critic(*rows)[0], reference.logprobs(None, *rows)):
+        for found in (actor_critic(*rows)[0], reference.logprobs(*rows)):
             assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -170,7 +174,7 @@ def make_episodes(actor_critic: ActorCritic, reference: Reference) -> Rollout:
     tokens, mask = tokens_and_mask()
     with torch.no_grad():
         logprobs, _, values, _ = actor_critic(tokens, tokens[:, CONTEXT:], mask, PAD)
-        ref_logprobs = reference.logprobs(None, tokens, tokens[:, CONTEXT:], mask, PAD)
+        ref_logprobs = reference.logprobs(tokens, tokens[:, CONTEXT:], mask, PAD)
     logprobs = (logprobs + 0.3 * numbers(1, *mask.shape)).masked_fill(~mask, math.nan)
     values = (values + numbers(2, *mask.shape)).masked_fill(~mask, math.nan)
     right = torch.tensor([1, 0, 0, 1, 0, 1, 1, 0])

@@ -132,12 +132,11 @@ def test_the_ratio_begins_at_one(tiny_models):
     rollout = make_rollout(actor_critic, 0.0)
     with torch.no_grad():
         logprobs, _, values = packing.by_length(
-            nn.Module.__call__,
-            actor_critic,
+            lambda tokens, responses: actor_critic(tokens, responses, PAD, TEMPERATURE),
             rollout.query_responses,
             rollout.query_responses[:, CONTEXT:],
+            model=actor_critic,
             pad_id=PAD,
-            temperature=TEMPERATURE,
         )
     rollout = replace(rollout, logprobs=logprobs, values=values, rewards=rollout.rewards.float())
     first, second = (

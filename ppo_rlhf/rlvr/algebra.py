@@ -46,7 +46,7 @@ class Rollout:
     stopped: Tensor | None = None  # (rows,) bool, whether the response ends with a stop id
     problems: Tensor | None = None  # (rows,), numbers of the problems
     groups: Tensor | None = None  # (rows,), equal for the responses to one problem; each draw of it has a number
-    age: Tensor | None = None  # (rows,), updates since then: 0, but for groups that are left over
+    age: Tensor | None = None  # (rows,), updates since the weights that sampled it; groups may be left over
     # 3. Log-probs and values
     logprobs: Tensor  # under the old policy of the ratio
     ref_logprobs: Tensor | None = None  # the policy's own where there is no reference
@@ -366,7 +366,7 @@ def whiten(
 
 # ---- Step 7: losses --------------------------------------------------------------------------------------------
 
-NO_ADVANTAGE = 1e-12  # units of score; what float64 rounds of scores up to 1,000 is smaller
+NO_ADVANTAGE = 1e-12  # units of score: more than rounding in float64 leaves of equal scores up to 1,000
 
 
 def token_losses(
@@ -449,7 +449,8 @@ def value_losses(
 
     All tensors are (batch, response_length). cliprange_value None: no clip.
     """
-    # [V69] The critic has its own optimiser, and so its loss needs no coefficient.   core_algos.py#L1799-L1838
+    # [V69] Policy and critic share no parameter, and each has its own learning rate and gradient clip. So the loss
+    #       needs no coefficient, which AdamW would hardly notice.   core_algos.py#L1799-L1838
     new_values, values, returns = (x.masked_fill(~mask, 0) for x in (new_values, values, returns))
     bound = math.inf if cliprange_value is None else cliprange_value
     clipped_values = torch.clamp(new_values, values - bound, values + bound)

@@ -91,10 +91,8 @@ class Reference(models.Reference):
         super().__init__(lm_backbone, adapters)
         self.network = ActorCritic(lm_backbone, None, vocab_size, temperature)
 
-    def logprobs(
-        self, lm_backbone: PreTrainedModel, tokens: Tensor, responses: Tensor, mask: Tensor, pad_id: int
-    ) -> Tensor:
-        """Log-probs (batch, response_length), as packing.by_length calls a function, with its own lm_backbone."""
+    def logprobs(self, tokens: Tensor, responses: Tensor, mask: Tensor, pad_id: int) -> Tensor:
+        """Log-probs (batch, response_length); arguments as of ActorCritic."""
         with self.in_use():
             return self.network(tokens, responses, mask, pad_id)[0]
 

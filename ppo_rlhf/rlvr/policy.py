@@ -2,9 +2,10 @@
 
 A language model (the policy) solves problems, and a verifier decides whether a response is correct. Reinforcement
 learning makes correct responses likelier, and a penalty on the KL divergence may keep the policy near the model that
-it started from (the reference). The main differences from chapter 2: the score comes from a rule, not from a model;
-a problem may get several responses, a group, whose mean takes the place of the critic; generation stops at a stop id.
-In chapter 1, a group is something else: a slice of the batch that is whitened together.
+it started from (the reference). The main differences from chapter 2: the score comes from a rule, not from a model,
+and is on the last token, not on the step after it; a problem may get several responses, a group, whose mean takes the
+place of the critic (in chapter 1, a group is something else: a slice of the batch that is whitened together);
+advantages are computed and whitened once, for the whole batch; learning rates are constant; gradients are clipped.
 Each update does eight things, the steps of `train()` below:
 
     1. draw problems
@@ -18,7 +19,7 @@ Each update does eight things, the steps of `train()` below:
 
 `train()` has all steps, and `ppo_update()` below it step 7. The arguments are in rlvr/arguments.py, the formulas of
 steps 5 to 7 and the tensors that steps hand on in rlvr/algebra.py, the networks in rlvr/networks.py, problems and
-verifiers in rlvr/problems.py and rlvr/rewards.py. Checkpoints, logs and loading are those of `train_policy.py`.
+verifiers in rlvr/problems.py and rlvr/rewards.py. Logs are those of `train_policy.py`, checkpoints nearly: see `Run`.
 rlvr/asynchronous.py and rlvr/tools.py run this loop with another `Sampler`. small/grpo.py is one setting of this
 script in a few lines; read it first.
 
@@ -67,6 +68,7 @@ from ppo_rlhf.rlvr.algebra import (
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs
 from ppo_rlhf.rlvr.networks import ActorCritic, Reference, load_networks, save_models
 from ppo_rlhf.tldr import classifiers, models, packing
+from ppo_rlhf.tldr.policy import punish_missing_eos
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until
 from ppo_rlhf.tldr.shares import widened
 from ppo_rlhf.train_policy import (
@@ -126,6 +128,7 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
         if network
     ]
     optimizer = torch.optim.AdamW(param_groups, betas=(0.9, ppo.beta2), weight_decay=ppo.weight_decay, fused=True)
+    needs_exact_kl = shaping.kl_estimator == "full"  # in the reward
     adaptive_kl = shaping.adaptive_kl
     controller = AdaptiveKLController(shaping.reward_kl, adaptive_kl.target, adaptive_kl.horizon)
 
@@ -156,9 +159,11 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                 evaluation = evaluation | found
 
             generated: list[Rollout] = []  # by this process, for this update
-            kept = [surplus] if surplus else []  # for the batch: of this process or, with filter_groups, of all
+            # Without filter_groups, there is one round, of this process's rows. With it, groups whose scores differ
+            # are gathered from all processes, round after round, until the batch is full.
+            kept = [surplus] if surplus else []
             wanted = sizes.batch if ppo.filter_groups else sizes.local_batch
-            while sum(len(each.mask) for each in kept) < wanted:  # one round is enough, unless groups are filtered
+            while sum(len(each.mask) for each in kept) < wanted:
                 check_rounds(generated, kept, wanted)
                 # 1. Draw problems. Every process draws the whole round and takes its rows, whole groups.
                 draw = draw_problems(args, train_problems, ids.pad, rounds)
@@ -169,45 +174,45 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                 #    follows, unless a comment says otherwise. All responses to a problem are a group.
                 responses, sampler_logprobs = sampler.sample(rounds, queries, uniforms, task.temperature)
                 # [V10] [V11] What is outside of the mask, even NaN, has no effect.
-                mask, stopped = response_mask(responses, ids.stops)
+                in_response, stopped = response_mask(responses, ids.stops)  # stopped: (local_batch,)
                 # [V101] Text that a tool has put into a response has no log-prob. It is context for later tokens, but
-                #        in no loss, no KL and no advantage. Nor is the padding of a response that was broken off.
-                written = mask & ~sampler_logprobs.isnan() & (responses != ids.pad)
+                #        in no loss, no KL and no advantage. Nor is the padding of a response that a tool broke off.
+                written = in_response & ~sampler_logprobs.isnan() & (responses != ids.pad)
                 if ppo.advantage == "remax":
-                    # [V41] Each prompt gets one more response, the greedy one. It is no episode.
-                    #       ray_trainer.py#L1404-L1443
+                    # [V41] Each prompt gets one more response, the greedy one. It is no episode. At that temperature,
+                    #       any noise draws the likeliest token.   ray_trainer.py#L1404-L1443
                     greedy, _ = sampler.sample(
                         rounds, queries[::n], torch.full_like(uniforms[::n], 0.5), problems.GREEDY
                     )  # (local_batch / n, response_length)
 
                 # 3. Compute log-probs and values, and the reference's log-probs.
-                # [V76] [V82] The policy reads what was sampled, just as in step 7, so the ratio starts at 1. Without
-                #       a critic, the log-probs that the sampler computed in the same arithmetic are as good, and save
-                #       an eighth of the time. They are kept in any case.   dp_actor.py#L543, dp_actor.py#L590
-                query_responses = torch.cat([queries, responses], dim=1)
-                needs_exact_kl = shaping.kl_estimator == "full"
+                # [V76] [V82] Without a critic, the sampler's log-probs will do if it computes as training does. That
+                #       saves an eighth of the time. Otherwise the policy reads what was sampled, just as in step 7,
+                #       so the ratio starts at 1. The sampler's are kept besides.   dp_actor.py#L543, dp_actor.py#L590
+                query_responses = torch.cat([queries, responses], dim=1)  # (local_batch, context + response_length)
                 if sampler.computes_as_training and not actor_critic.critic and not needs_exact_kl:
                     logprobs = sampler_logprobs.masked_fill(~written, 0)
                     values = exact_kl = torch.zeros_like(logprobs)
                 else:
                     logprobs, _, values, exact_kl = packing.by_length(
-                        ActorCritic.__call__,
-                        actor_critic,
+                        lambda tokens, responses, mask: actor_critic(
+                            tokens, responses, mask, ids.pad, reference if needs_exact_kl else None
+                        ),
                         query_responses,
                         responses,
                         written,
+                        model=actor_critic,
                         pad_id=ids.pad,
                         rows=ppo.local_micro_batch_size,
-                        reference=reference if needs_exact_kl else None,
                     )
-                ref_logprobs = logprobs.clone()
+                ref_logprobs = logprobs.clone()  # a copy, because the file of a checkpoint holds no tensor twice
                 if reference:
                     ref_logprobs = packing.by_length(
-                        reference.logprobs,
-                        reference.lm_backbone,
+                        lambda tokens, responses, mask: reference.logprobs(tokens, responses, mask, ids.pad),
                         query_responses,
                         responses,
                         written,
+                        model=reference.lm_backbone,
                         pad_id=ids.pad,
                         rows=ppo.local_micro_batch_size,
                     )
@@ -321,11 +326,11 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
         if traced:
             with torch.no_grad():  # what the networks say of the responses after they have learned from them
                 new_logprobs, entropies, new_values, _ = packing.by_length(
-                    ActorCritic.__call__,
-                    actor_critic,
+                    lambda tokens, responses, mask: actor_critic(tokens, responses, mask, ids.pad),
                     rollout.query_responses,
                     rollout.responses,
                     rollout.mask,
+                    model=actor_critic,
                     pad_id=ids.pad,
                     rows=ppo.local_micro_batch_size,
                 )
@@ -451,7 +456,7 @@ def ppo_update(
                 if correct_losses:
                     losses, more = correct_losses(losses, new_logprobs, part)
                     numbers |= more
-                # [V49] [V68] All terms have the same divisor. They are logged without their coefficients.
+                # [V49] [V68] Losses, entropy and KL have the same divisor. They are logged without coefficients.
                 #       losses.py#L158-L172
                 loss = total(losses)
                 entropy = total(entropies)
@@ -534,9 +539,7 @@ def punish(
 ) -> Tensor:
     """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
     # [V24] The punishment comes after the sum.
-    penalty = shaping.missing_stop_penalty
-    forms = {"none": raw_scores, "replace": torch.full_like(raw_scores, -penalty), "subtract": raw_scores - penalty}
-    scores = torch.where(stopped, raw_scores, forms[shaping.missing_stop])
+    scores = punish_missing_eos(raw_scores, stopped, shaping.missing_stop, penalty=shaping.missing_stop_penalty)
     if shaping.overlong_buffer:
         scores = scores + verifiers.overlong_punishment(lengths, response_length, shaping.overlong_buffer, factor=1.0)
     return scores
@@ -564,7 +567,7 @@ def compute_advantages(
     """
     advantages, returns = ESTIMATORS[ppo.advantage](
         rollout.rewards,
-        # [V32] They are of all tokens of the response. Tokens that are left out of the loss are not left out here.
+        # [V32] The mask of the response, not loss_mask: a token that is left out of the loss still counts here.
         rollout.mask,
         rollout.groups,
         values=rollout.values,
@@ -645,14 +648,16 @@ class Sampler:
     # [V14] Only the stop ids of the model's generation config are used: no penalty, no top-k, no top-p.
     #       hf_rollout.py#L94
     def respond(self, contexts: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Responses, with padding after the stop id, and their log-probs; NaN where the policy has not written."""
+        """The learner's own responses, with padding after the stop id, and their log-probs; NaN where it has not
+        written. Evaluations call this, too.
+        """
         ids = self.ids
         return generate_until(self.lm_backbone, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
 
     def sample(
         self, round_number: int, contexts: Tensor, uniforms: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """The same for this process's rows of a round."""
+        """Responses to this process's rows of a round: here those of `respond`, a few rows at a time."""
         respond = partial(self.respond, temperature=temperature)
         return few_rows_at_a_time(respond, self.args.ppo.local_rollout_batch_size, contexts, uniforms)
 
@@ -701,7 +706,7 @@ def joined(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
     return Rollout(**{name: torch.cat(parts) for name, parts in tensors.items()})
 
 
-# ---- Step 4: what scores ---------------------------------------------------------------------------------------
+# ---- Step 4: scores --------------------------------------------------------------------------------------------
 
 # (prompts, texts, answers, columns, queries=, responses=, messages=) -> (rows,); and its weight in the score
 Source = tuple[Callable[..., Tensor], float]
@@ -709,7 +714,7 @@ Source = tuple[Callable[..., Tensor], float]
 
 def score_responses(
     sources: dict[str, Source],
-    source: problems.Problems,
+    problem_set: problems.Problems,
     inds: Tensor,
     queries: Tensor,
     responses: Tensor,
@@ -721,8 +726,8 @@ def score_responses(
     inds: numbers of the problems (rows,).
     """
     texts = problems.to_texts(tokenizer, responses, ids)
-    prompts, answers, columns = source.known_of(inds)
-    messages = [source.messages[i] for i in inds]
+    prompts, answers, columns = problem_set.known_of(inds)
+    messages = [problem_set.messages[i] for i in inds]
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
     values = [
@@ -737,7 +742,7 @@ def load_sources(
     args: Args,
     tokenizer: PreTrainedTokenizerBase,
     ids: problems.TaskIds,
-    source: problems.Problems,
+    problem_set: problems.Problems,
     device: torch.device,
 ) -> dict[str, Source]:
     """What scores, under its name, with its weight; the verifier first."""
@@ -745,7 +750,7 @@ def load_sources(
 
     def text_source(name: str, field: str) -> Callable[..., Tensor]:
         start_of = partial(problems.response_start, args.task)
-        trial = source.known_of([0, -1])  # two of the problems
+        trial = problem_set.known_of([0, -1])  # two of the problems
         verifier = verifiers.load_verifier(name, field, start_of, trial=trial, on_all_processes=True)
         return lambda *columns, **_: torch.tensor(verifier(*columns), dtype=torch.float64)
 
@@ -761,7 +766,7 @@ def load_sources(
     if shaping.format:
         sources["format"] = text_source(shaping.format, "rewards.format"), 1.0
     if classifiers.is_foreign(shaping.trained_model):
-        score = classifiers.load_scorer(args, tokenizer, ids.pad, device=device, dialogues=source.messages)
+        score = classifiers.load_scorer(args, tokenizer, ids.pad, device=device, dialogues=problem_set.messages)
     elif shaping.trained_model:
         reward_model = models.load_scalar_model(args, "trained_model", tokenizer, frozen=True)
         packing.enable(reward_model.lm_backbone)

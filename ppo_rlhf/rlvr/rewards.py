@@ -2,7 +2,7 @@
 
 A verifier is a function of this module, or one of the user's.
 
-Files and lines next to marks of chapter 3 (V01 to V117) are those of verl-project/verl at commit b178a3c.
+Files and lines next to marks of chapter 3, such as V01, are those of verl-project/verl at commit b178a3c.
 """
 
 import functools

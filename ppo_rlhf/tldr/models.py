@@ -1,7 +1,8 @@
 """The models of chapters 2 and 3: load language models, reward models and critics, add adapters, save all of them.
 
 Chapter 1's `load_pretrained` reads the weights. Marks like [X35] name an implementation detail; see docs/reference.
-Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210.
+Files and lines next to marks are those of openai/lm-human-preferences at commit cbfd210, next to marks like [V10]
+those of verl-project/verl at commit b178a3c.
 """
 
 import contextlib
@@ -202,13 +203,16 @@ def response_scorer(reward_model: RewardModel, pad_id: int, *, rows: int = 0) ->
     """A function that scores responses with a reward model.
 
     It takes queries (batch, query_length) and responses (batch, response_length), with our padding, and returns
-    (batch,). It needs no messages. rows: how many it reads at a time, at most; 0: as many as are fast.
+    (batch,). It needs neither references nor messages. rows: how many it reads at a time, at most; 0: as many as are
+    fast.
     """
 
     @torch.no_grad()
-    def score(queries: Tensor, responses: Tensor, messages: Any = None) -> Tensor:
+    def score(queries: Tensor, responses: Tensor, *_: Any, **__: Any) -> Tensor:
         tokens = torch.cat([queries, responses], dim=1)
-        return packing.by_length(nn.Module.__call__, reward_model, tokens, pad_id=pad_id, rows=rows)
+        return packing.by_length(
+            lambda tokens: reward_model(tokens, pad_id), tokens, model=reward_model, pad_id=pad_id, rows=rows
+        )
 
     return score
 

@@ -53,18 +53,18 @@ MOST_LOGITS = 2**28  # numbers that are held at a time: in float32, a gigabyte
 
 def by_length(
     function: Callable,
-    model: nn.Module,
     tokens: Tensor,
     *others: Tensor,
+    model: nn.Module,
     pad_id: int,
     rows: int = 0,
     new_tokens: int = 0,
-    **settings,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Call function(model, tokens, *others, pad_id=..., **settings) on a few rows of similar length at a time.
+    """Call function(tokens, *others) on a few rows of similar length at a time.
 
-    tokens: (batch, length) token ids with padding anywhere; the function gets them packed, in fewer columns. others:
-    tensors with a row for each row of tokens. rows: of a pass, at most; 0: any number. new_tokens: how many the
+    tokens: (batch, length) token ids with padding anywhere; the function gets them in as few columns as the longest
+    of its rows needs, their padding on the left. others: tensors with a row for each row of tokens. model: what reads
+    the tokens, because some read no padding. rows: of a pass, at most; 0: any number. new_tokens: how many the
     function appends to each row, if it generates. Returns what the function returns, a tensor or several, with the
     rows in the order in which they were given.
     """
@@ -74,7 +74,7 @@ def by_length(
 
     def call(tokens: Tensor, *others_and_longest: Tensor | int) -> Tensor | tuple[Tensor, ...]:
         *others, longest = others_and_longest
-        return function(model, pack(tokens, pad_id, longest - new_tokens), *others, pad_id=pad_id, **settings)
+        return function(pack(tokens, pad_id, longest - new_tokens), *others)
 
     return in_passes(call, plan, tokens, *others)
 

@@ -243,7 +243,7 @@ EVAL_PROMPTS = 64  # held-out posts of an evaluation during training
 
 # ---- Train -----------------------------------------------------------------------------------------------------
 #
-# How a batch is divided, with the numbers of the default, Pythia 1B on one process:
+# How a batch is divided, with the numbers of the preset tldr on one process:
 #
 #     batch         512 episodes, one update; every process has an equal part, its local batch
 #     group          no such thing here: a whole minibatch, on all processes, is whitened together
@@ -282,16 +282,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     )
     controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
 
-    def in_passes(function: Callable, *tensors: Tensor, new_tokens: int = 0) -> Any:
-        """Apply a function to a few rows at a time, which are of similar length, so that little padding is read."""
-        return packing.by_length(
-            lambda _, *rows, pad_id: function(*rows),
-            actor_critic,
-            *tensors,
-            pad_id=ids.pad,
-            rows=ppo.local_rollout_batch_size,
-            new_tokens=new_tokens,
-        )
+    by_length = partial(packing.by_length, model=actor_critic, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
 
     run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
     run.try_to_save(
@@ -333,7 +324,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             # [T36] What follows the first stop token is padding; the token itself stays.
             #       ppo.py#L350-L355, ppo.py#L632
             # [T33] Nobody looks at what follows, so it is not sampled.   ppo.py#L494-L495, ppo.py#L542-L549
-            responses, sampled_logprobs = in_passes(
+            responses, sampled_logprobs = by_length(
                 lambda contexts, noise: generate_until(
                     actor_critic.lm_backbone,
                     contexts,
@@ -350,16 +341,16 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             query_responses = torch.cat([queries, responses], dim=1)  # (local_batch, context + response_length)
             # [T34] The policy reads what it wrote, just as in step 7, so the ratio starts at 1, but for rounding.
             #       ppo.py#L321-L335, ppo.py#L617-L619
-            logprobs, _, values = in_passes(
-                lambda tokens, texts: actor_critic(tokens, texts, ids.pad, task.temperature),
+            logprobs, _, values = by_length(
+                lambda tokens, responses: actor_critic(tokens, responses, ids.pad, task.temperature),
                 query_responses,
                 responses,
             )
 
             # 3. Compute the reference's log-probs: (local_batch, response_length).
-            ref_logprobs = in_passes(
-                lambda tokens, texts: reference_logprobs(
-                    reference, tokens, texts, ids.pad, task.temperature, vocab_size=ids.vocab_size
+            ref_logprobs = by_length(
+                lambda tokens, responses: reference_logprobs(
+                    reference, tokens, responses, ids.pad, task.temperature, vocab_size=ids.vocab_size
                 ),
                 query_responses,
                 responses,
@@ -450,8 +441,8 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             run.log_samples(update, posts.sample_table(rows))
         if traced:
             with torch.no_grad():  # what the networks say of the summaries after they have learned from them
-                new_logprobs, entropies, new_values = in_passes(
-                    lambda tokens, texts: actor_critic(tokens, texts, ids.pad, task.temperature),
+                new_logprobs, entropies, new_values = by_length(
+                    lambda tokens, responses: actor_critic(tokens, responses, ids.pad, task.temperature),
                     query_responses,
                     responses,
                 )
@@ -510,8 +501,10 @@ def train(args: Args, timestamp: int | None = None) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Episodes of one process, its part of the batch. After a response's end, rewards are 0, and log-probs and values
-    mean nothing.
+    """Episodes of one process, its part of the batch. Where `mask` is False, log-probs mean nothing.
+
+    `value_mask` has one place more, the step after the end, with its value and the score. Beyond it, values mean
+    nothing, and rewards are 0.
     """
 
     query_responses: Tensor  # (local_batch, context_length + response_length), padding after the stop token
@@ -699,8 +692,11 @@ def compute_rewards(
     x = (ref_logprobs - logprobs).masked_fill(~mask, 0)  # (batch, response_length)
     kl = -x if kl_estimator == "k1" else torch.expm1(x) - x
     non_score_rewards = -kl_coef * kl
-    # [T43] The score is the reward of the step after the last token, where there is one.   ppo.py#L679-L685
-    step_after = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)  # each token, (batch, response_length)
+    # [T43] The score is the reward of the step after the last token, where there is one. The critic starts as the
+    #       reward model, so its value there is the score already, and at first no token gets credit for it.
+    #       ppo.py#L679-L685
+    # The place after each token, 0 where masked: (batch, response_length).
+    step_after = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
     position = step_after.max(1, keepdim=True).values.clamp(max=mask.shape[1] - 1)  # (batch, 1)
     rewards = non_score_rewards.scatter_add(1, position, scores.unsqueeze(1).to(x.dtype))
     return rewards, non_score_rewards, kl
@@ -743,8 +739,8 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
         delta_t = r_t + gamma * V_{t+1} - V_t        A_t = delta_t + gamma * lam * A_{t+1}        R_t = A_t + V_t
 
     rewards, values, mask (of the values): (batch, response_length). Returns advantages (not whitened) and returns, of
-    that shape, 0 where masked. A hole in the mask, such as what another speaker says, is skipped: t + 1 is the next
-    value that counts.
+    that shape, 0 where masked. A hole in the mask, which only loop.py has, where a tool or a user speaks, is skipped:
+    t + 1 is the next value that counts.
     """
     # [T44] Whatever comes after is set to 0, so that nothing leaks in.   ppo.py#L235-L241, ppo.py#L687-L704
     rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
@@ -824,8 +820,9 @@ class ActorCritic(nn.Module):
         """Log-probs of the response tokens, entropies (nats) and values at each of their positions.
 
         query_responses: (batch, length), posts and their responses, with padding anywhere. responses: (batch,
-        response_length), the same responses, with padding at their end. Returns three tensors of (batch,
-        response_length); what they hold at padding means nothing.
+        response_length), the same responses once more, with padding at their end, because their columns are not known
+        otherwise. Returns three tensors of (batch, response_length). At the first padding there is the value after
+        the response's end; log-probs and entropies at padding, and later values, mean nothing.
         """
         logprobs, entropies = response_statistics(
             self.lm_backbone, query_responses, responses, pad_id, temperature, self.vocab_size
@@ -884,7 +881,7 @@ def evaluate(
         accelerator,
         measure=measure,
     )
-    columns = [of + name for name in judges for of in ("", "reference_")]
+    columns = [prefix + name for name in judges for prefix in ("", "reference_")]  # in the order of `measure`
     numbers = dict(zip(columns, measured, strict=True))  # (posts,) each
     rows = posts.evaluation_rows(tokenizer, ids, held_out.queries, responses, held_out.references, **numbers)
     numbers["eos_rate"] = has_stop(responses, ids.stops, 0)
@@ -959,9 +956,10 @@ FIRST_RATIO_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.1}  # b
 def check_update(metrics: dict[str, float], update: int, dtype: str) -> None:
     """Raise an InputError if a metric is impossible. Nothing more is saved then."""
     check_finite(metrics, update)
-    if (gap := metrics["val/first_ratio_gap"]) > FIRST_RATIO_TOLERANCE[dtype]:
+    for name in ("val/first_ratio_gap", "objective/sampler_gap"):
         # [D25] Before the first step, the policy that trains is the one that sampled.
-        raise InputError(f"val/first_ratio_gap is {gap:.2g} in update {update}: rollout and training pass disagree")
+        if (gap := metrics[name]) > FIRST_RATIO_TOLERANCE[dtype]:
+            raise InputError(f"{name} is {gap:.2g} in update {update}: sampler and training pass disagree")
 
 
 # ---- Plumbing: sizes, networks and scorers to load, what is written --------------------------------------------

@@ -16,21 +16,22 @@ from ppo_rlhf.train_policy import KeyValueCache, causal_mask, keyed_generator, l
 
 LOOK_EVERY = 4  # tokens; how often generation looks whether rows have ended
 
-# ---- Models ----------------------------------------------------------------------------------------------------
+# ---- Read responses --------------------------------------------------------------------------------------------
 
 
 def read_before_responses(lm_backbone: PreTrainedModel, tokens: Tensor, responses: Tensor, pad_id: int) -> Tensor:
     """Final hidden states at the position before each token of the responses: (batch, response_length, width).
 
     tokens: (batch, length), queries and their responses, with padding anywhere. responses: (batch, response_length),
-    the same responses, with padding at their end; the results there mean nothing.
+    the same responses, with padding at their end. At the first padding that is the state after the response; what
+    follows means nothing.
     """
-    packed = left_pad(tokens, pad_id)
-    hidden_states = read_tokens(lm_backbone, packed, pad_id, slice(None))  # (batch, length, width)
-    # In a row of `packed`, the response comes last. Its first token has this column, and each next one the next.
-    first = packed.shape[1] - (responses != pad_id).sum(1, keepdim=True)  # (batch, 1)
+    moved = left_pad(tokens, pad_id)
+    hidden_states = read_tokens(lm_backbone, moved, pad_id, slice(None))  # (batch, length, width)
+    # In a row of `moved`, the response comes last. Its first token has this column, and each next one the next.
+    first = moved.shape[1] - (responses != pad_id).sum(1, keepdim=True)  # (batch, 1)
     columns = first + torch.arange(responses.shape[1], device=responses.device)  # (batch, response_length)
-    before = (columns - 1).clamp(max=packed.shape[1] - 1).unsqueeze(2)
+    before = (columns - 1).clamp(max=moved.shape[1] - 1).unsqueeze(2)
     return hidden_states.gather(1, before.expand(-1, -1, hidden_states.shape[2]))
 
 
@@ -59,7 +60,7 @@ def token_logprobs(
     return logprobs, entropies
 
 
-# ---- Tokens: pad, generate, truncate ---------------------------------------------------------------------------
+# ---- Generate --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -72,7 +73,7 @@ def generate_until(
     temperature: float,
     stop_ids: Collection[int],
 ) -> tuple[Tensor, Tensor]:
-    """Sample responses as `generate` does, but only up to the first stop id of each; without any, all of them.
+    """Sample responses as `generate` of train_policy.py does, but each only up to its first stop id.
 
     Returns responses, padding after the stop id, and their log-probs, 0 there: two of (batch, response_length).
     """
@@ -98,7 +99,7 @@ def generate_until(
         ended = ended | torch.isin(tokens[:, 0], stops)
         if column + 1 == uniforms.shape[1]:
             break
-        # Every look waits for the device, so it is taken now and then. Rows that have ended leave when they are half.
+        # Looking waits for the device, so it is done every few tokens. Once half of the rows have ended, these leave.
         if column % LOOK_EVERY == LOOK_EVERY - 1 and 2 * (left := int((~ended).sum())) <= len(rows):
             if not left:
                 break
@@ -169,6 +170,9 @@ def copy_rows(source: KeyValueCache, target: KeyValueCache, batch: int, rows: Te
             layer.lazy_initialization(*(x.new_empty(batch, *x.shape[1:]) for x in states))
         layer.keys[rows, :, columns], layer.values[rows, :, columns] = part.keys, part.values
         layer.cumulative_length.fill_(columns.stop)
+
+
+# ---- Minibatches -----------------------------------------------------------------------------------------------
 
 
 def draw_minibatches(seed: int, update: int, epochs: int, episodes: slice, nminibatches: int) -> Tensor:
