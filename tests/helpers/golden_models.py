@@ -15,7 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.check import cases as check
 
-GOLDEN = (Path(__file__).parent / "golden", check.GOLDEN)  # what `python -m ppo_rlhf.check` needs is in the package
+# What `python -m ppo_rlhf.check` needs is in the package.
+GOLDEN = (Path(__file__).parents[1] / "golden", check.GOLDEN)
 PAD = 27  # the padding id of the golden models; their vocabulary is 0..26
 ACTIVATION = "gelu_new"
 FLOAT32_EPS = 2**-23

@@ -18,8 +18,8 @@ import pytest
 
 from ppo_rlhf.check import faults
 
-PACKAGE = Path(__file__).parent.parent / "ppo_rlhf"
-MATRIX = Path(__file__).parent / "matrix.csv"  # written by benchmark/matrix.py
+PACKAGE = Path(__file__).parents[2] / "ppo_rlhf"
+MATRIX = Path(__file__).parents[1] / "matrix.csv"  # written by benchmark/matrix.py
 Node = ast.FunctionDef | ast.ClassDef
 
 

@@ -27,7 +27,8 @@ from typing import Any
 import huggingface_hub
 from matplotlib.figure import Figure
 
-SCRIPTS = Path(__file__).parent.parent / "ppo_rlhf"
+SCRIPTS = Path(__file__).parents[2] / "ppo_rlhf"
+HELPERS = Path(__file__).parent
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
 
 server = multiprocessing.get_context("forkserver")
@@ -39,7 +40,7 @@ IMPORTED = [
     "torch.distributed.run",
 ]
 IMPORTED += ["matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.PngImagePlugin", "rich.progress"]
-IMPORTED += ["rich.table", "pandas", "scipy.stats", "tests.warm"]
+IMPORTED += ["rich.table", "pandas", "scipy.stats", "tests.helpers.warm"]
 server.set_forkserver_preload(IMPORTED)
 save_picture = Figure.savefig
 

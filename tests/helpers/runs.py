@@ -3,9 +3,11 @@
 import contextlib
 import csv
 import dataclasses
+import io
 import json
 import shutil
-from collections.abc import Iterable
+import tarfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +16,10 @@ import pytest
 
 from benchmark import worlds
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.report import learning_curves
+from ppo_rlhf.report import derivation, learning_curves, page
 from ppo_rlhf.train_policy import InputError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 TINY_WORLD = worlds.Tales(
     stories=300,
@@ -196,3 +198,26 @@ def error_line(function, *args, **kwargs) -> str:
         function(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def tar(files: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def lines_of(run: Path) -> Iterator[tuple[dict, derivation.Line]]:
+    """How the tokens of every second episode of a run are derived, in its last epoch."""
+    one_run = page.read_run(run)
+    settings = page.settings_of(one_run)
+    steps = derivation.steps_of(settings)
+    for update in one_run.kept():
+        for episode, group in [*page.with_groups(one_run.episodes(update))][::2]:
+            last = len(episode["epochs"].get("new_logprobs", [0])) - 1
+            numbers = derivation.derive(episode, settings, steps, last, group)
+            for lines in derivation.lines_of(episode, steps, numbers, last):
+                yield from ((episode, line) for line in lines)

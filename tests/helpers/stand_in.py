@@ -44,7 +44,7 @@ import ppo_rlhf.tldr.all
 import ppo_rlhf.train_both  # noqa: F401, so that all scripts are there
 
 NAME = "standin"
-PACKAGE = str(Path(__file__).resolve().parents[1] / "ppo_rlhf") + "/"
+PACKAGE = str(Path(__file__).resolve().parents[2] / "ppo_rlhf") + "/"
 aten = torch.ops.aten
 
 COPYING = {"copy_", "_to_copy", "copy", "_copy_from"}

@@ -3,16 +3,15 @@
 import json
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 from runs import ROOT
-from test_problems import TEMPLATE, byte_tokenizer
-from test_templates import IN_LETTERS, queries_of_chapter_2
+from small_models import LEFT_OUT, SMALL, classifier
+from small_posts import IN_LETTERS, queries_of_chapter_2
+from small_problems import TEMPLATE, byte_tokenizer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
@@ -24,35 +23,6 @@ from ppo_rlhf.train_policy import InputError
 
 PAD = 259  # of the policy
 TASK = posts.TaskArgs(query_length=20, response_length=10)
-LEFT_OUT = -1  # of a setting
-
-
-SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-def classifier(
-    architecture: str,
-    folder: Path,
-    tokenizer,
-    labels: list[str],
-    pad_id: int | None,
-    rows: int = 29,
-    **settings: int | None,
-) -> str:
-    """The folder of a sequence classifier with random weights that differ from text to text."""
-    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
-    ids = {"pad_token_id": pad_id, "bos_token_id": None, "eos_token_id": 28}
-    settings = SMALL | {"max_position_embeddings": 300} | ids | settings
-    settings = {name: value for name, value in settings.items() if value != LEFT_OUT}
-    config = AutoConfig.for_model(architecture, vocab_size=rows, **settings, **names)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(config)
-        for parameter in model.parameters():
-            parameter.data.add_(0.3 * torch.randn(parameter.shape))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Hostile
 from runs import error_line
 from safetensors.torch import save_file
-from test_safety import Hostile
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

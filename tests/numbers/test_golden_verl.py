@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from golden_models import close, golden, load_json
-from test_rlvr_math import StandIn, read_tables, rollout_of, updated_stand_in
+from rollouts import StandIn, read_tables, rollout_of, updated_stand_in
 from torch import Tensor
 
 from ppo_rlhf.rlvr import algebra, asynchronous as rlvr_async, policy as rlvr_policy

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmark import micro as benchmark
 from ppo_rlhf.small import micro
 
-GOLDEN = json.loads((Path(__file__).parent / "golden/micro.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/micro.json").read_text())
 
 # ---- An independent version: batches of token ids, torch's autograd and optimiser, another way to draw -------------
 

@@ -6,12 +6,9 @@ that tests of their own prove (noise and permutations).
 """
 
 import csv
-import itertools
 import json
 import math
-import random
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,10 +16,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from mistakes import put, put_unchanged, titles
+from replays import RewardModel, mean, queries_in_order, stories_of, task_of, to_texts, trained_on
 from runs import meta_of, metrics_of, only, samples_of
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from ppo_rlhf import train_both, train_policy
 from ppo_rlhf.train_policy import (
@@ -31,7 +29,6 @@ from ppo_rlhf.train_policy import (
     Args,
     InputError,
     PolicyWithValueHead,
-    TaskArgs,
     compute_gae,
     draw_permutations,
     episode_noise,
@@ -49,14 +46,6 @@ from ppo_rlhf.worlds.tales import sentiment
 UPDATES, BATCH, GROUPS, EPOCHS, MINIBATCHES = 3, 32, 2, 2, 2
 
 
-def task_of(world: Path) -> TaskArgs:
-    """Queries with padding between prefix and suffix, and responses some of which stop."""
-    affixes = {"query_prefix": "Mara smiled.", "query_suffix": " Then"}
-    return TaskArgs(
-        query_dataset=f"{world}/stories.txt", query_length=24, truncate_after=4, temperature=0.8, **affixes
-    )
-
-
 # ---- The replay ------------------------------------------------------------------------------------------------
 
 
@@ -67,55 +56,6 @@ class Left:
     metrics: list[dict[str, float]]
     samples: list[dict]
     weights: dict[str, torch.Tensor]
-
-
-def stories_of(world: Path) -> list[str]:
-    return (world / "stories.txt").read_text().splitlines()
-
-
-def trained_on(stories: list[str]) -> list[str]:
-    """Without those that are held out: 49, 99, ..."""
-    return [story for number, story in enumerate(stories) if number % 50 != 49]
-
-
-def queries_in_order(stories: list[str], tokenizer: PreTrainedTokenizerBase, length: int = 24) -> Iterator[list[int]]:
-    """The queries of a stage, from the first on, without end: whole sentences of stories, padded on the right."""
-    stories = list(stories)
-    random.Random(0).shuffle(stories)
-    (stop,) = tokenizer.encode(".")
-    for story in itertools.cycle(stories):
-        tokens = tokenizer.encode(story)
-        tokens = tokens[tokens.index(stop) + 1 :][:length]
-        while tokens and tokens[-1] != stop:
-            tokens.pop()
-        if tokens:
-            yield tokens + [len(tokenizer)] * (length - len(tokens))
-
-
-def to_texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor) -> list[str]:
-    return [tokenizer.decode([token for token in row if token != len(tokenizer)]) for row in tokens.tolist()]
-
-
-def mean(numbers) -> float:
-    return sum(float(number) for number in numbers) / len(numbers)
-
-
-class RewardModel:
-    """A saved reward model. It reads one text after the other, without padding."""
-
-    def __init__(self, folder: Path):
-        self.lm_backbone = GPT2Model.from_pretrained(folder, dtype=torch.float64)
-        tensors = load_file(folder / "reward_head.safetensors")
-        names = {f"lm_backbone.{name}" for name in self.lm_backbone.state_dict()}
-        self.lm_backbone.load_state_dict(
-            {name.removeprefix("lm_backbone."): tensors[name] for name in names & tensors.keys()}, strict=False
-        )
-        parts = ("reward_head.weight", "reward_head.bias", "gain", "bias")
-        self.weight, self.head_bias, self.gain, self.bias = (tensors[name].double() for name in parts)
-
-    def score(self, text: list[int]) -> float:
-        hidden_state = self.lm_backbone(torch.tensor([text])).last_hidden_state[0, -1]
-        return (self.gain * (self.weight[0] @ hidden_state + self.head_bias) + self.bias).item()
 
 
 def replay(args: Args, world: Path) -> Left:

@@ -10,16 +10,15 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 from mistakes import put, put_unchanged, titles
+from replays import LabelKind, labels_of, mean, queries_in_order, stories_of, task_of, trained_on
 from runs import metrics_of, only, samples_of
 from safetensors.torch import load_file
-from test_train_policy import mean, queries_in_order, stories_of, task_of, trained_on
 from torch.testing import assert_close
 from transformers import AutoModel, AutoTokenizer, GPT2LMHeadModel, GPT2Model
 
@@ -34,7 +33,6 @@ from ppo_rlhf.train_reward import (
     vocabulary_size,
 )
 
-LabelKind = Literal["best", "score", "difference"]
 STEPS, BATCH, TRAINED, SAMPLES = 5, 8, 40, 32
 HELD_OUT: dict[LabelKind, int] = {"best": 56, "score": 50, "difference": 56}  # of 96; six ratings are not used at all
 KINDS: dict[LabelKind, dict[str, bool]] = {
@@ -42,17 +40,6 @@ KINDS: dict[LabelKind, dict[str, bool]] = {
     "score": {"normalize_before": True, "normalize_after": True},
     "difference": {"normalize_before": True, "normalize_after": False},
 }
-
-
-def rows_of(world: Path, kind: LabelKind) -> list[dict]:
-    """96 labels of a kind; those that are no choices are made of the world's choices."""
-    rows = json.loads((world / "labels/sentiment/offline_5k.json").read_text())
-    if kind == "score":
-        return [{"query": row["query"], "sample": row["sample0"], "score": 1.5 - row["best"] / 2} for row in rows]
-    if kind == "difference":
-        keys = ("query", "sample0", "sample1")
-        return [{key: row[key] for key in keys} | {"difference": row["best"] - 1.25} for row in rows]
-    return rows
 
 
 def reward_args(world: Path, labels: Path, kind: LabelKind = "best") -> Args:
@@ -213,7 +200,7 @@ def check_same(left: Left, expected: Left) -> None:
 def all_args(tiny_world, tmp_path_factory) -> dict[LabelKind, Args]:
     folder, made = tmp_path_factory.mktemp("labels"), {}
     for kind in KINDS:
-        (folder / f"{kind}.json").write_text(json.dumps(rows_of(tiny_world, kind)))
+        (folder / f"{kind}.json").write_text(json.dumps(labels_of(tiny_world, kind)))
         facts = {"ceiling": 0.75} | ({"held_out": HELD_OUT[kind]} if kind == "score" else {})
         (folder / f"{kind}.meta.json").write_text(json.dumps(facts))
         made[kind] = reward_args(tiny_world, folder / f"{kind}.json", kind)
@@ -229,7 +216,7 @@ def expected(all_args, tiny_world) -> dict[LabelKind, Left]:
 def test_a_reward_run_is_its_replay(kind, all_args, expected, tiny_world, tmp_path, monkeypatch):
     check_same(run_in(tmp_path, all_args[kind], monkeypatch), expected[kind])
     # [D80] As a policy's run, it shows samples: of the first label that is held out, with what the saved model says.
-    label = rows_of(tiny_world, kind)[-HELD_OUT[kind]]
+    label = labels_of(tiny_world, kind)[-HELD_OUT[kind]]
     saved = saved_model(only(tmp_path, "models/*/reward"))
     tokenizer = AutoTokenizer.from_pretrained(all_args[kind].base_model)
     keys = [key for key in label if key.startswith("sample")]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import error_line, write_rows
-from test_tldr_data import PAD, Letters
+from small_posts import PAD, Letters
 from tokenizers.processors import TemplateProcessing
 
 from ppo_rlhf import sample, train_policy, train_reward, worlds

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from processes import SCRIPTS, Result, launch, launch_together
+from processes import HELPERS, SCRIPTS, Result, launch, launch_together
 from runs import check_close, interrupt, meta_of, metrics_of
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from whole_runs import Whole, check_same
 
-FAULTY = Path(__file__).with_name("faulty_run.py")
+FAULTY = HELPERS / "faulty_run.py"
 
 
 def faulty(fault: str, number: int, script: str, *arguments: str) -> list[str]:

@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from runs import error_line
+from runs import error_line, tar
 from safetensors.torch import save_file
-from test_problems import byte_tokenizer
+from small_problems import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.interoperability import hub_check
@@ -83,16 +82,6 @@ def write_parquet(file: Path, *rows: dict) -> None:
 def write_json(file: Path, content: object) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content) + "\n")
-
-
-def tar(files: dict[str, bytes]) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:gz") as archive:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return content.getvalue()
 
 
 def write_data_sets(cache: Path) -> None:

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
+from replays import labels_of
 from runs import meta_of, metrics_of, policy_arguments, reward_arguments, samples_of, world_arguments
-from test_train_reward import rows_of
 from whole_runs import Whole
 
 BATCH, HORIZON = 32, 1000  # the second is that of the KL controller in the tales preset
@@ -82,7 +82,7 @@ def reward_run(folder: Path, world: Path, processes: int, parts: int, labels: Pa
 
 @pytest.mark.parametrize("kind", ["best", "score"])
 def test_reward_model(tiny_world, tmp_path, kind):
-    rows, labels = rows_of(tiny_world, kind), tmp_path / "labels.json"
+    rows, labels = labels_of(tiny_world, kind), tmp_path / "labels.json"
     labels.write_text(json.dumps(rows))
     expected = reward_run(tmp_path / "whole", tiny_world, 1, 1, labels)
     same(reward_run(tmp_path / "two", tiny_world, 2, 2, labels), expected, "float64")

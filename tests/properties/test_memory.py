@@ -2,12 +2,11 @@
 bfloat16.
 """
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import SCRIPTS
+from processes import HELPERS, SCRIPTS
 from runs import metrics_of, policy_arguments, posts_arguments, world_arguments
 from whole_runs import Whole
 
@@ -18,7 +17,7 @@ from ppo_rlhf.train_reward import RewardModel, prepare, save_reward_model
 VOCAB = PAD = 29
 TOKENS = torch.randint(1, VOCAB, (3, 11), generator=torch.Generator().manual_seed(0))
 TOKENS[0, :4] = TOKENS[1, 8:] = PAD
-RUN = Path(__file__).parent / "checkpointed_run.py"
+RUN = HELPERS / "checkpointed_run.py"
 
 
 def one_pass(network: ActorCritic) -> tuple[list[torch.Tensor], int]:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from oracles import gradients, numbers
+from small_models import ARCHITECTURES, PAD, VOCAB, token_ids
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 
@@ -31,14 +32,7 @@ from ppo_rlhf.train_policy import (
     read_tokens,
 )
 
-VOCAB = PAD = 29
-ARCHITECTURES = {"gpt2": 29, "gpt_neox": 40, "llama": 29, "qwen2": 40}  # rows of the embedding; spare rows in two
 QUERY, RESPONSE, TEMPERATURE = 6, 5, 0.7
-
-
-def token_ids(seed: int, *shape: int) -> torch.Tensor:
-    """Random tokens 1..28: token 0 is free to stand for padding."""
-    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def uniform(*shape: int) -> torch.Tensor:

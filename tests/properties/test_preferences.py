@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 import torch
 from runs import error_line
-from test_problems import byte_tokenizer
-from test_tldr_data import Letters, texts_of
+from small_posts import Letters, texts_of
+from small_problems import byte_tokenizer
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.tldr import data_files, posts, preferences

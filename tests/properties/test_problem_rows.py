@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-import test_problems
+import small_problems
 import torch
 from pyarrow import parquet
 from runs import error_line, write_rows
-from test_problems import byte_tokenizer
+from small_problems import byte_tokenizer
 
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, problem_rows, problems, rewards
 from ppo_rlhf.rlvr.confined_worker import Worker
@@ -25,7 +25,7 @@ VERL = {
     "prompt": [{"role": "user", "content": "2+2?"}],
     "reward_model": {"ground_truth": "4", "style": "rule"},
 }
-read = partial(test_problems.read, prompt_suffix="", prompt_format="plain")
+read = partial(small_problems.read, prompt_suffix="", prompt_format="plain")
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 

@@ -1,6 +1,5 @@
 """rlvr/problems.py: rows of problems, prompts, answers, batches."""
 
-import dataclasses
 import json
 import math
 from functools import partial
@@ -9,40 +8,15 @@ from pathlib import Path
 import pytest
 import runs
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from small_problems import GSM8K, TOKENIZER, byte_tokenizer, read, task
+from transformers import GenerationConfig
 
 from ppo_rlhf import train_policy
 from ppo_rlhf.rlvr import problems
-from ppo_rlhf.rlvr.problems import TaskArgs
 from ppo_rlhf.train_policy import InputError
 
-GSM8K = Path(__file__).parent / "golden" / "gsm8k"
 DEFAULT = "<|im_start|>system\nBe good.<|im_end|>\n"
 SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
-# As Qwen2.5's: a text of its own where no system message is given.
-TEMPLATE = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def byte_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """A token for each byte, and three special ones: 256 to 258. Texts end with 258."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=chat_template)
-
-
-TOKENIZER = byte_tokenizer()
-
-
-def task(**changes) -> TaskArgs:
-    return dataclasses.replace(TaskArgs(problems=str(GSM8K)), **changes)
 
 
 def written(folder: Path, rows: list, name: str = "problems_train.jsonl") -> Path:
@@ -53,13 +27,6 @@ def written(folder: Path, rows: list, name: str = "problems_train.jsonl") -> Pat
 
 def sums(count: int, **columns) -> list[dict]:
     return [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}", **columns} for i in range(count)]
-
-
-def read(
-    source: Path | str, split: str = "train", limit: int = 0, verifier: str = "gsm8k_strict", **changes
-) -> problems.Problems:
-    given = task(problems=str(source), **changes)
-    return problems.read_problems(given, TOKENIZER, split, limit, verifier=verifier)
 
 
 error_line = partial(runs.error_line, read)

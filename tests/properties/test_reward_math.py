@@ -7,8 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from oracles import gradients
-from test_policy_math import ARCHITECTURES, PAD, VOCAB, token_ids
-from test_tldr_update import scalar_model
+from small_models import ARCHITECTURES, PAD, VOCAB, scalar_model, token_ids
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification
 

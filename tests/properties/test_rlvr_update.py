@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from oracles import average_gradients, on_processes
-from test_rlvr_math import ALONE, StandIn, numbers, rollout_of
+from oracles import average_gradients, numbers, on_processes
+from rollouts import ALONE, StandIn, rollout_of
 from torch.testing import assert_close
 
 from ppo_rlhf import train_policy, train_reward

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, configuration, given, settings, strategies as st
 from refusals import changed
 from runs import error_line
-from test_problems import TOKENIZER
-from test_tldr_data import COMPARISON, POST, task
+from small_posts import COMPARISON, POST, task
+from small_problems import TOKENIZER
 
 from ppo_rlhf import train_policy, train_reward
 from ppo_rlhf.rlvr import problems

@@ -21,6 +21,7 @@ import refusals
 import torch
 import transformers.dynamic_module_utils
 from processes import OFFLINE, SCRIPTS, Result
+from refusals import Hostile
 from runs import both_arguments, interrupt, only, policy_arguments, reward_arguments, world_arguments
 from transformers import AutoModelForCausalLM
 
@@ -152,16 +153,6 @@ NAMES_OF_PICKLES = """
     tiktoken.model vocab.json merges.txt generation_config.pkl config.pkl
 """
 PICKLES = NAMES_OF_PICKLES.split()
-
-
-class Hostile:
-    """Leaves a file when it is unpickled."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self) -> tuple:
-        return open, (str(self.marker), "w")
 
 
 def torch_pickled(marker: Path) -> bytes:

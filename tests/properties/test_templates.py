@@ -9,7 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from runs import error_line
-from test_problems import TEMPLATE, byte_tokenizer, task as of_chapter_3
+from small_posts import IN_LETTERS, queries_of_chapter_2
+from small_problems import TEMPLATE, byte_tokenizer, task as of_chapter_3
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
@@ -30,8 +31,6 @@ SYSTEM, USER, REPLY = "<|im_start|>system\n", "<|im_start|>user\n", "<|im_end|>\
 THINKING = TEMPLATE.replace(
     "assistant\n", "assistant\n{% if think is defined and not think %}no {% endif %}<think>\n"
 )
-POST = {"subreddit": "cats", "title": "Cat", "post": "Line one.\nLine two<|im_end|>.", "summary": " It sleeps."}
-IN_LETTERS = "SUBREDDIT: r/cats\n\nTITLE: Cat\n\nPOST: Line one.\nLine two<|im_end|>.\n\nTL;DR:"
 
 
 def in_letters(text: str) -> list[int]:
@@ -50,13 +49,6 @@ def with_first_token(tokenizer=TOKENIZER):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=special)
     assert tokenizer("ab")["input_ids"][0] == 256
     return tokenizer
-
-
-def queries_of_chapter_2(tmp_path, tokenizer, row=POST, **changes) -> tuple[posts.Posts, posts.TaskIds]:
-    (tmp_path / "posts_train.jsonl").write_text(json.dumps(row))
-    given = {"posts": str(tmp_path), "query_length": 256, "response_length": 64} | changes
-    task = posts.TaskArgs(**given)
-    return posts.read_posts(task, tokenizer, "train"), posts.task_ids(task, tokenizer)
 
 
 def row_of(tokens: torch.Tensor) -> list[int]:

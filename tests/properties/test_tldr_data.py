@@ -2,59 +2,23 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from refusals import changed
 from runs import error_line, write_rows
+from small_posts import COMPARISON, EOS, PAD, POST, Letters, task, texts_of
 from transformers import AutoTokenizer
 
 from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.posts import CUT_MARGIN, TaskArgs
 
-EOS, PAD = 0, 128
 IDS = posts.TaskIds(pad=PAD, eos=EOS, stops=(EOS,))
-
-
-class Letters:
-    """A tokenizer of ASCII characters: a token is a character's code, and code 0 ends a text."""
-
-    eos_token_id = EOS
-
-    def get_vocab(self) -> dict[str, int]:
-        return {chr(token): token for token in range(PAD)}
-
-    def encode(self, text: str, **_) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
-
-
-POST = {"id": "1", "subreddit": "mill", "title": "Grain", "post": "It is wet.", "summary": "Wet grain."}
-COMPARISON = {
-    "info": {key: POST[key] for key in ("id", "subreddit", "title", "post")},
-    "summaries": [{"text": " Wet.", "policy": "sup1"}, {"text": " Dry hay.", "policy": "ref"}],
-    "choice": 1,
-    "batch": "batch7",
-    "split": "train",
-    "extra": {"confidence": 6},
-}
-
-
-def task(folder: Path, **changes: Any) -> TaskArgs:
-    sizes = {"query_length": 80, "response_length": 14, "comparison_length": 12, "article_query_length": 60}
-    return TaskArgs(posts=str(folder), comparisons=str(folder), **(sizes | changes))
-
-
-def texts_of(rows: torch.Tensor) -> list[str]:
-    return ["".join(chr(token) for token in row if token != PAD) for row in rows.tolist()]
 
 
 # ---- Queries [T03] [T04] [T05] ---------------------------------------------------------------------------------

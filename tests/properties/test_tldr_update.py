@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracles import gradients, masks_of, numbers, on_processes, spoil
-from test_policy_math import PAD, token_ids
+from small_models import PAD, scalar_model, token_ids
 from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -31,21 +31,10 @@ from ppo_rlhf.tldr.policy import (
 )
 from ppo_rlhf.tldr.posts import Comparisons, TaskArgs
 from ppo_rlhf.train_policy import InputError, load_pretrained
-from ppo_rlhf.train_reward import RewardModel, save_reward_model
+from ppo_rlhf.train_reward import save_reward_model
 
 CONTEXT, RESPONSE, TEMPERATURE = 6, 5, 0.7
 LENGTHS = [1, 5, 5, 4, 2, 3, 5, 1]  # tokens of each response
-
-
-def scalar_model(lm_backbone, kind: type = RewardModel) -> RewardModel:
-    """A reward model, with a head, gain and bias that are not those of the start."""
-    model = kind(lm_backbone)
-    with torch.no_grad():
-        model.reward_head.weight.copy_(numbers(1, 1, 16))
-        model.reward_head.bias.fill_(0.3)
-        model.gain.fill_(1.7)
-        model.bias.fill_(-0.4)
-    return model.double()
 
 
 def make_actor_critic(tiny_models) -> ActorCritic:

@@ -1,4 +1,4 @@
-"""Every script on a device that isn't the CPU: tests/stand_in.py refuses what GPUs refuse, and counts waits."""
+"""Every script on a device that isn't the CPU: helpers/stand_in.py refuses what GPUs refuse, and counts waits."""
 
 import dataclasses
 import json
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import SCRIPTS, launch
+from processes import HELPERS, SCRIPTS, launch
 from runs import metrics_of, policy_arguments, posts_arguments, samples_of, world_arguments
 from whole_runs import Whole
 
 from ppo_rlhf import train_policy
 
-STAND_IN = Path(__file__).with_name("stand_in.py")
+STAND_IN = HELPERS / "stand_in.py"
 LETTERS = "letters = lambda prompts, responses, answers: [float(len(text) % 2) for text in responses]"
 LOW_PRECISION = ("--dtype", "bfloat16", "--frozen_bfloat16", "--gradient_checkpointing")
 

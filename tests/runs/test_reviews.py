@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import launch
-from runs import error_line, metrics_of, rows_of, trained
-from test_hub import tar
+from runs import error_line, metrics_of, rows_of, tar, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf import sample, train_policy

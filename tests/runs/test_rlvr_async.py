@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import explained_metrics, metrics_of, only, sums_arguments, trained
+from oracles import numbers
+from processes import HELPERS
+from rollouts import ALONE, rollout_of
+from runs import explained_metrics, lines_of, metrics_of, only, sums_arguments, trained
 from safetensors.torch import load_file
-from test_explain import lines_of
-from test_rlvr_math import ALONE, numbers, rollout_of
-from test_vllm_sampler import FAKE
 from torch.testing import assert_close
 from whole_runs import Whole, check_same_weights
 
@@ -35,6 +35,7 @@ from ppo_rlhf.rlvr.asynchronous import Args, correct, newest_factors
 from ppo_rlhf.tldr import responses as tldr_responses
 from ppo_rlhf.train_policy import InputError
 
+FAKE = str(HELPERS / "fake_vllm")
 ray = pytest.importorskip("ray")
 
 FOUR_UPDATES = (

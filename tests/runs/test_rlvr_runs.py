@@ -27,7 +27,7 @@ from runs import (
     write_rows,
 )
 from safetensors.torch import load_file
-from test_problems import GSM8K, byte_tokenizer
+from small_problems import GSM8K, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import check_same
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY_TOOLS, check_close, error_line, explained_metrics, metrics_of, only, rows_of, trained
+from runs import TINY_TOOLS, check_close, error_line, explained_metrics, lines_of, metrics_of, only, rows_of, trained
 from safetensors.torch import load_file
-from test_explain import lines_of
 from transformers import AutoTokenizer
 
 from benchmark import worlds

@@ -2,11 +2,11 @@
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import HELPERS
 from runs import error_line
 
 from ppo_rlhf.rlvr import problems
@@ -14,7 +14,7 @@ from ppo_rlhf.rlvr.asynchronous import Args, check_arguments, correction_of
 from ppo_rlhf.rlvr.vllm_sampler import VLLMSampler
 from ppo_rlhf.tldr import models
 
-FAKE = str(Path(__file__).with_name("fake_vllm"))
+FAKE = str(HELPERS / "fake_vllm")
 PAD, STOP = 30, 0
 
 

@@ -15,31 +15,20 @@ import numpy as np
 import our_adapter
 import pytest
 import torch
+from checked import report_of, run
 from mistakes import text_of
-from processes import ForkingPopen, Result, launch, read_by_nobody
+from processes import ForkingPopen, read_by_nobody
 from runs import ROOT, error_line
 
-from ppo_rlhf.check import __main__ as command, cases, child, diagnosis, faults, forms
-from ppo_rlhf.check.diagnosis import Report
+from ppo_rlhf.check import __main__ as command, cases, diagnosis, faults, forms
 
 PAGE = (ROOT / "docs/check.md").read_text()
-
-
-def report_of(name: str, function: Callable) -> Report:
-    """What the command says of a function, without a process of its own."""
-    answers = {index: child.answer(function, case) for index, case in enumerate(cases.all_cases()[name])}
-    return diagnosis.judge(name, answers)
 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
     """The process of an adapter is a fork of this one."""
     monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
-
-
-def run(*arguments: str | Path, folder: Path) -> Result:
-    """Run the command. Both it and the process of the adapter have imported PyTorch already."""
-    return launch(ROOT / "ppo_rlhf/check/__main__.py", *map(str, arguments), folder=folder)
 
 
 # ---- What matches ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_check import report_of, run
+from checked import report_of, run
 
 from ppo_rlhf.check import cases, diagnosis, faults, forms
 

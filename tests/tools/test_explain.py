@@ -3,11 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import meta_of, sums_arguments, trained
+from runs import lines_of, meta_of, sums_arguments, trained
 
 from ppo_rlhf.report import __main__ as report, derivation, page
 from ppo_rlhf.rlvr import policy as rlvr_policy
@@ -31,19 +30,6 @@ def own_run(name: str, world: Path, folder: Path) -> Path:
     """The folder of a run in this folder."""
     words = f"{TWO_UPDATES} {OWN[name]}".format(world=world).split()
     return trained(rlvr_policy, folder, [*sums_arguments(world), *words])
-
-
-def lines_of(run: Path) -> Iterator[tuple[dict, derivation.Line]]:
-    """How the tokens of every second episode of a run are derived, in its last epoch."""
-    one_run = page.read_run(run)
-    settings = page.settings_of(one_run)
-    steps = derivation.steps_of(settings)
-    for update in one_run.kept():
-        for episode, group in [*page.with_groups(one_run.episodes(update))][::2]:
-            last = len(episode["epochs"].get("new_logprobs", [0])) - 1
-            numbers = derivation.derive(episode, settings, steps, last, group)
-            for lines in derivation.lines_of(episode, steps, numbers, last):
-                yield from ((episode, line) for line in lines)
 
 
 def exactly(value, digits=8):

@@ -1,11 +1,11 @@
 """The house: who may import whom, and how much there is."""
 
 import ast
-import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from imports import needs
 
 import ppo_rlhf
 from benchmark import mass
@@ -24,7 +24,7 @@ SOURCES: Sources = {name_of(path): path.read_text() for path in PACKAGE.rglob("*
 def remedy(table: str, entry: str) -> str:
     """What to do about a limit of this file that is exceeded."""
     return (
-        f"take something out, or raise {table}[{entry!r}] in tests/test_house.py to a few per cent above that, "
+        f"take something out, or raise {table}[{entry!r}] in tests/tools/test_house.py to a few per cent above that, "
         "and give the reason in the message of the commit"
     )
 
@@ -66,17 +66,6 @@ def test_nothing_imports_a_small_file():
 # ---- The small files are complete: they can be read, and carried away, alone -----------------------------------
 
 LINES = {"small.ppo": 445, "small.grpo": 240, "small.micro": 440}
-
-
-def needs(source: str) -> set[str]:
-    """The packages that a module imports, anywhere in it, beyond Python's own; a dot is a relative import."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {name.name.split(".")[0] for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("." if node.level else node.module.split(".")[0])
-    return found - sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -9,10 +9,10 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from imports import needs
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from runs import ROOT
-from test_house import needs
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONSTRAINTS = ROOT / ".ci/constraints.py"

@@ -7,15 +7,15 @@ import math
 import re
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracles import numbers
 from peft import LoraConfig, get_peft_model
-from runs import error_line, metrics_of, trained, write_rows
-from test_foreign import classifier
+from processes import HELPERS
+from runs import ROOT, error_line, metrics_of, trained, write_rows
+from small_models import classifier
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.testing import assert_close
@@ -90,7 +90,7 @@ def test_two_steps_change_the_weights_as_the_script_does_bit_for_bit(model, tmp_
 
 
 def test_two_processes_are_one(tiny_world, tmp_path):
-    script, words = str(Path(__file__).with_name("loop_run.py")), [f"{tiny_world}/model", "metrics.json"]
+    script, words = str(HELPERS / "loop_run.py"), [f"{tiny_world}/model", "metrics.json"]
     runs = [Whole(tmp_path / str(count), script, words, count).made() for count in (1, 2)]
     one, two = (json.loads((run.folder / "metrics.json").read_text()) for run in runs)
     assert "val/mean is nan" in one[-1]["error"] and one[-1].pop("error") == two[-1].pop("error")
@@ -403,7 +403,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
 
 # ---- The page ------------------------------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[1] / "docs/from_trl.md").read_text()
+PAGE = (ROOT / "docs/from_trl.md").read_text()
 PROGRAMS = re.findall(r"```python\n(import .*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)  # and what they printed
 
 

@@ -5,7 +5,7 @@ import register
 from register import problems, updated
 
 FILES = register.read_files()
-CODE, TEST = "ppo_rlhf/train_policy.py", "tests/test_golden.py"
+CODE, TEST = "ppo_rlhf/train_policy.py", "tests/numbers/test_golden.py"
 PAGE, ATLAS, GOLDEN = (f"docs/reference/{name}.md" for name in ("chapter1", "atlas", "golden"))
 COMMIT = register.ORIGINALS["openai/lm-human-preferences"]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from processes import launch
+from processes import HELPERS, launch
 from runs import error_line, interrupt
 
 from benchmark.curves import replay
 
 pytest.importorskip("openrlbenchmark", reason="openrlbenchmark needs Python 3.11 to 3.13")
 REPLAY = Path(replay.__file__)
-OFFLINE_RUN = Path(__file__).parent / "offline_run.py"
+OFFLINE_RUN = HELPERS / "offline_run.py"
 RUNS = "runs/train_policy*"
 
 

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from test_train_policy import RewardModel, queries_in_order, stories_of, task_of, to_texts
+from replays import RewardModel, queries_in_order, stories_of, task_of, to_texts
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from ppo_rlhf import sample, train_both, train_policy

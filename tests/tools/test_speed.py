@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import launch
+from processes import HELPERS, launch
 from runs import ROOT, metrics_of, policy_arguments, world_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_runs import Whole
@@ -32,7 +32,7 @@ VOCAB = PAD = 29
 RESPONSE, TEMPERATURE = 5, 0.7
 
 # ---- Work of Python --------------------------------------------------------------------------------------------
-# tests/test_device.py says how often an update waits for the device.
+# tests/runs/test_device.py says how often an update waits for the device.
 
 
 def update(model, batch: int, query: int) -> None:
@@ -183,7 +183,7 @@ def test_tables_of_committed_results_follow_from_their_runs(file):
 def test_compiled_models_give_the_same_run(both, tiny_world, tiny_reward, tmp_path):
     words = [*world_arguments(tiny_world, tiny_reward), *policy_arguments(), "--ppo.total_episodes", "16"]
     words += ["--ppo.cliprange", "0.01"]  # that of `both`
-    run = Whole(tmp_path / "run", str(Path(__file__).parent / "compiled_run.py"), [*words, "--compile"]).made()
+    run = Whole(tmp_path / "run", str(HELPERS / "compiled_run.py"), [*words, "--compile"]).made()
     graphs = int((run.folder / "graphs").read_text())
     assert graphs >= 5  # context, token; policy, reference, reward model
     compiled, plain = (metrics_of(each.run("train_policy"))[0] for each in (run, both))
