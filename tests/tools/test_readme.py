@@ -18,7 +18,12 @@ from benchmark import lab
 from ppo_rlhf import loop, train_both, train_policy
 from ppo_rlhf.train_policy import flatten
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmark/**/*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "tests/README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("benchmark/**/*.md")),
+]
 TEXTS = {page: page.read_text() for page in PAGES}
 README, CHAPTER1 = TEXTS[ROOT / "README.md"], TEXTS[ROOT / "docs/chapter1.md"]
 CURRENT = [page for page in PAGES if page.parent.name != "reference" and "results" not in page.parts]
