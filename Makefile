@@ -64,12 +64,13 @@ test: install
 check: quick
 
 quick: lint
-	$(BIN)/python -m pytest $(WORKERS) --quiet --changed tests/test_golden.py tests/test_golden_tldr.py \
-		tests/test_golden_verl.py tests/test_verl_updates.py tests/test_copies.py tests/test_house.py tests/test_small.py \
-		tests/test_train_policy.py::test_a_policy_run_is_its_replay \
-		tests/test_train_policy.py::test_mistake_is_detected \
-		tests/test_train_reward.py::test_a_reward_run_is_its_replay \
-		tests/test_train_reward.py::test_mistake_is_detected
+	$(BIN)/python -m pytest $(WORKERS) --quiet --changed tests/tools/test_house.py \
+		tests/numbers/test_golden.py tests/numbers/test_golden_tldr.py tests/numbers/test_golden_verl.py \
+		tests/numbers/test_verl_updates.py tests/numbers/test_copies.py tests/numbers/test_small.py \
+		tests/numbers/test_train_policy.py::test_a_policy_run_is_its_replay \
+		tests/numbers/test_train_policy.py::test_mistake_is_detected \
+		tests/numbers/test_train_reward.py::test_a_reward_run_is_its_replay \
+		tests/numbers/test_train_reward.py::test_mistake_is_detected
 
 lint: install
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 
 from ppo_rlhf.check import faults
-from tests import mistakes
+from tests.helpers import mistakes
 
 ROOT = Path(__file__).parent.parent
 MUTANTS = [(fault.title, place) for fault in faults.BOOK for place in fault.edits if not place.startswith("check/")]
@@ -35,18 +35,25 @@ ABOUT_TEXT = [f"test_{name}.py" for name in ("house", "matrix", "pages", "readme
 LEFT_OUT = "not (mistake_is_detected or a_mistake_in or rebuilt_functions or parts_of_the_text or have_the_same_text)"
 LIMIT = 1800  # seconds that the tests of a file may take on a busy machine
 HANGS = "(does not end)"
-FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
-STARTED = re.compile(r"^tests/(test_\w+\.py)::(.*\S)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) tests/\w+/(test_\w+\.py)(?:::(.+?))?(?: - .*)?$", re.MULTILINE)
+STARTED = re.compile(r"^tests/\w+/(test_\w+\.py)::(.*\S)", re.MULTILINE)
 COLUMNS = ["mistake", "place", "test", "rejected_by", "failures"]
+
+
+def paths_of_tests(folder: Path) -> dict[str, str]:
+    """Of each test file of a copy of the repository its name, and its path in the copy."""
+    return {path.name: path.relative_to(folder).as_posix() for path in folder.glob("tests/*/test_*.py")}
 
 
 def failures(folder: Path, tests: list[str], *options: str) -> list[tuple[str, str]]:
     """Files and names of the tests that fail in a copy of the repository, or of the one that does not end.
 
-    tests: of the folder tests, such as test_hub.py or test_hub.py::test_split.
+    tests: such as test_hub.py or test_hub.py::test_split; no two files have the same name.
     """
     words = ["-m", "pytest", "-p", "no:cacheprovider", "--tb=no", "-v", "-rfE", "-k", LEFT_OUT, *options]
-    command = [sys.executable, *words, *(f"tests/{test}" for test in tests)]
+    paths = paths_of_tests(folder)
+    named = [(paths[file], rest) for file, *rest in (test.split("::", 1) for test in tests)]
+    command = [sys.executable, *words, *("::".join([path, *rest]) for path, rest in named)]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, start_new_session=True)
@@ -77,7 +84,7 @@ def rejections(title: str, place: str) -> list[list[str]]:
         before = {file for *mistake, file, _, _ in known if mistake == [title, place]}
         in_script = Counter(file for _, there, file, _, _ in known if there.startswith(f"{script}::"))
         fast = [f"test_{name}.py" for name in FAST if f"test_{name}.py" in in_script]
-        others = {path.name for path in folder.glob("tests/test_*.py")} - {*fast, *ABOUT_TEXT}
+        others = paths_of_tests(folder).keys() - {*fast, *ABOUT_TEXT}
         others = sorted(others, key=lambda file: (file not in before, -in_script[file], file))
         path = folder / "ppo_rlhf" / script
         correct = path.read_text()

@@ -43,7 +43,7 @@ LINES = re.compile(r"[\w./-]+\.\w+#L\d+(?:-L\d+)?")
 COMMIT = re.compile(rf"({'|'.join(ORIGINALS)})\s+(?:at\s+commit\s+|@)([0-9a-f]{{7,40}})\b")
 ROW = re.compile(r'<a id="([DTVX]\d+)"></a>\*\*\1\*\* .*?(?=<a id=|\n#|\Z)', re.DOTALL)
 LINK = re.compile(r"\[([^]]+)\]\((https://[^)]+#L[^)]+)\)")
-TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/test_\w+\.py)\)")
+TEST_LINK = re.compile(rf"\[(test_\w+)\]\({re.escape(TO_ROOT)}(tests/\w+/test_\w+\.py)\)")
 ATLAS_ROW = re.compile(r'^\| \[(\w+)\].*<a id="([^"]+)">', re.MULTILINE)
 GOLDEN_ROW = re.compile(r"^\| (`[\w*/.]+\.(?:npz|jsonl?|xz)`.*?) \|", re.MULTILINE)
 
@@ -51,7 +51,7 @@ Files = dict[str, str]  # path below the root -> text; of the golden files only 
 
 
 def read_files() -> Files:
-    paths = [*ROOT.glob("docs/reference/*.md"), *ROOT.glob("ppo_rlhf/**/*.py"), *ROOT.glob("tests/test_*.py")]
+    paths = [*ROOT.glob("docs/reference/*.md"), *ROOT.glob("ppo_rlhf/**/*.py"), *ROOT.glob("tests/*/test_*.py")]
     files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(paths)}
     golden = [path for folder in GOLDEN for path in sorted(ROOT.glob(f"{folder}**/*.*")) if path.suffix != ".md"]
     return files | {path.relative_to(ROOT).as_posix(): "" for path in golden}

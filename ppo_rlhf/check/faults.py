@@ -6,7 +6,7 @@ but another project's convention, with other numbers.
 
 `edit` is a list: a part of that function of forms.py, what the wrong one has in its place, and so on for more parts.
 Those entries are the faults that check knows by their numbers, and an exercise is the faulty text. A key such as
-"small/ppo.py::whiten" has the same mistake in another function, for tests (tests/mistakes.py).
+"small/ppo.py::whiten" has the same mistake in another function, for tests (tests/helpers/mistakes.py).
 """
 
 import inspect

@@ -14,7 +14,7 @@ GRPO is from "DeepSeekMath" (Shao et al., 2024, arXiv 2402.03300). Two parts of 
     response counts less, and long wrong responses get away lightly. Here, all tokens of a minibatch count the same.
 
 `rlvr/policy.py --preset sums-grpo` is the same algorithm: both train the same weights, but for rounding
-(tests/test_small.py). Its marks, such as [V33], lead to docs/reference/chapter3.md.
+(tests/numbers/test_small.py). Its marks, such as [V33], lead to docs/reference/chapter3.md.
 """
 
 import argparse

@@ -23,7 +23,7 @@ PPO makes actions that went better than expected likelier.
 1909.08593) with its code, openai/lm-human-preferences on GitHub. It had eight processes, and each did
 step 6 for its own part of a minibatch; here, it is done for the batch. Otherwise, `train_both.py
 --preset tales` is the same algorithm: with --policy.ppo.whiten_groups 1, both train the same weights,
-but for rounding (tests/test_small.py).
+but for rounding (tests/numbers/test_small.py).
 """
 
 import argparse

@@ -1,0 +1,429 @@
+"""ppo_rlhf/loop.py: it is chapter 2's update, takes batches from anywhere, and refuses what doesn't fit."""
+
+import copy
+import io
+import json
+import math
+import re
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from oracles import numbers
+from peft import LoraConfig, get_peft_model
+from processes import HELPERS
+from runs import ROOT, error_line, metrics_of, trained, write_rows
+from small_models import classifier
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from whole_runs import Whole
+
+from ppo_rlhf.loop import PPO, Batch
+from ppo_rlhf.tldr import models, packing, policy
+from ppo_rlhf.train_policy import InputError
+
+SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
+QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
+SCORES = [1.1, -2.3, 0.7, 3.3]  # no numbers of float32
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models, tiny_tokenizer, tmp_path_factory) -> str:
+    """The folder of a language model in float64, with a token for each letter."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models("gpt2").double().save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def queries_of(rollout: policy.Rollout) -> Tensor:
+    return rollout.query_responses[:, : -rollout.rewards.shape[1]]
+
+
+def read(batch: Batch) -> tuple[Tensor, ...]:
+    """What policy, critic and reference said of the policy's tokens."""
+    return tuple(x[batch.rollout.mask] for x in (batch.rollout.logprobs, batch.rollout.values, batch.ref_logprobs))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- It is chapter 2's update ----------------------------------------------------------------------------------
+
+
+def test_two_steps_change_the_weights_as_the_script_does_bit_for_bit(model, tmp_path, monkeypatch):
+    """A run of tldr/policy.py, whose queries, equally long, the loop gets as token ids; and what both log."""
+    for split in ("train", "validation", "test"):
+        rows = [{"post": post, "summary": "sat"} for post in ("a cat", "a dog", "on it", "b e f")]
+        write_rows(tmp_path / f"posts_{split}.jsonl", *rows)
+    words = f"--base_model {model} --dtype float64 --seed 1 --task.posts {tmp_path} --task.query_format plain "
+    words += "--task.query_length 32 --task.response_length 6 --eval_interval 0 --ppo.lr 1e-2 --ppo.nminibatches 2 "
+    words += "--ppo.noptepochs 2 --ppo.batch_size 4 --ppo.total_episodes 8 --rewards.kl_coef 0.3 "
+    words += "--rewards.function ours:scores --rewards.normalize_samples 0 --rewards.missing_eos none"
+    seen, right = [], policy.ppo_update
+
+    def ppo_update(actor_critic, optimizer, rollout, *arguments, **options):
+        seen.append((actor_critic, queries_of(rollout)))
+        return right(actor_critic, optimizer, rollout, *arguments, **options)
+
+    monkeypatch.setattr(policy, "ppo_update", ppo_update)
+    monkeypatch.setattr(policy, "load_scorer", lambda *_: lambda *_: torch.tensor(SCORES, dtype=torch.float64))
+    expected = metrics_of(trained(policy, tmp_path, words.split()))
+    ppo = PPO(model, **SIZES)
+    before, metrics = weights_of(ppo.actor_critic), []
+    for (_, queries), row in zip(seen, expected, strict=True):
+        ppo.optimizer.param_groups[0]["lr"] = row["lr"]
+        metrics.append(ppo.step(ppo.generate([tokens[tokens != ppo.pad_id] for tokens in queries]), SCORES))
+    assert same(weights_of(ppo.actor_critic), weights_of(seen[0][0]))
+    assert not same(before, weights_of(ppo.actor_critic))
+    assert [{name: row[name] for name in metrics[0]} for row in expected] == metrics
+    assert all(row["val/first_ratio_gap"] < 1e-12 for row in metrics) and abs(metrics[0]["objective/kl"]) < 1e-12
+
+
+def test_two_processes_are_one(tiny_world, tmp_path):
+    script, words = str(HELPERS / "loop_run.py"), [f"{tiny_world}/model", "metrics.json"]
+    runs = [Whole(tmp_path / str(count), script, words, count).made() for count in (1, 2)]
+    one, two = (json.loads((run.folder / "metrics.json").read_text()) for run in runs)
+    assert "val/mean is nan" in one[-1]["error"] and one[-1].pop("error") == two[-1].pop("error")
+    for row, other in zip(one, two, strict=True):
+        assert row == pytest.approx(other, rel=1e-7, abs=1e-9)
+    assert abs(one[1]["objective/kl"] / 0.03 - 1) < 0.1  # within the clip range of the controller
+
+
+# ---- Batches from elsewhere ------------------------------------------------------------------------------------
+
+
+def test_a_batch_from_elsewhere_is_read_as_one_that_was_generated(model):
+    ppo = PPO(model, **SIZES)
+    generated = ppo.generate(QUERIES)
+    again = ppo.batch(QUERIES, generated.response_ids)
+    assert (again.queries, again.responses, again.stopped) == (
+        generated.queries,
+        generated.responses,
+        generated.stopped,
+    )
+    assert_close(read(again), read(generated), rtol=1e-9, atol=1e-12)
+
+
+def test_a_response_has_the_same_values_alone_and_next_to_a_longer_one(model):
+    """The score is on the step after the last token, also of the longest, up to the last position of the model."""
+    ppo = PPO(model, **SIZES)
+    long = [3] * (64 - len(QUERIES[0]))
+    alone, beside = ppo.batch(QUERIES[:1], [[1, 2, 28]]), ppo.batch(QUERIES[:1] * 2, [[1, 2, 28], long])
+    for batch in (alone, beside):
+        counted = batch.rollout.value_mask[:, :4]
+        assert counted[0].all() and batch.rollout.value_mask[0].sum() == 4
+    assert beside.rollout.value_mask[1].sum() == len(long) + 1
+    assert_close(beside.rollout.values[0, :4], alone.rollout.values[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(model, tiny_tokenizer):
+    """As the output of a chat template does."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<eos> $A", None, [("<eos>", 28)])
+    batch = PPO(model, tokenizer=tokenizer, **SIZES).generate(["<eos>a cat", "a cat", [0, 27, 2, 0, 19]])
+    pad, words = 29, [0, 27, 2, 0, 19]
+    assert queries_of(batch.rollout).tolist() == [[28, *words], [28, *words], [*words, pad]]
+
+
+def test_advantages_skip_what_somebody_else_says():
+    """They are those of the policy's tokens alone, one after the other."""
+    rewards, values = numbers(0, 2, 50, 8)
+    own = numbers(1, 50, 8) < 0
+    found = policy.compute_gae(rewards, values, own, 0.9, 0.8)
+    for row, mine in enumerate(own):
+        alone = (x[row, mine].unsqueeze(0) for x in (rewards, values, own))
+        expected = policy.compute_gae(*alone, 0.9, 0.8)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours[row, mine], theirs[0], rtol=1e-12, atol=1e-12)
+            assert not ours[row, ~mine].any()
+
+
+def test_tokens_of_somebody_else_are_read_but_do_not_learn(model):
+    """The score is on the state after the policy's last token; nothing is on tokens of the other side."""
+    ppo = PPO(model, **SIZES)
+    ids = [[1, 2, 3, 4, 5], [6, 7, 8]] * 2
+    mask = [[1, 0, 0, 1, 0], [1, 1, 1]] * 2
+    batch = ppo.batch(QUERIES, ids, mask)
+    own = [[True, False, False, True, False, False], [True, True, True, False, False, False]] * 2
+    counted = [[True, False, False, True, True, False], [True, True, True, True, False, False]] * 2
+    assert batch.rollout.mask.tolist() == own and batch.rollout.value_mask.tolist() == counted
+    metrics = ppo.step(batch, SCORES)
+    assert metrics["objective/response_length"] == 2.5 and math.isfinite(metrics["objective/kl"])
+    changed = ppo.batch(QUERIES, [[1, 9, 9, 4, 5], *ids[1:]], mask).rollout.logprobs
+    assert (changed[0] != ppo.batch(QUERIES, ids, mask).rollout.logprobs[0])[3]  # it is read
+
+
+# ---- What it starts from, and what it leaves -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", packing.TRIED)
+def test_a_loaded_model_learns_as_its_folder_does_bit_for_bit(tiny_models, tiny_tokenizer, tmp_path, architecture):
+    """Also if it learned elsewhere before; it is policy, critic and reference, and ends texts with several tokens.
+
+    Token 0, which begins, ends and pads, is in queries, so its embedding learns.
+    """
+    model = tiny_models(architecture, rows=32)
+    zeros = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    dropout = dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.5)
+    vars(model.config).update(zeros | {name: rate for name, rate in dropout.items() if hasattr(model.config, name)})
+    model.generation_config.update(**zeros | {"eos_token_id": [0, 7]})
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    of_loaded, metrics, weights = PPO(loaded, tokenizer=tokenizer, reference=loaded, **SIZES), [], []
+    for ppo in (PPO(tmp_path, **SIZES), PPO(tmp_path, tokenizer=tokenizer, **SIZES), of_loaded):
+        assert ppo.stop_ids == (0, 7, 28)
+        metrics.append([])
+        for _ in range(2):
+            ppo.actor_critic.train()
+            batch = ppo.generate(QUERIES)
+            ppo.actor_critic.train()
+            metrics[-1].append(ppo.step(batch, SCORES))
+        weights.append(weights_of(ppo.actor_critic))
+    assert metrics[0] == metrics[1] == metrics[2] and metrics[0][1]["objective/kl"] > 0
+    assert same(weights[0], weights[1]) and same(weights[0], weights[2])
+    assert same(weights_of(loaded), weights_of(of_loaded.actor_critic.lm_backbone))  # it is trained in place
+
+
+def test_a_critic_from_a_classifier_says_what_the_classifier_says(model, tmp_path):
+    folder = classifier("gpt2", tmp_path, AutoTokenizer.from_pretrained(model), ["LABEL_0"], 0)
+    judge = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+    ppo = PPO(model, critic=folder, **SIZES)
+    ids = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 4, 7]]
+    batch = ppo.batch(QUERIES, ids)
+    query = queries_of(batch.rollout)[0]
+    query = query[query != ppo.pad_id].tolist()
+    for place in range(3):
+        row = torch.tensor([[*query, *ids[0][:place]]])
+        assert batch.rollout.values[0, place].item() == pytest.approx(judge(row).logits.item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_it_saves_opens_elsewhere_and_as_its_critic(model, tmp_path, rank):
+    given, lora = AutoModelForCausalLM.from_pretrained(model).requires_grad_(not rank), models.LoraArgs(rank=rank)
+    own = given.generation_config.to_dict()
+    ppo = PPO(given, tokenizer=AutoTokenizer.from_pretrained(model), lora=lora, **SIZES)
+    ppo.step(ppo.generate(QUERIES), SCORES)
+    before = weights_of(ppo.actor_critic)
+    ppo.save(tmp_path / "mine")
+    assert same(before, weights_of(ppo.actor_critic)) and given.generation_config.to_dict() == own
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
+    row = torch.tensor([[1, 2, 3]])
+    assert_close(again(row).logits, ppo.actor_critic.lm_backbone(row).logits)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    second = PPO(tmp_path / "mine", critic=tmp_path / "mine/critic", reference=loaded, **SIZES)
+    first, of_second = (read(one.batch(QUERIES, ["abc"] * 4)) for one in (ppo, second))
+    assert_close(first, of_second, rtol=1e-12, atol=1e-12)
+
+
+def test_adapters_save_nothing_of_the_critic(model, tiny_models, tiny_tokenizer, tmp_path):
+    """Bytes of weights, gradients and Adam's moments: 16 for each that learns, 4 for each that doesn't.
+
+    The critic is a smaller model with the same tokenizer.
+    """
+    tiny_models("llama").save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    ppo = PPO(model, critic=tmp_path, lora=models.LoraArgs(rank=2), **SIZES | {"dtype": "float32"})
+    ppo.step(ppo.generate(QUERIES), SCORES)
+
+    def bytes_of(weight: torch.nn.Parameter) -> int:
+        moments = [entry for entry in ppo.optimizer.state[weight].values() if entry.shape == weight.shape]
+        return sum(tensor.nbytes for tensor in [weight, *moments, weight.grad] if tensor is not None)
+
+    critic = [*ppo.actor_critic.critic.lm_backbone.parameters()]
+    frozen = [weight for weight in ppo.actor_critic.lm_backbone.parameters() if not weight.requires_grad]
+    for weights, each, whole in ((critic, 16, tiny_models("llama").model), (frozen, 4, tiny_models("gpt2"))):
+        assert sum(map(bytes_of, weights)) == each * sum(weight.numel() for weight in whole.parameters())
+
+
+def test_a_state_goes_on_with_the_same_numbers(model):
+    """Of a PPO with adapters, an optimiser of one's own, its warm-up and its clipping."""
+
+    def make() -> PPO:
+        lora = models.LoraArgs(rank=2, target_modules="all-linear")
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        return PPO(model, lora=lora, optimizer=sgd, max_grad_norm=1e-3, kl_target=0.1, **SIZES)
+
+    def step(ppo: PPO) -> dict[str, float]:
+        return ppo.step(ppo.generate(QUERIES), SCORES)
+
+    one, two = make(), make()
+    warm_up = torch.optim.lr_scheduler.LinearLR(one.optimizer, 0.5, total_iters=2)
+    before = weights_of(one.actor_critic)
+    assert step(one)["lr"] == 0.05
+    moved = math.sqrt(sum(((one.actor_critic.state_dict()[name] - before[name]) ** 2).sum() for name in before))
+    # Four steps of SGD with a momentum of 0.9, each by a gradient of at most 1e-3.
+    assert 0 < moved <= 0.05 * 1e-3 * (1 + 1.9 + 2.71 + 3.439) * 1.001
+    warm_up.step()
+    two.load_state_dict(one.state_dict())
+    plain, other = PPO(model, **SIZES), PPO(model, **SIZES)
+    other.reference.lm_backbone.get_output_embeddings().weight.data.zero_()
+    other.load_state_dict(plain.state_dict())  # the reference is that of the first
+    assert step(plain) == step(other)
+    assert step(one) == step(two) and same(weights_of(one.actor_critic), weights_of(two.actor_critic))
+    assert one.controller.value != 0.3
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------
+
+
+def weights_change(ppo: PPO, batch: Batch) -> None:
+    next(ppo.actor_critic.parameters()).data.mul_(1.1)
+
+
+def values_are_lost(ppo: PPO, batch: Batch) -> None:
+    batch.rollout.values[0, 0] = math.nan
+
+
+def weights_are_lost(ppo: PPO, batch: Batch) -> None:
+    """After the first of four optimiser steps."""
+    ppo.optimizer.register_step_post_hook(lambda *_: next(ppo.actor_critic.parameters()).data.fill_(math.nan))
+
+
+def weights_are_lost_at_last(ppo: PPO, batch: Batch) -> None:
+    """After the last of four optimiser steps, so that no loss is lost with them."""
+
+    def lose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if max(state["step"] for state in optimizer.state.values()) == 4:
+            next(ppo.actor_critic.parameters()).data.fill_(math.nan)
+
+    ppo.optimizer.register_step_post_hook(lose)
+
+
+def somebody_interrupts(ppo: PPO, batch: Batch) -> None:
+    """The third optimiser step."""
+
+    def interrupt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if max(state["step"] for state in [{"step": 0}, *optimizer.state.values()]) == 2:
+            raise KeyboardInterrupt("here")
+
+    ppo.optimizer.register_step_pre_hook(interrupt)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words", "optimizer_steps"),
+    [
+        (weights_change, InputError, "the ratio is off 1 by .* before optimiser step 1 of step 0", 0),
+        (values_are_lost, InputError, "val/mean is nan.* before optimiser step 1 of step 0", 0),
+        (weights_are_lost, InputError, "loss/policy_avg is nan.* before optimiser step 2 of step 0", 1),
+        (weights_are_lost_at_last, InputError, "the weights are not finite after step 0", 4),
+        (somebody_interrupts, KeyboardInterrupt, "here", 2),
+    ],
+)
+def test_nothing_goes_on_after_half_an_update_but_from_a_state_of_before(
+    model, tmp_path, spoil, error, words, optimizer_steps
+):
+    ppo, whole = PPO(model, **SIZES), PPO(model, **SIZES)
+    state, batch = copy.deepcopy(ppo.state_dict()), ppo.generate(QUERIES)
+    expected = whole.step(whole.generate(QUERIES), SCORES)
+    spoil(ppo, batch)
+    before = weights_of(ppo.actor_critic)
+    with pytest.raises(error, match=words):
+        ppo.step(batch, SCORES)
+    made = [int(state["step"]) for state in ppo.optimizer.state.values()] or [0]
+    assert ppo.steps == 1 and max(made) == optimizer_steps
+    assert same(before, weights_of(ppo.actor_critic)) == (optimizer_steps == 0)
+    for call in (
+        partial(ppo.generate, QUERIES),
+        partial(ppo.batch, QUERIES, QUERIES),
+        partial(ppo.step, batch, SCORES),
+        partial(ppo.save, tmp_path / "mine"),
+        ppo.state_dict,
+    ):
+        assert "step 0 did not come to its end" in error_line(call)
+    assert not (tmp_path / "mine").exists()
+    fresh = ppo if spoil in (weights_change, values_are_lost) else PPO(model, **SIZES)  # without the hook
+    fresh.load_state_dict(state)
+    assert fresh.step(fresh.generate(QUERIES), SCORES) == expected
+
+
+def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tiny_models):
+    ppo = PPO(model, **SIZES)
+    batch, before = ppo.generate(QUERIES), weights_of(ppo.actor_critic)
+    tokenizer = ppo.tokenizer
+    with_adapters, of_peft, not_json = (AutoModelForCausalLM.from_pretrained(model) for _ in range(3))
+    with_adapters.add_adapter(LoraConfig(fan_in_fan_out=True))
+    get_peft_model(of_peft, LoraConfig(fan_in_fan_out=True))  # changes the model itself
+    not_json.config.note = object()
+    wrong = {
+        "score 2 is nan": partial(ppo.step, batch, [1.0, math.nan, 0.0, 0.0]),
+        "3 scores for 4 responses": partial(ppo.step, batch, [1.0, 2.0, 3.0]),
+        "do not divide by nminibatches 2": partial(ppo.step, ppo.generate(QUERIES[:3]), [1.0, 2.0, 3.0]),
+        "must be a list": partial(ppo.generate, "a cat"),
+        "1 must be a text": partial(ppo.generate, [""]),
+        "ids in 0..28": partial(ppo.batch, ["a"], [[29]]),
+        "1 queries and 2 responses": partial(ppo.batch, ["a"], ["b", "c"]),
+        "a token of the policy": partial(ppo.batch, ["a"], ["b"], [[0]]),
+        "reads at most": partial(ppo.generate, [[1] * 1000]),
+        "response_length 0: Input should be greater than 0": partial(ppo.generate, QUERIES, response_length=0),
+        "dtype float16: Input should be 'float32'": partial(PPO, model, dtype="float16"),
+        "queries must be a list": partial(ppo.generate, []),
+        "ppo.lr -1.0: Input should be greater than 0": partial(PPO, model, lr=-1.0),
+        "for each episode": partial(ppo.generate, {"input_ids": [[1]]}),
+        "number 1 must be": partial(ppo.generate, torch.tensor([1, 2])),
+        "0..28, not empty": partial(ppo.generate, [[True]]),
+        "a list of numbers": partial(ppo.step, batch, [1.0, None, 0.0, 0.0]),
+        "--reference Linear(": partial(PPO, model, reference=torch.nn.Linear(1, 1)),
+        "another number of token embeddings": partial(PPO, model, reference=tiny_models("gpt2", 3)),
+        "one entry for each token": partial(ppo.batch, ["a"], ["b"], [[1, 0]]),
+        "of the same PPO": partial(PPO(model, **SIZES).step, batch, SCORES),
+        "no argument batch_size": partial(PPO, model, batch_size=8),
+        "a function that makes one": partial(PPO, model, optimizer=ppo.optimizer),
+        "list of numbers: only one": partial(ppo.step, batch, [torch.ones(2)] * 4),
+        "max_grad_norm is -1": partial(PPO, model, max_grad_norm=-1.0),
+        "no argument learning_rate": partial(PPO, model, learning_rate=1e-5),
+        "ppo.lr 1e-5: Input should be a valid number": partial(PPO, model, lr="1e-5"),
+        "is not JSON serializable": partial(PPO, model, lr=torch.tensor(1e-5)),
+        "is a Linear": partial(PPO, torch.nn.Linear(1, 1)),
+        "needs its tokenizer": partial(PPO, AutoModelForCausalLM.from_pretrained(model)),
+        "--base_model ./nowhere cannot be loaded": partial(PPO, "./nowhere"),
+        "--critic ./nowhere cannot be loaded": partial(PPO, model, critic="./nowhere"),
+        "the model has adapters inside": partial(PPO, with_adapters, tokenizer=tokenizer),
+        "has adapters inside, which could not be saved": partial(PPO, of_peft, tokenizer=tokenizer),
+        "no weight of the model learns": partial(PPO, tiny_models("gpt2").requires_grad_(False), tokenizer=tokenizer),
+        "could not be saved after training: TypeError": partial(PPO, not_json, tokenizer=tokenizer),
+    }
+    for words, call in wrong.items():
+        assert words in error_line(call)
+    assert same(before, weights_of(ppo.actor_critic))
+    ppo.step(batch, SCORES)
+    assert "is of step 0" in error_line(ppo.step, batch, SCORES)
+
+
+# ---- The page ------------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs/from_trl.md").read_text()
+PROGRAMS = re.findall(r"```python\n(import .*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)  # and what they printed
+
+
+def without_numbers(text: str) -> list[str]:
+    """What is said of steps, with # for each number."""
+    return re.findall(r"(?m)(?:^|step )#: [^\n]*", re.sub(r"-?\d+(\.\d+)?", "#", text))
+
+
+@pytest.mark.parametrize("place", range(4), ids=["reward", "person", "classifier", "game"])
+def test_the_programs_of_the_page_run_as_they_stand(tiny_world, tmp_path, monkeypatch, capsys, place):
+    (code, printed), words = PROGRAMS[place], []
+    if place == 2:
+        tokenizer = AutoTokenizer.from_pretrained(tiny_world / "model")
+        tokenizer.pad_token, labels = tokenizer.decode(0), ["NEGATIVE", "POSITIVE"]
+        words = [classifier("gpt2", tmp_path / "judge", tokenizer, labels, 0, rows=len(tokenizer)), "POSITIVE"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program.py", str(tiny_world / "model"), *words, "2"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0.5\n1\n-1\n0\n" * 2))
+    exec(compile(code, "program.py", "exec"), {"__name__": "__main__"})
+    said = without_numbers(capsys.readouterr().out)
+    assert code.count("\n") <= 40 and len(said) == 2 and set(said) == set(without_numbers(printed))
+    if place == 0:
+        AutoModelForCausalLM.from_pretrained("models/mine")
