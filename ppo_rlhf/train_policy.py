@@ -208,7 +208,7 @@ class Args(Arguments):
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "train_policy"
     """name of this experiment"""
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """seed of the sampling noise and the permutations"""
     base_model: str = "gpt2"
     """causal language model to start from, such as GPT-2 or Pythia: a folder, a name on the hub, or `tales`"""
@@ -554,6 +554,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             accelerator.print(f"stopped after update {update + 1}; resume with --resume {run.folder}")
             sys.exit(0)
 
+    run.stop_at_once()
     folder = run.models / "policy"
     if accelerator.is_main_process:
         with input_errors(f"{folder} cannot be saved; the checkpoints are kept"):
@@ -1396,8 +1397,14 @@ def from_json(kind: type[Args], text: str, source: str) -> Args:
 
 
 def saved_args(kind: type[Args], folder: Path) -> Args:
-    """The arguments of the run in a folder."""
-    return from_json(kind, json.dumps(read_meta(folder)["args"]), f"{folder / 'meta.json'} of another version: ")
+    """The arguments of the run in a folder, which a script with such arguments began."""
+    meta = read_meta(folder)
+    if meta.get("script", kind.exp_name) != kind.exp_name:  # by default, experiments have the names of scripts
+        raise InputError(f"--resume {folder}: it is a run of {meta['script']}; resume it with that script")
+    args = from_json(kind, json.dumps(meta["args"]), f"{folder / 'meta.json'} of another version: ")
+    if missing := flatten(dataclasses.asdict(args)).keys() - flatten(meta["args"]).keys():
+        raise InputError(f"{folder / 'meta.json'} of another version lacks --{min(missing)}")
+    return args
 
 
 def check_same_arguments(saved: Args, args: Args, may_change: set[str]) -> None:
@@ -1671,16 +1678,21 @@ def load_policy_and_reference(
     return policy, reference.requires_grad_(False)
 
 
-@torch.no_grad()
-def check_model(lm_backbone: PreTrainedModel, base_model: str, length: int, pad_id: int) -> None:
-    """Raise an InputError unless the model reads `length` tokens our way, with padding anywhere, as without it."""
-    what = f"--base_model {base_model}"
+def check_length(lm_backbone: PreTrainedModel, what: str, length: int) -> None:
+    """Raise an InputError unless a model reads so many tokens. what: the argument that names it, and its value."""
     longest = getattr(lm_backbone.config, "max_position_embeddings", None) or length
     if length > longest:
         raise InputError(
             f"{what} reads at most {longest} tokens, but query and response are {length}; shorten "
             f"--task.query_length or --task.response_length"
         )
+
+
+@torch.no_grad()
+def check_model(lm_backbone: PreTrainedModel, base_model: str, length: int, pad_id: int) -> None:
+    """Raise an InputError unless the model reads `length` tokens our way, with padding anywhere, as without it."""
+    what = f"--base_model {base_model}"
+    check_length(lm_backbone, what, length)
     if (rows := lm_backbone.get_input_embeddings().num_embeddings) < pad_id:
         raise InputError(f"{what} has an embedding of {rows} rows for a tokenizer of {pad_id}")
     tokens = (torch.arange(length, device=lm_backbone.device) % pad_id).unsqueeze(0)  # (1, length)
@@ -1730,11 +1742,18 @@ def load_reward_model(args: Args, tokenizer: PreTrainedTokenizerBase, device: to
             f"--rewards.trained_model {folder}: there is no {head_file}; give models/<run>/reward, or score with any "
             f"other model in a function, --rewards.function"
         )
+    if (kind := read_info(folder).get("kind")) != "reward model":
+        raise InputError(f"--rewards.trained_model {folder} is a {kind}; it must be a reward model")
     words = [each.get_vocab() for each in (tokenizer, load_tokenizer(folder, args.trust_remote_code))]
     if words[0] != {text: token for text, token in words[1].items() if text != PAD_TOKEN}:
         raise InputError(f"--rewards.trained_model {folder} has another tokenizer than {args.base_model}")
     dtype = weights_dtype(args, frozen=True)
     reward_model = RewardModel(load_pretrained(folder, dtype, args.trust_remote_code, AutoModel))
+    check_length(
+        reward_model.lm_backbone,
+        f"--rewards.trained_model {folder}",
+        args.task.query_length + args.task.response_length,
+    )
     if args.dtype == "float64":
         reward_model.double()  # the heads, too
     # Head, gain and bias, and what saving as a classifier changed in the language model.   train_reward.py#L292-L329
@@ -2177,6 +2196,11 @@ class Run:
             save_file(tensors, file.with_suffix(".tmp"), metadata={"texts": json.dumps(texts)})
             file.with_suffix(".tmp").replace(file)
 
+    def stop_at_once(self) -> None:
+        """From here on, SIGTERM and Ctrl-C end the run at once: everything that was learned is in a checkpoint."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def stop_soon(self, number: int, frame: Any) -> None:
         """What SIGTERM and the first Ctrl-C do: the run stops when its checkpoint is written."""
         self.signals.append(number)
@@ -2202,8 +2226,6 @@ class Run:
             for tracker in self.accelerator.trackers:  # end_training would also part the processes
                 tracker.finish()
             print(f"finished {self.folder}; what it trained is in {self.models / part}")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.accelerator.wait_for_everyone()
 
     # ---- Checkpoints: trained weights and Adam's moments in safetensors, the rest in JSON ----

@@ -136,7 +136,7 @@ class Args(Arguments):
     """names a set of defaults: sentiment, descriptiveness, cnndm, tldr, tales, tales-descriptiveness, reviews"""
     exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "train_reward"
     """name of this experiment"""
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """seed of the head, the sampling noise and the order of the labels"""
     base_model: str = "gpt2"
     """causal language model to start from, such as GPT-2 or Pythia: a folder, a name on the hub, or `tales`"""
@@ -364,6 +364,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             accelerator.print(f"stopped after step {step + 1}; resume with --resume {run.folder}")
             sys.exit(0)
 
+    run.stop_at_once()
     # 3. Measure and normalise again.
     # [X07] The labels that were not trained on show how good the model is, on the scale that it has learned.
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
@@ -1323,8 +1324,14 @@ def from_json(kind: type[Args], text: str, source: str) -> Args:
 
 
 def saved_args(kind: type[Args], folder: Path) -> Args:
-    """The arguments of the run in a folder."""
-    return from_json(kind, json.dumps(read_meta(folder)["args"]), f"{folder / 'meta.json'} of another version: ")
+    """The arguments of the run in a folder, which a script with such arguments began."""
+    meta = read_meta(folder)
+    if meta.get("script", kind.exp_name) != kind.exp_name:  # by default, experiments have the names of scripts
+        raise InputError(f"--resume {folder}: it is a run of {meta['script']}; resume it with that script")
+    args = from_json(kind, json.dumps(meta["args"]), f"{folder / 'meta.json'} of another version: ")
+    if missing := flatten(dataclasses.asdict(args)).keys() - flatten(meta["args"]).keys():
+        raise InputError(f"{folder / 'meta.json'} of another version lacks --{min(missing)}")
+    return args
 
 
 def check_same_arguments(saved: Args, args: Args, may_change: set[str]) -> None:
@@ -1564,16 +1571,21 @@ def forward_twice(forward: Callable, *inputs: Any, **options: Any) -> Any:
     return forward(*inputs, **options)
 
 
-@torch.no_grad()
-def check_model(lm_backbone: PreTrainedModel, base_model: str, length: int, pad_id: int) -> None:
-    """Raise an InputError unless the model reads `length` tokens our way, with padding anywhere, as without it."""
-    what = f"--base_model {base_model}"
+def check_length(lm_backbone: PreTrainedModel, what: str, length: int) -> None:
+    """Raise an InputError unless a model reads so many tokens. what: the argument that names it, and its value."""
     longest = getattr(lm_backbone.config, "max_position_embeddings", None) or length
     if length > longest:
         raise InputError(
             f"{what} reads at most {longest} tokens, but query and response are {length}; shorten "
             f"--task.query_length or --task.response_length"
         )
+
+
+@torch.no_grad()
+def check_model(lm_backbone: PreTrainedModel, base_model: str, length: int, pad_id: int) -> None:
+    """Raise an InputError unless the model reads `length` tokens our way, with padding anywhere, as without it."""
+    what = f"--base_model {base_model}"
+    check_length(lm_backbone, what, length)
     if (rows := lm_backbone.get_input_embeddings().num_embeddings) < pad_id:
         raise InputError(f"{what} has an embedding of {rows} rows for a tokenizer of {pad_id}")
     tokens = (torch.arange(length, device=lm_backbone.device) % pad_id).unsqueeze(0)  # (1, length)
@@ -2009,6 +2021,11 @@ class Run:
                 table = library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
                 self.accelerator.log({"samples": table}, step=step)
 
+    def stop_at_once(self) -> None:
+        """From here on, SIGTERM and Ctrl-C end the run at once: everything that was learned is in a checkpoint."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def stop_soon(self, number: int, frame: Any) -> None:
         """What SIGTERM and the first Ctrl-C do: the run stops when its checkpoint is written."""
         self.signals.append(number)
@@ -2034,8 +2051,6 @@ class Run:
             for tracker in self.accelerator.trackers:  # end_training would also part the processes
                 tracker.finish()
             print(f"finished {self.folder}; what it trained is in {self.models / part}")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         self.accelerator.wait_for_everyone()
 
     # ---- Checkpoints: trained weights and Adam's moments in safetensors, the rest in JSON ----

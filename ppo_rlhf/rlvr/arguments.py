@@ -159,7 +159,7 @@ class Args(Arguments):
     """names a set of defaults: gsm8k, gsm8k-grpo, dr-grpo, rloo, sums, sums-grpo, arithmetic"""
     exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "rlvr_policy"
     """name of this experiment"""
-    seed: NonNegativeInt = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """seed of the sampling noise, the order of the problems and the minibatches"""
     base_model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """causal language model to start from: a folder, a name on the hub, `sums` or `smollm2-135m`"""

@@ -117,13 +117,13 @@ def load_networks(
     Without a penalty there is no reference. A teacher takes its place.
     """
     task, shaping, vocab_size = args.task, args.rewards, vocabulary_size(tokenizer)
+    length = task.prompt_length + task.response_length
 
     def ready(lm_backbone: PreTrainedModel, name: str, argument: str = "base_model") -> PreTrainedModel:
         """The model on the device, checked, and set to read as the arguments say."""
         lm_backbone.to(device)
         packing.enable(lm_backbone, share_prefixes=args.ppo.share_prefixes)
         if name:
-            length = task.prompt_length + task.response_length
             with models.named(argument), models.named("task.prompt_length", "task.query_length"):
                 check_model(lm_backbone, name, length, vocab_size)
             packing.check_shared_prefixes(lm_backbone, length, vocab_size)
@@ -134,7 +134,7 @@ def load_networks(
     critic = None
     if args.ppo.advantage == "gae":
         # [V70] The critic has its own backbone. By default that is the policy's start, and a new head, which says 0.
-        critic = models.load_critic(args, tokenizer, zero_head=True).to(device)
+        critic = models.load_critic(args, tokenizer, length, zero_head=True).to(device)
         ready(critic.lm_backbone, "")
     actor_critic = ActorCritic(
         lm_backbone, critic, vocab_size, task.temperature, entropy_learns=args.ppo.entropy_coef > 0

@@ -355,6 +355,7 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
             accelerator.print(f"stopped after update {update + 1}; resume with --resume {run.folder}")
             sys.exit(0)
 
+    run.stop_at_once()
     with torch.no_grad(), run.checkpoint_if_it_fails(actor_critic, optimizer, state):
         evaluation, rows = rlvr_metrics.evaluate(
             args, held_out, sampler.respond, tokenizer, ids, accelerator, with_samples=True
@@ -768,7 +769,8 @@ def load_sources(
     if classifiers.is_foreign(shaping.trained_model):
         score = classifiers.load_scorer(args, tokenizer, ids.pad, device=device, dialogues=problem_set.messages)
     elif shaping.trained_model:
-        reward_model = models.load_scalar_model(args, "trained_model", tokenizer, frozen=True)
+        length = args.task.prompt_length + args.task.response_length
+        reward_model = models.load_scalar_model(args, "trained_model", tokenizer, length, frozen=True)
         packing.enable(reward_model.lm_backbone)
         prepare(reward_model.lm_backbone, args)
         reward_model.to(device)

@@ -123,7 +123,8 @@ def check(
         if policy_args.rewards.monitor:
             posts.text_scorer(policy_args.rewards.monitor, "rewards.monitor", tokenizer, ids)
         if policy_args.rewards.value_model:
-            models.load_scalar_model(policy_args, "value_model", tokenizer)
+            length = policy_args.task.query_length + policy_args.task.response_length
+            models.load_scalar_model(policy_args, "value_model", tokenizer, length)
         if policy_args.lora.rank:
             base = load_pretrained(policy_args.base_model, torch.float32, policy_args.trust_remote_code)
             models.add_adapters(base, policy_args.lora, policy_args.seed)

@@ -33,6 +33,7 @@ from ppo_rlhf.train_policy import (
     PAD_TOKEN,
     Arguments,
     InputError,
+    check_length,
     input_errors,
     load_pretrained,
     model_errors,
@@ -108,16 +109,20 @@ def load_reward_model(folder: str, dtype: torch.dtype, trust_remote_code: bool =
 
 
 def load_scalar_model(
-    args: Any, field: str, tokenizer: PreTrainedTokenizerBase, *, frozen: bool = False
+    args: Any, field: str, tokenizer: PreTrainedTokenizerBase, length: int, *, frozen: bool = False
 ) -> RewardModel:
-    """The reward model or critic that this field of args.rewards names, checked to fit the policy's tokenizer."""
+    """The reward model or critic that this field of args.rewards names, checked to fit the policy's tokenizer.
+
+    length: tokens of the longest query with its response.
+    """
     folder, argument = getattr(args.rewards, field), f"rewards.{field}"
     with named(argument):
         model = load_reward_model(folder, weights_dtype(args, frozen=frozen), args.trust_remote_code)
     # A critic may start as a reward model, but its values are no scores.
-    if field == "trained_model" and (kind := read_info(folder)["kind"]) != "reward model":
+    if field == "trained_model" and (kind := read_info(folder).get("kind")) != "reward model":
         raise InputError(f"--{argument} {folder} is a {kind}; it must be a reward model")
     check_vocabulary(folder, argument, tokenizer, args.trust_remote_code)
+    check_length(model.lm_backbone, f"--{argument} {folder}", length)
     return model
 
 
@@ -131,15 +136,18 @@ def check_vocabulary(
         raise InputError(f"--{argument} {model} has another tokenizer than the policy")
 
 
-def load_critic(args: Any, tokenizer: PreTrainedTokenizerBase, *, zero_head: bool = False) -> RewardModel:
+def load_critic(
+    args: Any, tokenizer: PreTrainedTokenizerBase, length: int, *, zero_head: bool = False
+) -> RewardModel:
     """The critic before it learns: the model that the arguments name, or else the base model with a new head.
 
-    zero_head: whether a new head starts at 0, so that all its values are 0, and not at random.
+    length: tokens of the longest query with its response. zero_head: whether a new head starts at 0, so that all its
+    values are 0, and not at random.
     """
     trained = args.rewards.trained_model
     if args.rewards.value_model or (trained and was_trained_here(trained)):
         field = "value_model" if args.rewards.value_model else "trained_model"
-        return critic_that_learns(load_scalar_model(args, field, tokenizer))
+        return critic_that_learns(load_scalar_model(args, field, tokenizer, length))
     critic = with_new_head(load_base_model(args, AutoModel), args.seed)
     if zero_head:
         nn.init.zeros_(critic.reward_head.weight)

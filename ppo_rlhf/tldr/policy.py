@@ -154,7 +154,7 @@ class Args(Arguments):
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "tldr_policy"
     """name of this experiment"""
-    seed: NonNegativeInt = 44413
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 44413
     """seed of the sampling noise, the order of the posts and the minibatches"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
@@ -484,6 +484,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             accelerator.print(f"stopped after update {update + 1}; resume with --resume {run.folder}")
             sys.exit(0)
 
+    run.stop_at_once()
     results = {"too_long": train_posts.too_long}
     for split, split_posts in held_out.items():
         with run.checkpoint_if_it_fails(actor_critic, optimizer, state):
@@ -1016,12 +1017,13 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[ActorCritic, models.Reference]:
     """Policy, critic and reference."""
+    length = args.task.query_length + args.task.response_length
     return join_networks(
         models.load_base_model(args),
-        models.load_critic(args, tokenizer),
+        models.load_critic(args, tokenizer, length),
         None if args.lora.rank else models.load_base_model(args, frozen=True),
         args=args,
-        length=args.task.query_length + args.task.response_length,
+        length=length,
         vocab_size=vocabulary_size(tokenizer),
         device=device,
     )
@@ -1060,7 +1062,8 @@ def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskI
     if classifiers.is_foreign(args.rewards.trained_model):
         bare = partial(posts.bare, ids=ids)
         return classifiers.load_scorer(args, tokenizer, ids.pad, device=device, bare=bare)
-    reward_model = models.load_scalar_model(args, "trained_model", tokenizer, frozen=True).to(device)
+    length = args.task.query_length + args.task.response_length
+    reward_model = models.load_scalar_model(args, "trained_model", tokenizer, length, frozen=True).to(device)
     packing.enable(reward_model.lm_backbone)
     prepare(reward_model.lm_backbone, args)
     # [T37] The post with the truncated summary.   ppo.py#L635-L641

@@ -73,7 +73,7 @@ class Args(Arguments):
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "tldr_reward"
     """name of this experiment"""
-    seed: NonNegativeInt = 44413
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 44413
     """seed of the head and of the order of the comparisons"""
     base_model: str = ""
     """model to start from: the folder of a fine-tuned model, models/<run>/sft, or a name on the hub"""
@@ -218,6 +218,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             accelerator.print(f"stopped after step {step + 1}; resume with --resume {run.folder}")
             sys.exit(0)
 
+    run.stop_at_once()
     # 2. Measure the agreement with people.
     results = {"ceiling": comparisons.ceiling, "identical": comparisons.identical, "cut": comparisons.cut}
     for name, rows in data.held_out.items():

@@ -70,7 +70,7 @@ class Args(Arguments):
     """names a set of defaults: tldr, posts, reviews"""
     exp_name: Annotated[str, Field(pattern=r"^[\w.+ -]{1,150}$")] = "tldr_sft"
     """name of this experiment"""
-    seed: NonNegativeInt = 44413
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 44413
     """seed of the order of the posts and of the sampling noise"""
     base_model: str = "EleutherAI/pythia-1b-deduped"
     """causal language model to start from: a folder, a name on the hub, `posts` or `smollm2-135m`"""
@@ -223,6 +223,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             accelerator.print(f"stopped after step {step + 1}; resume with --resume {run.folder}")
             sys.exit(0)
 
+    run.stop_at_once()
     # 2. Summarise held-out posts.
     results = {"too_long": train_posts.too_long}
     for split, split_posts in held_out.items():

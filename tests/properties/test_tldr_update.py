@@ -241,8 +241,8 @@ def test_the_critic_starts_as_the_reward_model(saved_models, tiny_models, tiny_t
     """[T32] With its constant; without a reward model, as the base model with a new head."""
     tokens, args = ragged_rows(), arguments(saved_models)
     expected = scalar_model(tiny_models("gpt2", seed=1).base_model)(tokens, PAD)
-    assert_close(load_critic(args, tiny_tokenizer)(tokens, PAD), expected, atol=1e-12, rtol=0)
-    new = load_critic(replace(args, rewards=RewardsArgs()), tiny_tokenizer)
+    assert_close(load_critic(args, tiny_tokenizer, 8)(tokens, PAD), expected, atol=1e-12, rtol=0)
+    new = load_critic(replace(args, rewards=RewardsArgs()), tiny_tokenizer, 8)
     base = load_pretrained(args.base_model, torch.float64)
     assert torch.equal(new.lm_backbone.wte.weight, base.base_model.wte.weight)
     assert (new.gain.item(), new.bias.item(), new.reward_head.bias.item()) == (1, 0, 0)
