@@ -91,8 +91,10 @@ def test_marks_have_entries_and_parts_of_the_text_are_found():
     """The register has each mark, and each text that an edit replaces is in its function exactly once."""
     pages = {path.name: path.read_text() for path in (ROOT / "docs/reference").glob("chapter*.md")}
     for fault in faults.BOOK:
-        page, _, mark = fault.page.removeprefix("docs/reference/").partition("#")
-        assert f'<a id="{mark}"></a>' in pages[page] and fault.says.endswith("."), fault
+        if fault.mark or fault in faults.FAULTS:
+            page, _, mark = fault.page.removeprefix("docs/reference/").partition("#")
+            assert f'<a id="{mark}"></a>' in pages[page], fault
+        assert fault.says.endswith("."), fault
         for place, edits in fault.edits.items():
             assert faults.edited(text_of(place), edits) != text_of(place), fault
     assert len(faults.BOOK) == len({fault.title for fault in faults.BOOK}) > 350 and len(faults.FAULTS) > 250

@@ -193,8 +193,9 @@ def test_labels_of_the_hub_are_held_out_in_their_own_split(on_hub, names):
 
 
 def test_labels_of_one_split_hold_out_every_fiftieth(on_hub):
-    labels = read_labels(on_hub(train=[pair(i) for i in range(100)]), num_train=2)
-    assert [query for query, _, _ in texts_of_labels(labels)] == ["0?", "1?", "49?", "99?"] and labels.held_out == 2
+    labels = read_labels(on_hub(train=[pair(i) for i in range(100)]), num_train=50)
+    numbers = [*range(49), 50, 49, 99]
+    assert [query for query, _, _ in texts_of_labels(labels)] == [f"{i}?" for i in numbers] and labels.held_out == 2
 
 
 def test_labels_that_are_too_long_or_equal_are_left_out_and_counted(tmp_path):

@@ -29,10 +29,13 @@ from ppo_rlhf.rlvr.algebra import (
     whiten,
 )
 from ppo_rlhf.rlvr.arguments import Args, PpoArgs, RewardsArgs
+from ppo_rlhf.rlvr.metrics import sample_rows, update_metrics
 from ppo_rlhf.rlvr.networks import ActorCritic
 from ppo_rlhf.rlvr.policy import (
     compute_advantages,
     draw_problems,
+    groups_that_differ,
+    joined,
     kl_in_loss,
     ppo_update,
     punish,
@@ -466,3 +469,63 @@ def test_groups_with_a_signal_are_those_whose_scores_differ():
     scores, live = torch.tensor([0.1 * 3, 0.3, 1.0, 0.0, 0.5, 0.5], dtype=torch.float64), MASK.any(1)
     groups = torch.tensor([0, 0, 1, 1, 2, 2])
     assert scores_differ(scores, live, groups).tolist() == [True, True, *[False] * 4]  # .1 * 3 isn't .3; row 3 is out
+    rows = rollout_of(raw_scores=scores, scores=scores - torch.arange(6), groups=groups)  # punished, each otherwise
+    assert groups_that_differ(rows, ALONE).groups.tolist() == [0, 0]
+
+
+def test_rows_of_several_rounds_have_padding_before_shorter_queries():
+    shorter = rollout_of(MASK[4:], query_responses=torch.tensor([[5, 6, 7, 8, 9]] * 2))  # no query
+    both = joined([rollout_of(MASK[:2]), shorter], pad_id=3).query_responses
+    assert both.tolist() == [[1] * 6] * 2 + [[3, 5, 6, 7, 8, 9]] * 2
+
+
+# ---- Metrics ---------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_those_of_what_counts():
+    """Response 3 has no score, response 5 is rejected. The second of three minibatches has no token."""
+    kept = MASK & (torch.arange(ROWS) != 5).unsqueeze(1)
+    kl, values, returns = (numbers(seed, ROWS, LENGTH) for seed in range(3))
+    right = torch.tensor([1, 0, 1, 0, 1, 1]).bool()
+    made = rollout_of(
+        kl=kl.masked_fill(~MASK, 0),
+        values=values,
+        returns=returns + 3,
+        advantages=torch.ones_like(kl).masked_fill(~MASK, 0),
+        right=right,
+        groups=torch.arange(ROWS) // 2,
+        **dict.fromkeys(("rewards", "non_score_rewards"), torch.zeros_like(kl)),
+    )
+    batch = dataclasses.replace(made, mask=kept)
+    steps = {"tokens": [4, 0, 8], "val/ratio": [1.1, 0, 1.3], "squared_ratio_gap": [0.02, 0, 0.12]}
+    steps |= {"squared_ratio_gap of new": [0.02, 0, 0.12], "policy/grad_norm": [1.0, 0, 2.0]}
+    steps = {name: torch.tensor(row, dtype=torch.float64) for name, row in steps.items()}
+    args = Args(ppo=PpoArgs(advantage="gae"), rewards=RewardsArgs(kl_coef=0.1))
+    found = update_metrics(args, made, made, batch, steps, ["verifier"], {}, ALONE)
+    errors = (returns + 3 - values)[kept]
+    expected = {
+        "objective/kl": kl[MASK].sum() / 5,
+        "objective/kl_per_token": kl[MASK].mean(),
+        "objective/verifiable_correct_rate": 4 / 5,
+        "val/groups_all_right": 3 / 5,  # of responses: those of the last two groups, without response 3
+        "val/unscorable": 1 / 6,
+        "val/mean": values[kept].mean(),
+        "val/returns": returns[kept].mean() + 3,
+        "val/explained_var": 1 - errors.var(correction=0) / returns[kept].var(correction=0),
+        "val/ratio": 1.2,
+        "val/ratio_var": 0.07 - 0.2**2,
+        "val/first_ratio_gap": 0.02**0.5,
+        "policy/grad_norm": 1.0,
+    }
+    expected = {name: float(value) for name, value in expected.items()}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+
+
+def test_samples_show_the_mean_advantage_of_their_tokens():
+    batch = rollout_of(advantages=numbers(1, ROWS, LENGTH).masked_fill(~MASK, 0), problems=torch.arange(ROWS))
+    source = SimpleNamespace(texts="abcdef", answers="ABCDEF")
+    ids = SimpleNamespace(pad=3, stops=(1,))
+    rows = sample_rows(batch, source, SimpleNamespace(decode=str), ids, 6)
+    assert [(row["prompt"], row["answer"]) for row in rows] == [*zip("abcd", "ABCD", strict=True)]
+    means = [float(own[mask].mean()) if mask.any() else 0 for own, mask in zip(batch.advantages, MASK, strict=True)]
+    assert [row["advantage"] for row in rows] == pytest.approx(means[:4], rel=1e-9)

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,7 @@ ATTACKS = {
     "os.kill(os.getpid(), signal.SIGKILL)": "its process ended with status -9",
     "print('[1.0, \"\"]') or sys.stdout.flush() or 0 / 0": "ZeroDivisionError: division by zero",
     "len(bytearray(5 * 2**30))": "MemoryError",
-    "'7' * 2**20": LONG,
+    "'7' * (2**20 - 8)": LONG,  # with what JSON puts around it, no room is left for the end of the line
     "open(os.environ['PYTHONPATH'] + '/made', 'w', buffering=1).write('a\\n')": "OSError: [Errno 27] File too large",
 }
 # It finds the socket, and answers in the scorer's place: by one value, too deeply, and without an end.
@@ -55,14 +56,17 @@ def test_what_waits_is_ended_too(scorer):
     assert hasty.ask("os.kill(os.getpid(), signal.SIGSTOP)") == (None, SLOW)
 
 
-def test_a_worker_may_wait_for_the_next_request(scorer):
-    """For longer than a request may take."""
+def test_a_worker_may_wait(scorer):
+    """For the next request for longer than one may take, and within a request for longer than it may compute."""
     hasty = Worker("careless:score", computing=1, seconds=1)
     assert hasty.ask("1 + 1") == (2, "")
     with pytest.raises(subprocess.TimeoutExpired):
         hasty.process.wait(2)
     assert hasty.ask("1 + 2") == (3, "")
     hasty.close()
+    patient = Worker("careless:score", computing=0.5, seconds=600)
+    assert patient.ask("time.sleep(1)") == (None, "")
+    patient.close()
 
 
 def test_there_is_no_network(scorer):
@@ -77,12 +81,13 @@ def test_there_is_no_network(scorer):
 
 
 def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(scorer, monkeypatch):
-    def interrupted(text):
+    def interrupted(size):
         raise KeyboardInterrupt
 
     assert scorer.ask("1 + 1") == (2, "")
+    sends = SimpleNamespace(write=scorer.channel.write, flush=scorer.channel.flush, readline=interrupted)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("json.loads", interrupted)
+        patched.setattr(scorer, "channel", sends)
         scorer.ask("1 + 2")
     assert scorer.ask("1 + 3") == (4, "")
 

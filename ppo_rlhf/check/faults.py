@@ -1,8 +1,8 @@
 """The book of mistakes: faults.toml.
 
-An entry is named after the function that it breaks. It says what is wrong, with its mark in docs/reference. `source`
-is a published report, or project and release in which the mistake was read. With `choice = true` it isn't a mistake
-but another project's convention, with other numbers.
+An entry is named after the function or part that it breaks. It says what is wrong, with its mark in docs/reference,
+if it has one: those that check knows do. `source` is a published report, or project and release in which the mistake
+was read. With `choice = true` it isn't a mistake but another project's convention, with other numbers.
 
 `edit` is a list: a part of that function of forms.py, what the wrong one has in its place, and so on for more parts.
 Those entries are the faults that check knows by their numbers, and an exercise is the faulty text. A key such as
@@ -71,7 +71,7 @@ def pairs(texts: list[str]) -> Edits:
 
 
 def read(function: str, name: str, entry: dict[str, Any]) -> Fault:
-    says, _, mark = entry.get("says", "").removesuffix("]").rpartition(" [")
+    says, _, mark = entry.get("says", "").removesuffix("]").partition(" [")
     edits = {form(function): pairs(entry["edit"])} if "edit" in entry else {}
     for places, texts in entry.items():
         files, colons, name_there = places.partition("::")
