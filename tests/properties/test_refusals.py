@@ -39,6 +39,7 @@ from runs import only
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf import train_policy, train_reward
+from ppo_rlhf.rlvr import tools as rlvr_tools
 from ppo_rlhf.train_both import messages_of
 from ppo_rlhf.train_policy import InputError
 
@@ -496,6 +497,36 @@ def test_a_call_of_train_refuses_it_too(script, in_a_fresh_folder):
     with pytest.raises(ValueError, match=r"seed -1: .*greater than or equal to 0"):
         module.train(dataclasses.replace(arguments_of(script), seed=-1))
     assert contents(Path()) == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "without", "message"),
+    [
+        ("rlvr_policy", None, "it is a run of rlvr_policy; resume"),
+        ("rlvr_tools", "seed", "another version lacks --seed"),
+    ],
+)
+def test_a_run_is_resumed_by_the_script_that_began_it(script, without, message, tmp_path):
+    """Else arguments that it lacks would get defaults, such as a tool."""
+    args = dataclasses.asdict(rlvr_tools.PRESETS["sums-tools"])
+    args.pop(without, None)
+    (tmp_path / "meta.json").write_text(json.dumps({"script": script, "args": args, "wall_time": 1.0}))
+    with pytest.raises(InputError, match=message):
+        train_policy.parse_args(rlvr_tools.PRESETS, ["--resume", str(tmp_path)])
+
+
+def test_a_seed_fits_into_64_bits():
+    for module in (train_policy, train_reward):
+        with pytest.raises(ValueError, match=r"^--seed 9223372036854775808: "):
+            module.checked(dataclasses.replace(module.Args(), seed=2**63))
+
+
+def test_a_model_that_reads_too_few_tokens_is_refused(tiny_models):
+    model = tiny_models("gpt2", 29)
+    longest = model.config.max_position_embeddings
+    train_policy.check_length(model, "x", longest)
+    with pytest.raises(InputError, match=f"^x reads at most {longest} tokens"):
+        train_policy.check_length(model, "x", longest + 1)
 
 
 # ---- Names of arguments ----------------------------------------------------------------------------------------
