@@ -44,7 +44,8 @@ class RewardsArgs(Arguments):
     kl_coef: NonNegativeFloat = 0.001
     """weight of the KL penalty in the reward at the start, reward per nat"""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
-    """estimate of the KL in the reward: k1 = log(policy/reference), abs, k2, k3: see kl_estimate; full: exact"""
+    """estimate of the KL in the reward: k1 = log(policy/reference), abs, k2, k3: see kl_estimate; full: exact. Of the
+    estimates, only k1 has the gradient of the KL there"""
     kl_loss_coef: NonNegativeFloat = 0.0
     """weight of the KL penalty in the loss, per nat"""
     kl_loss_estimator: Literal["k2", "k3", "abs", "k1+", "k2+", "k3+", "full"] = "k3"

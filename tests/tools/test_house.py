@@ -59,6 +59,29 @@ def test_nothing_goes_in_a_circle():
     assert circle(SOURCES) == []
 
 
+CHAPTERS = {  # which rooms a room may import from, besides itself
+    "train_policy": set(),
+    "train_reward": set(),
+    "train_both": {"train_policy", "train_reward"},
+    "worlds": set(),
+    "tldr": {"train_policy", "train_reward", "train_both", "judge"},  # its last stage asks the judge
+    "rlvr": {"train_policy", "train_reward", "tldr"},
+}
+
+
+def upwards(sources: Sources) -> set[tuple[str, str]]:
+    """Imports of a chapter from a later one, or from a tool."""
+    arrows = {(name, other) for name, others in graph(sources).items() for other in others}
+    rooms = {(name, other, name.split(".")[0], other.split(".")[0]) for name, other in arrows}
+    return {(name, other) for name, other, a, b in rooms if a in CHAPTERS and b not in CHAPTERS[a] | {a}}
+
+
+def test_later_chapters_build_on_earlier_ones():
+    assert upwards(SOURCES) == set()
+    wrong = SOURCES | {"tldr.posts": "from ppo_rlhf.rlvr import problems"}
+    assert upwards(wrong) == {("tldr.posts", "rlvr.problems")}
+
+
 def test_nothing_imports_a_small_file():
     assert not {other for others in graph(SOURCES).values() for other in others if other.startswith("small")}
 
