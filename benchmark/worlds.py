@@ -44,8 +44,7 @@ from transformers import (
 
 from ppo_rlhf import worlds
 from ppo_rlhf.rlvr import tool_functions
-from ppo_rlhf.tldr.posts import to_texts
-from ppo_rlhf.train_policy import generate, keyed_generator, padded, trim_query, truncate_at
+from ppo_rlhf.train_policy import generate, keyed_generator, padded, to_texts, trim_query, truncate_at
 from ppo_rlhf.train_reward import OPENAI_PAD_ID
 from ppo_rlhf.worlds import posts, tales
 

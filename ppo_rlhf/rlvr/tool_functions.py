@@ -18,7 +18,6 @@ from ppo_rlhf.train_policy import InputError, input_errors
 
 # [V104] These are the answers to calls that fail. No call raises an exception.
 SYNTAX, FAILED, TOO_SLOW, TOO_LONG = (f"error: {why}" for why in ("syntax", "failed", "too slow", "too long"))
-ERRORS = (SYNTAX, FAILED, TOO_SLOW, TOO_LONG)
 Tool = Callable[[str], str]
 
 MAX_CALLS = 8  # that are answered in a response; it ends at the next one

@@ -30,7 +30,6 @@ import ppo_rlhf
 from benchmark import worlds
 from ppo_rlhf import train_both, train_policy, train_reward, worlds as packaged
 from ppo_rlhf.rlvr import policy as rlvr_policy, rewards
-from ppo_rlhf.tldr import posts
 from ppo_rlhf.tldr.models import load_reward_model
 from ppo_rlhf.train_policy import read_meta
 from ppo_rlhf.worlds import tales
@@ -342,11 +341,11 @@ def last_lines(world: Path, monkeypatch, capsys, *mistakes: str) -> tuple[list[s
     queries = train_policy.padded(held_out, ids.pad, task.query_length)
     n, key = len(queries), train_policy.keyed_generator(7, "held-out")
     noise = torch.rand(n, task.response_length, generator=key, dtype=torch.float64)
-    expected, stories = [], posts.to_texts(tokenizer, queries, ids.pad)
+    expected, stories = [], train_policy.to_texts(tokenizer, queries, ids.pad)
     for name, writer in (("The language model", model), ("The policy", policy)):
         responses = train_policy.generate(writer, queries, noise, ids.pad, ids.pad, task.temperature)[0]
         responses = train_policy.truncate_at(responses, ids.stop, task.truncate_after, ids.pad)
-        shown = posts.to_texts(tokenizer, responses, ids.pad)
+        shown = train_policy.to_texts(tokenizer, responses, ids.pad)
         gold = sum(tales.sentiment.gold_scores(shown, shown)) / n
         score = (torch.cat([queries, responses], 1) != ids.pad).sum() / n
         expected += ["", f"A held-out story: {stories[0]}", f"{name} continues: {shown[0]}"]

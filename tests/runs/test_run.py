@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,20 @@ def with_steps(count: int) -> Run:
 
 
 # ---- Logs ------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_signal_waits_for_the_update_and_none_does_after_the_loop():
+    """Then everything that was learned is in a checkpoint, and an evaluation may take long."""
+    run = start()
+    assert not run.told_to_stop()
+    signal.raise_signal(signal.SIGINT)
+    assert run.told_to_stop()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    start().stop_at_once()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_tensorboard_is_cut_back_to_the_checkpoint(monkeypatch):

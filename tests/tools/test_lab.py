@@ -14,6 +14,7 @@ from runs import write_rows
 from benchmark import lab
 from benchmark.experiments import arithmetic, posts
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy
+from ppo_rlhf.train_policy import parse_args
 
 # Its training script never starts.
 TOY = lab.Experiment(
@@ -36,9 +37,9 @@ def test_arithmetic_is_learned_by_three_methods(tmp_path):
         (job,) = lab.jobs_of(arithmetic.EXPERIMENT, lab.Args(folder=str(tmp_path), seeds=1, first_seed=3), variant)
         python, path, *words = shlex.split(job.command)
         assert (python, path, job.seed) == ("python", rlvr_policy.__file__, 3)
-        read[variant] = rlvr_policy.parse_args(rlvr_policy.PRESETS, words)
+        read[variant] = parse_args(rlvr_arguments.PRESETS, words)
         rlvr_arguments.check_arguments(read[variant])
-    assert read["dr_grpo"] == dataclasses.replace(rlvr_policy.PRESETS["arithmetic"], log_interval=0)
+    assert read["dr_grpo"] == dataclasses.replace(rlvr_arguments.PRESETS["arithmetic"], log_interval=0)
     assert {name: args.ppo.advantage for name, args in read.items() if name != "dr_grpo"} == {
         "gae": "gae",
         "reinforce++": "reinforce++",
