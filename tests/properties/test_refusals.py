@@ -529,6 +529,17 @@ def test_a_model_that_reads_too_few_tokens_is_refused(tiny_models):
         train_policy.check_length(model, "x", longest + 1)
 
 
+@pytest.mark.parametrize("kind", ["critic", None])
+def test_a_critic_is_no_reward_model(kind, tiny_reward, tmp_path):
+    """Nor is what ppo_rlhf.json doesn't call one."""
+    folder = shutil.copytree(tiny_reward, tmp_path / "value")
+    info = train_policy.read_info(folder) | {"kind": kind}
+    train_policy.write_json(folder / "ppo_rlhf.json", info)
+    args = train_policy.Args(rewards=train_policy.RewardsArgs(trained_model=str(folder)))
+    with pytest.raises(InputError, match=f"value is a {kind}; it must be a reward model"):
+        train_policy.load_reward_model(args, tokenizer=None, device=None)
+
+
 # ---- Names of arguments ----------------------------------------------------------------------------------------
 
 
