@@ -29,7 +29,7 @@ def rows_of(model: dict) -> dict[str, list[list[float]]]:
 
 
 def trajectory(updates: int = UPDATES) -> dict:
-    args = micro.Args()
+    args = micro.read_flags([])
     randoms = micro.random_numbers(args.seed)
     reference = micro.train_language_model(randoms)
     ref_probs = micro.probabilities(reference)
@@ -46,7 +46,7 @@ def trajectory(updates: int = UPDATES) -> dict:
     fresh = micro.random_numbers(args.seed)
     return {
         "format": FORMAT,
-        "flags": {name: value for name, value in vars(micro.Args).items() if name[0] != "_"},
+        "flags": vars(args),
         "random_numbers": [next(fresh) for _ in range(5)],
         "words": micro.WORDS,
         "start": rows_of(micro.train_language_model(micro.random_numbers(args.seed), count=0)),

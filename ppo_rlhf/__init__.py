@@ -1,6 +1,6 @@
 """RLHF with PPO: what is where, in the order in which to read.
 
-small/ppo.py, small/grpo.py         the method in one file each; they import nothing of ours
+small/micro.py, ppo.py, grpo.py     the method in one file each; they import nothing of ours
 train_reward.py, train_policy.py    chapter 1: reward model and PPO of 2019; train_both.py runs the two in a row
 tldr/                               chapter 2, summaries: sft.py, reward.py, policy.py, and all.py for the three
 rlvr/                               chapter 3, rewards that a program verifies: policy.py, its formulas in algebra.py

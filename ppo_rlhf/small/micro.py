@@ -1,46 +1,28 @@
 """RLHF with PPO in plain Python, in a world so small that the best policy is known.
 
-A language model writes texts of four words. An annotator compares 300 pairs of them, and errs in
-every tenth choice. From this, a reward model learns to score texts, and PPO teaches the language
-model to write texts with high scores. There are only 6,561 texts, so each update prints true means,
-and how far the policy has come on the way to the one that the reward model likes best.
+A language model writes texts of four words. An annotator compares 300 pairs of them, and errs in a tenth of
+the choices. A reward model learns from these to score texts, and PPO teaches the language model to write texts
+with high scores. As only 6,561 texts exist, each update prints exact means, and how near the best policy is.
 
     python ppo_rlhf/small/micro.py                         # half a minute; PyPy: a quarter of it
     python ppo_rlhf/small/micro.py --kl_coef 0 --seed 2    # the policy cheats the reward model
-    python ppo_rlhf/small/micro.py --estimators            # bias and noise of eleven gradients
 
-PPO has the steps and names of small/ppo.py, and its epochs, clip, value_coef and lam. What it
-leaves out: queries, truncation, minibatches, whitening of rewards, clipping of values, and a
-controller for the KL coefficient.
+PPO has the steps and names of small/ppo.py. It leaves out queries, truncation, minibatches, the discount of
+later rewards, whitening of rewards, clipping of values, and the controller of the KL coefficient. When you
+know this file, small/estimators.py shows how biased and how noisy its gradients are.
 """
 
+import argparse
 import math
-import sys
-
-
-class Args:
-    """Each is a flag, such as --seed 2."""
-
-    seed = 1
-    choices = 300  # choices that train the reward model
-    mistakes = 0.1  # how often the annotator takes the worse text
-    updates = 50  # PPO updates
-    batch = 32  # episodes per update
-    epochs = 4  # passes over the batch per update
-    lr = 0.01  # learning rate of the first update; it falls linearly
-    clip = 0.2  # clip range of probability ratios, around 1
-    value_coef = 0.1  # weight of the value loss
-    lam = 0.95  # lambda of GAE
-    kl_coef = 0.3  # weight of the KL penalty
-
-
-# ---- Numbers that remember how they were made ------------------------
+from bisect import bisect
+from copy import deepcopy
+from itertools import accumulate
 
 TAPE = []  # all numbers since the last gradient, in the order in which they were made
 
 
 class Scalar:
-    """A number, the numbers that it was made from, and its derivatives by them (slopes)."""
+    """A number, the numbers that it was made from, and its derivatives by them, the slopes."""
 
     def __init__(self, data, parents=(), slopes=()):
         self.data = data
@@ -71,8 +53,9 @@ def gradient(loss, weights):
         weight.grad = 0.0
     loss.grad = 1.0
     for number in reversed(TAPE):
-        for parent, slope in zip(number.parents, number.slopes, strict=True):
-            parent.grad += slope * number.grad
+        if number.grad != 0.0:  # The loss doesn't depend on others, such as those of generate().
+            for parent, slope in zip(number.parents, number.slopes, strict=True):
+                parent.grad += slope * number.grad
     TAPE.clear()
     return [weight.grad for weight in weights]
 
@@ -112,7 +95,7 @@ class Adam:
             self.weights[i].data -= lr * self.m[i] / (self.v[i] ** 0.5 + 1e-5)
 
 
-# ---- The world: texts, and what the annotator likes ------------------
+# ---- The world: texts, and what the annotator likes --------------------------------------------------------
 
 WORDS = ["the", "cat", "dog", "is", "sleeps", "kind", "happy", "mean", "sad"]
 LENGTH = 4  # words of a text, which is a tuple of indices of WORDS
@@ -121,7 +104,6 @@ TEXTS = [()]  # all texts of 4 words, after this loop
 for _ in range(LENGTH):
     BEGINNINGS += TEXTS
     TEXTS = [(*text, word) for text in TEXTS for word in range(len(WORDS))]
-
 PATTERNS = ["the cat is {}", "the {} cat sleeps", "the dog is {}", "the {} dog sleeps"]
 LINES = [pattern.format(quality) for quality in WORDS[5:] for pattern in PATTERNS]
 SENTENCES = [tuple([WORDS.index(word) for word in line.split()]) for line in LINES]
@@ -138,27 +120,24 @@ def random_numbers(seed):
 
 def draw(chances, randoms):
     """A random index, with probabilities in proportion to the chances."""
-    point = next(randoms) * sum(chances)
-    return sum([point >= sum(chances[:i]) for i in range(1, len(chances))])
+    return bisect(list(accumulate(chances))[:-1], next(randoms) * sum(chances))
 
 
 def choose(pair, mistakes, randoms):
     """Put the text that the annotator takes first. Of equally good ones, it takes either."""
-    better = (GOLD_SCORES[pair[0]] - GOLD_SCORES[pair[1]]) / 2
+    better = (GOLD_SCORES[pair[0]] - GOLD_SCORES[pair[1]]) / 2  # 1 if the first text is, -1 if the second is
     return pair if next(randoms) < 0.5 + (0.5 - mistakes) * better else pair[::-1]
 
 
-# ---- Language model and reward model ---------------------------------
+def in_words(text):
+    return " ".join([WORDS[word] for word in text])
 
-ONE = Scalar(1.0)  # the input whose weight is a bias
+
+# ---- Language model and reward model -----------------------------------------------------------------------
 
 
 def random_rows(count, length, size, randoms):
     return [[Scalar(size * (2 * next(randoms) - 1)) for _ in range(length)] for _ in range(count)]
-
-
-def copy(model):
-    return {name: [[Scalar(w.data) for w in row] for row in rows] for name, rows in model.items()}
 
 
 def tokens_of(text):
@@ -168,9 +147,11 @@ def tokens_of(text):
 
 def forward(model, text):
     """Log-probs of all words that may come next, and a number: a score, or the critic's value."""
+    # The network is a multilayer perceptron with one hidden layer. Each of the four places has its own weights,
+    # so attention, with which Transformers read texts of any length, isn't needed.
     padded = (*text, *[len(WORDS)] * (LENGTH - len(text)))  # An empty place has an embedding, too.
-    inputs = [number for word in padded for number in model["embedding"][word]] + [ONE]
-    state = [dot(row, inputs).tanh() for row in model["hidden"]] + [ONE]
+    inputs = [number for word in padded for number in model["embedding"][word]] + [Scalar(1.0)]
+    state = [dot(row, inputs).tanh() for row in model["hidden"]] + [Scalar(1.0)]  # Its weight is a bias.
     return log_softmax([dot(row, state) for row in model["words"]]), dot(model["head"][0], state)
 
 
@@ -208,9 +189,10 @@ def train_language_model(randoms, width=4, hidden=10, count=3200, typos=0.05):
 
 
 def train_reward_model(language_model, choices, ref_probs):
-    """It learns to predict choices: softmax of two scores is how likely each is to be taken."""
-    model = copy(language_model)
-    examples = [(pair, 0) for pair in choices * 5]  # The first text of each pair was taken.
+    """It learns to predict choices. Return the scores of all texts."""
+    # Softmax of two scores says how likely each text is to be taken. This is the Bradley-Terry model.
+    model = deepcopy(language_model)
+    examples = [(pair, 0) for pair in choices * 5]  # five passes; text 0 of each pair was taken
     train(model, examples, lambda pair: log_softmax([forward(model, t)[1] for t in pair]), batch=10)
     scores = [forward(model, text)[1].data for text in TEXTS]
     # Choices don't tell how high scores are, so their mean becomes 0 and their variance 1.
@@ -224,9 +206,6 @@ def whiten(xs, probs, epsilon=0.0):
     return [(x - average) / (variance + epsilon) ** 0.5 for x in xs]
 
 
-# ---- The truth, from all texts ---------------------------------------
-
-
 def probabilities(model):
     probs = {(): 1.0}
     for text in BEGINNINGS:
@@ -236,8 +215,10 @@ def probabilities(model):
 
 
 def optimum(ref_probs, scores, kl_coef):
-    """The policy with the highest J = E[score] - kl_coef * KL(policy, reference)."""
-    # For J is a constant less kl_coef * KL(policy, optimum), and that KL is 0 only at the optimum.
+    """The policy p with the highest J = E[score] - kl_coef * KL(p, reference)."""
+    # It is p* = reference * exp(score / kl_coef) / Z, where Z makes the sum 1. For any p, a line of algebra gives
+    # J = kl_coef * (log Z - KL(p, p*)), and that KL is 0 only if p is p*; otherwise it is positive.
+    # Subtracting the top score changes only Z, and keeps exp from overflowing when kl_coef is almost 0.
     top = max(scores.values())
     odds = {t: ref_probs[t] * math.exp((scores[t] - top) / max(kl_coef, 1e-9)) for t in TEXTS}
     total = sum(odds.values())
@@ -252,12 +233,12 @@ def measure(probs, ref_probs, scores, kl_coef):
     return score - kl_coef * kl, score, gold, kl
 
 
-# ---- PPO -------------------------------------------------------------
+# ---- PPO ---------------------------------------------------------------------------------------------------
 
 
 def train_policy(args, reference, scores, randoms):
     """After each update, yield the policy and what the update computed."""
-    policy = copy(reference)  # Its head is the critic, which shares all other weights with it.
+    policy = deepcopy(reference)  # Its head is the critic, which shares all other weights with it.
     adam = Adam(policy)
     for update in range(args.updates):
         # 1. There are no queries. 2. Generate responses; compute log-probs and values of tokens.
@@ -269,22 +250,22 @@ def train_policy(args, reference, scores, randoms):
         # 3. Compute the log-probs of the reference, the language model.
         ref_logprobs = [forward(reference, text)[0][word].data for text, word in tokens]
 
-        # 4. Score the responses. 5. Per-token rewards: the last token gets the score. All pay for
-        #    their part of the KL, since the reward model only knows texts like the reference's.
+        # 4. Score the responses. 5. Per-token rewards: the last token gets the score. All pay for their part
+        #    of the KL, since the reward model only knows texts like the reference's.
         kl = [logprob - ref for logprob, ref in zip(logprobs, ref_logprobs, strict=True)]
         rewards = [-args.kl_coef * k for k in kl]
         for i, text in enumerate(responses):
             rewards[LENGTH * i + LENGTH - 1] += scores[text]
 
-        # 6. An advantage says how much better it went than the critic predicted, a return what it
-        #    should have predicted. Whitened, so that the step doesn't depend on the scores' scale.
+        # 6. An advantage says how much better it went than the critic predicted, a return what it should have
+        #    predicted. Whitening makes the size of steps independent of the scores' scale.
         advantages = compute_gae(rewards, values, args.lam)
         returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
         advantages = whiten(advantages, [1 / len(tokens)] * len(tokens), epsilon=1e-8)
 
-        # 7. Epochs. The ratio, 1 at first, says how much likelier a token has become since it was
-        #    sampled. Once it is beyond the clip in the direction of the advantage, the clipped one
-        #    counts, a mere number without a gradient. So the policy stays near the old one.
+        # 7. Epochs. The ratio, 1 at first, says how much likelier a token has become since it was sampled.
+        #    Once it is beyond the clip in the direction of the advantage, the clipped one counts, a mere
+        #    number without a gradient. So the policy stays near the old one.
         batch = list(zip(tokens, logprobs, advantages, returns, strict=True))
         epoch_losses = []
         for _ in range(args.epochs):
@@ -293,15 +274,16 @@ def train_policy(args, reference, scores, randoms):
                 new_logprobs, value = forward(policy, text)
                 ratio = (new_logprobs[word] - Scalar(logprob)).exp()
                 clipped = Scalar(min(max(ratio.data, 1 - args.clip), 1 + args.clip))
-                both = [Scalar(-advantage) * ratio, Scalar(-advantage) * clipped]
-                policy_loss = max(both, key=lambda loss: loss.data)
+                loss = Scalar(-advantage) * ratio
+                clipped_loss = Scalar(-advantage) * clipped
+                # Inside the clip the two are equal. Only the first has a gradient, so it must win the tie.
+                policy_loss = loss if loss.data >= clipped_loss.data else clipped_loss
                 error = value - Scalar(return_)
                 losses.append(policy_loss + Scalar(0.5 * args.value_coef) * error * error)
             epoch_losses.append(mean(losses).data)
             adam.step(mean(losses), args.lr * (1 - update / args.updates))
 
-        # 8. Log.
-        yield policy, (responses, values, advantages, epoch_losses)
+        yield policy, (responses, values, advantages, epoch_losses)  # 8. Log.
 
 
 def compute_gae(rewards, values, lam):
@@ -314,110 +296,54 @@ def compute_gae(rewards, values, lam):
     return advantages
 
 
-# ---- The command -----------------------------------------------------
-
-
-def read_flags(words):
-    args = Args()
-    for flag, value in zip(words[::2], [*words[1::2], "nothing"], strict=False):
-        try:
-            number = type(vars(Args)[flag[2:]])(value)
-            if not isinstance(number, int) <= number <= 1e6:  # Whole numbers are at least 1.
-                raise ValueError
-        except (KeyError, TypeError, ValueError):
-            flags = [f"--{name} {x}" for name, x in vars(Args).items() if name[0] != "_"]
-            print(f"error: {flag} {value}; possible are --estimators", *flags, file=sys.stderr)
-            sys.exit(2)
-        setattr(args, flag[2:], number)
+def read_flags(words=None):
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--seed", type=int, default=1, help="seed of all random numbers")
+    add("--choices", type=int, default=300, help="choices that train the reward model")
+    add("--mistakes", type=float, default=0.1, help="how often the annotator takes the worse text")
+    add("--updates", type=int, default=50, help="PPO updates")
+    add("--batch", type=int, default=32, help="episodes per update")
+    add("--epochs", type=int, default=4, help="passes over the batch per update")
+    add("--lr", type=float, default=0.01, help="learning rate at first; it falls linearly")
+    add("--clip", type=float, default=0.2, help="clip range of probability ratios, around 1")
+    add("--value_coef", type=float, default=0.1, help="weight of the value loss")
+    add("--lam", type=float, default=0.95, help="lambda of GAE; compute_gae says what it does")
+    add("--kl_coef", type=float, default=0.3, help="weight of the KL penalty")
+    args = parser.parse_args(words)
+    counts = args.choices, args.updates, args.batch, args.epochs
+    if min(counts) < 1 or not all(0 <= number <= 1e6 for number in vars(args).values()):
+        parser.exit(2, "error: numbers go from 0 to a million, and counts, such as --updates, from 1\n")
     return args
 
 
 def main():
-    args = read_flags([word for word in sys.argv[1:] if word != "--estimators"])
+    args = read_flags()
     randoms = random_numbers(args.seed)
     reference = train_language_model(randoms)
     ref_probs = probabilities(reference)
     pairs = [[generate(reference, randoms) for _ in range(2)] for _ in range(args.choices)]
     choices = [choose(pair, args.mistakes, randoms) for pair in pairs]
+    for choice in choices[:3]:
+        taken, other = [f"{in_words(text)} (gold score {GOLD_SCORES[text]:.0f})" for text in choice]
+        print(f"The annotator takes: {taken}, not: {other}", flush=True)
     scores = train_reward_model(reference, choices, ref_probs)
+    print(f"The reward model likes best: {in_words(max(scores, key=scores.get))}")
     best = optimum(ref_probs, scores, args.kl_coef)
     best_j = measure(best, ref_probs, scores, args.kl_coef)[0]
 
     def report(name, probs):
         j, score, gold, kl = measure(probs, ref_probs, scores, args.kl_coef)
-        text = " ".join([WORDS[word] for word in max(probs, key=probs.get)])
-        print(f"{name}: score {score:.2f}, gold score {gold:.2f}, KL {kl:.2f}, J {j:.3f}", end=", ")
-        print(f"{j / best_j:.1%} of the way; likeliest text: {text}", flush=True)
+        print(f"{name}: score {score:z.2f}, gold score {gold:.2f}, KL {kl:.2f}, J {j:z.3f}", end=", ")
+        print(f"{j / best_j:z.1%} of the way; likeliest text: {in_words(max(probs, key=probs.get))}", flush=True)
 
     report("language model", ref_probs)
     for update, (policy, _) in enumerate(train_policy(args, reference, scores, randoms), 1):
         report(f"update {update}", probabilities(policy))
-        if "--estimators" in sys.argv and update == 3:
-            return compare_estimators(policy, reference, scores, args.kl_coef)
     report("optimum", best)
-
-
-# ---- Estimators of the gradient --------------------------------------
-
-
-def combine(factors, vectors):
-    """The sum of vectors, each times its factor."""
-    columns = zip(*vectors, strict=True)
-    return [sum([f * x for f, x in zip(factors, column, strict=True)]) for column in columns]
-
-
-def to_come(xs):
-    return [sum(xs[t:]) for t in range(LENGTH)]
-
-
-def compare_estimators(policy, reference, scores, kl_coef, n=8):
-    """Exact bias and noise of gradients from n texts, in percent of the true gradient."""
-    weights = Adam(policy).weights
-    probs = probabilities(policy)
-    j = measure(probs, probabilities(reference), scores, kl_coef)[0]
-    tokens = {}  # of each: the gradient of its log-prob, its part of the KL, and the value
-    for text in BEGINNINGS:
-        for word, ref_logprob in enumerate(forward(reference, text)[0]):
-            logprobs, value = forward(policy, text)
-            kl = logprobs[word].data - ref_logprob.data
-            tokens[text, word] = gradient(logprobs[word], weights), kl, value.data
-
-    slopes = {}
-    factors = {}  # An estimate is the sum of a text's slopes, each times a factor.
-    for text in TEXTS:
-        slopes[text], kl, values = zip(*[tokens[token] for token in tokens_of(text)], strict=True)
-        rewards = [-kl_coef * k for k in kl]
-        rewards[-1] += scores[text]
-        total = sum(rewards)
-        factors[text] = {
-            "KL: k1 in the reward": to_come(kl),
-            "KL: k2 in the reward": to_come([k * k / 2 for k in kl]),
-            "KL: k3 in the reward": to_come([math.exp(-k) - 1 + k for k in kl]),
-            "KL: k1 as a loss": [1.0] * LENGTH,
-            "KL: k2 as a loss": kl,
-            "KL: k3 as a loss": [1 - math.exp(-k) for k in kl],
-            "J: all rewards": [total] * LENGTH,
-            "J: all rewards, less the mean of the group": [(total - j) * (1 - 1 / n)] * LENGTH,
-            "J: GAE, lambda 1": compute_gae(rewards, values, 1.0),
-            "J: GAE, lambda 0.95": compute_gae(rewards, values, 0.95),
-            "J: GAE, lambda 0": compute_gae(rewards, values, 0.0),
-        }
-
-    truth = {}
-    squares = {}
-    for name in factors[text]:
-        samples = {text: combine(factors[text][name], slopes[text]) for text in TEXTS}
-        average = combine(probs.values(), samples.values())
-        squares[name] = sum([probs[text] * math.hypot(*samples[text]) ** 2 for text in TEXTS])
-        variance = squares[name] - math.hypot(*average) ** 2
-        if "group" in name:  # Its mean has noise of its own.
-            spread = sum([probs[text] * factors[text][name][0] ** 2 for text in TEXTS])
-            variance += (spread * squares["KL: k1 as a loss"] + math.hypot(*average) ** 2) / (n - 1)
-        true = truth.setdefault(name[:2], average)
-        percent = math.hypot(*true) / 100
-        bias = math.dist(average, true) / percent
-        noise = (variance / n) ** 0.5 / percent
-        print(f"{name:45} bias {bias:5.1f}, noise {noise:5.1f}")
+    for name, model in {"language model": reference, "policy": policy}.items():
+        texts = [in_words(generate(model, randoms)) for _ in range(5)]
+        print(f"Texts of the {name}:", *texts, sep="\n    ")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""small/micro.py computes what an independent version with torch does, and what its golden trajectory says."""
+"""small/micro.py, and estimators.py next to it, compute what an independent version with torch does."""
 
 import json
 import math
 import re
+import runpy
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,7 @@ from benchmark import micro as benchmark
 from ppo_rlhf.small import micro
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/micro.json").read_text())
+ESTIMATORS = Path(micro.__file__).with_name("estimators.py")
 
 # ---- An independent version: batches of token ids, torch's autograd and optimiser, another way to draw -------------
 
@@ -250,14 +253,16 @@ def estimators(policy: Weights, reference: Weights, scores: Tensor, kl_coef: flo
     return found
 
 
-def test_bias_and_noise_of_estimators_are_those_of_a_list_of_all_pairs(capsys):
+def test_bias_and_noise_of_estimators_are_those_of_a_list_of_all_pairs(capsys, monkeypatch):
     program = ModuleType("micro")
     exec(Path(micro.__file__).read_text().replace("LENGTH = 4", "LENGTH = 2"), vars(program))
+    monkeypatch.setitem(sys.modules, "micro", program)
+    compare_estimators = runpy.run_path(ESTIMATORS)["compare_estimators"]
     randoms = program.random_numbers(1)
     policy, reference = (program.train_language_model(randoms, width=3, hidden=4, count=0) for _ in range(2))
     policy["head"] = program.random_rows(1, 5, 0.9, randoms)  # which is 0 at first
     scores = {text: 2 * next(randoms) for text in program.TEXTS}
-    program.compare_estimators(policy, reference, scores, 0.4, n=2)
+    compare_estimators(policy, reference, scores, 0.4, n=2)
     printed = re.findall(r"(.+?) +bias +([\d.]+), noise +([\d.]+)", capsys.readouterr().out)
     models = [
         {name: torch.tensor(rows, dtype=torch.float64, requires_grad=True) for name, rows in weights.items()}
@@ -273,16 +278,53 @@ def test_bias_and_noise_of_estimators_are_those_of_a_list_of_all_pairs(capsys):
 # ---- The command ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words", ["--updates 0", "--lr nan", "--lr inf", "--lr -1", "--seed", "--nothing 1", "--__doc__ 1"]
-)
+def in_words(text: Tensor) -> str:
+    return " ".join(GOLDEN["words"][word] for word in text)
+
+
+def test_it_prints_choices_means_and_texts_of_both_models(capsys, monkeypatch):
+    """The models and choices are those of the golden file, and the reward model is the annotator."""
+    choices = iter([[tuple(text) for text in pair] for pair in GOLDEN["choices"]])
+    reference, policy = (
+        {name: [[micro.Scalar(x) for x in row] for row in rows] for name, rows in GOLDEN[model].items()}
+        for model in ("language_model", "policy")
+    )
+    monkeypatch.setattr(sys, "argv", ["micro.py"])
+    monkeypatch.setattr(micro, "train_language_model", lambda randoms: reference)
+    monkeypatch.setattr(micro, "choose", lambda *_: next(choices))
+    monkeypatch.setattr(micro, "train_reward_model", lambda *_: micro.GOLD_SCORES)
+    monkeypatch.setattr(micro, "train_policy", lambda *_: [(policy, None)])
+    micro.main()
+
+    models = [
+        {name: torch.tensor(rows, dtype=torch.float64) for name, rows in GOLDEN[model].items()}
+        for model in ("language_model", "policy")
+    ]
+    logprobs, ref_logprobs = (outputs_before_words(model, ALL)[0].sum(1) for model in models[::-1])
+    best = ref_logprobs + GOLD / 0.3
+    best_j = 0.3 * best.logsumexp(0)
+    expected = []
+    for taken, other in GOLDEN["choices"][:3]:
+        marks = [f"{in_words(text)} (gold score {1 if text in GRAMMAR[:8] else -1})" for text in (taken, other)]
+        expected.append("The annotator takes: {}, not: {}".format(*marks))
+    expected.append("The reward model likes best: the cat is kind")
+    for name, row in {"language model": ref_logprobs, "update 1": logprobs, "optimum": best.log_softmax(0)}.items():
+        gold, kl = row.exp() @ GOLD.double(), row.exp() @ (row - ref_logprobs)
+        j = gold - 0.3 * kl
+        expected.append(
+            f"{name}: score {gold:.2f}, gold score {gold:.2f}, KL {kl:.2f}, J {j:.3f}, {j / best_j:.1%} of the way; "
+            f"likeliest text: {in_words(ALL[row.argmax()])}"
+        )
+    uniforms = Uniforms(1)
+    uniforms(300, 2, 4)  # the pairs
+    for name, model in zip(("language model", "policy"), models, strict=True):
+        expected += [f"Texts of the {name}:", *(f"    {in_words(text)}" for text in sample(model, 5, uniforms))]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize("words", ["--updates 0", "--lr nan", "--lr inf", "--lr -1", "--batch 0"])
 def test_a_bad_flag_ends_in_one_line(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         micro.read_flags(words.split())
     assert stopped.value.code == 2
-    assert re.fullmatch(rf"error: {words} ?.*--estimators.*--kl_coef.*\n", capsys.readouterr().err)
-
-
-def test_flags_are_read():
-    args = micro.read_flags(["--seed", "2", "--kl_coef", "0"])
-    assert (args.seed, args.kl_coef, args.updates, micro.Args.seed) == (2, 0.0, 50, 1)
+    assert re.fullmatch(r"error: .*--updates.*\n", capsys.readouterr().err)

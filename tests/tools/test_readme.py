@@ -96,10 +96,7 @@ def flags(script: str) -> set[str]:
     source = (ROOT / f"{script}.py").read_text()
     if "ArgumentParser" in source:
         return set(re.findall(r'\(\s*"--([\w-]+)"', source))
-    args = getattr(module, "Args", lab.Args)
-    if not dataclasses.is_dataclass(args):  # small/micro.py
-        return {name for name in vars(args) if name[0] != "_"} | {"estimators"}
-    return {field.name for field in dataclasses.fields(args)}
+    return {field.name for field in dataclasses.fields(getattr(module, "Args", lab.Args))}
 
 
 def test_flags_of_commands_exist():
