@@ -64,13 +64,18 @@ test: install
 check: quick
 
 quick: lint
-	$(BIN)/python -m pytest $(WORKERS) --quiet --changed tests/tools/test_house.py \
+	@$(BIN)/python -m pytest $(WORKERS) --quiet --changed tests/tools/test_house.py \
 		tests/numbers/test_golden.py tests/numbers/test_golden_tldr.py tests/numbers/test_golden_verl.py \
 		tests/numbers/test_verl_updates.py tests/numbers/test_copies.py tests/numbers/test_small.py \
 		tests/numbers/test_train_policy.py::test_a_policy_run_is_its_replay \
 		tests/numbers/test_train_policy.py::test_mistake_is_detected \
 		tests/numbers/test_train_reward.py::test_a_reward_run_is_its_replay \
 		tests/numbers/test_train_reward.py::test_mistake_is_detected
+	@echo "Style:       ruff finds nothing to change, and no chapter imports a later one."
+	@echo "Numbers:     all chapters compute what the original code, the papers' code and verl computed."
+	@echo "Replays:     a run of train_reward.py and one of train_policy.py equal the same run in plain loops."
+	@echo "Small files: small/ppo.py and small/grpo.py train the same weights as the big scripts."
+	@echo "Mistakes:    those that faults.toml puts into files you have changed since the last commit are rejected."
 
 lint: install
 	$(BIN)/ruff check .
