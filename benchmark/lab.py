@@ -24,7 +24,7 @@ from benchmark.curves.compare import markdown, read_numbers
 from ppo_rlhf.train_policy import Arguments, InputError, checked, read_meta, run_script
 
 ROOT = Path(__file__).resolve().parents[1]
-KEYS = ["variant", "seed"]  # whose run a row is
+KEYS = ["variant", "seed"]  # They say whose run a row is.
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def jobs_of(experiment: Experiment, args: Args, name: str) -> list[many_seeds.Jo
 def run(experiment: Experiment, args: Args) -> int:
     """Train all policies and report. Returns the exit status."""
     jobs = [job for name in chosen(experiment, args) for job in jobs_of(experiment, args, name)]
-    jobs.sort(key=lambda job: job.seed)  # a whole comparison of one seed first
+    jobs.sort(key=lambda job: job.seed)  # All variants of one seed come before the next seed.
     many_seeds.run_here(jobs, args.workers)
     if any(job.state == "finished" for job in jobs):
         report(experiment, args)

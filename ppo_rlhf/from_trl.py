@@ -85,7 +85,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, RewardModel]:
             raise ValueError(f"its weights are not those that config.json means: {wrong[0]}")
         critic = RewardModel(copy.deepcopy(policy.base_model)).eval()
         critic.reward_head.load_state_dict(head)
-    if unknown := sorted(loading["unexpected_keys"]):  # such as masks that older versions of the library saved
+    if unknown := sorted(loading["unexpected_keys"]):  # such as masks, which older versions of the library saved
         few = ", ".join(unknown[:3])
         print(f"{folder}: left out, since its language model has no such tensors: {few}; {len(unknown)} in all")
     return policy, critic

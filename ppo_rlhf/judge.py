@@ -253,7 +253,7 @@ def judge_by_gold(name: str, pairs: Sequence[Row]) -> list[Row]:
 
 def judge_by_endpoint(args: EndpointArgs, cache: Path, pairs: Sequence[Row]) -> list[Row]:
     """The mean of two verdicts: one with the candidate first, one with the candidate second."""
-    # [T56] Both orders of every pair.   eval/oai2.py#L112-L127
+    # [T56] Every pair is judged in both orders.   eval/oai2.py#L112-L127
     first = [question(pair["query"], pair["candidate"], pair["baseline"]) for pair in pairs]
     second = [question(pair["query"], pair["baseline"], pair["candidate"]) for pair in pairs]
     replies = ask(args, cache, first + second)

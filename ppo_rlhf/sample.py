@@ -252,7 +252,7 @@ class Comparison:
             for score_name, score in self.scorers.items():
                 if known or self.chapter is not problems:  # a verifier needs an answer
                     columns[f"{name} {score_name}"] = score(queries, truncated, texts)
-            counted = responses if is_chapter_1 else truncated  # in chapter 1, tokens after the stop count for the KL
+            counted = responses if is_chapter_1 else truncated  # in chapter 1, the KL includes tokens after the stop
             under_base = self.logprobs("base", contexts, counted)
             tokens = (counted != self.pad_id).sum(1).clamp(min=1)
             columns[f"{name} log-prob"] = (under_base.sum(1) / tokens).tolist()

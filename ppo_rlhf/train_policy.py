@@ -276,8 +276,8 @@ REVIEWS_TASK = TaskArgs(
     start_text=None,
     end_text=None,
     response_length=20,
-    # Not cut at a stop: the score is on the last of all tokens, so those after a stop, which it doesn't judge, would
-    # get most of its credit.
+    # Responses are not cut at a stop. The score is on the last of all tokens, so those after a stop, which it doesn't
+    # judge, would get most of its credit.
     truncate_text=None,
     truncate_after=0,
 )
@@ -299,7 +299,7 @@ TALES = Args(
     base_model="tales",
     trace_interval=20,
     rewards=RewardsArgs(
-        adaptive_kl=AdaptiveKLArgs(target=6.0, horizon=1_000),  # quick, because there are few episodes
+        adaptive_kl=AdaptiveKLArgs(target=6.0, horizon=1_000),  # It acts soon, because there are few episodes.
         monitor="ppo_rlhf.worlds.tales:sentiment.gold_scores",
     ),
     ppo=PpoArgs(total_episodes=12_800, batch_size=64, lr=2e-4, local_micro_batch_size=64),
@@ -396,7 +396,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     run.open_logs(state["step"], config_for_plots(args))
 
     updates = range(state["step"], sizes.updates)
-    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two updates of the bar; a log file gets few
     bar = tqdm(updates, desc="PPO", initial=state["step"], total=sizes.updates, mininterval=seconds)
     for update in bar:
         started = time.monotonic()
@@ -519,7 +519,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         if args.log_interval and update % args.log_interval == 0:
             run.log_samples(update, sample_rows(tokenizer, queries, truncated_responses, objectives, ids.pad))
         if traced:
-            with torch.no_grad():  # what the policy says of its responses after it has learned from them
+            with torch.no_grad():  # Read the responses again after learning.
                 new_logprobs, entropies, new_values = few_rows_at_a_time(
                     lambda tokens: policy(tokens, ids.pad, ids.context_length, task.temperature),
                     pass_rows,
@@ -652,7 +652,7 @@ def ppo_update(
                     passes["new_logprobs"][epoch, inds] = new_logprobs.detach()
                     passes["new_values"][epoch, inds] = new_values.detach()
             average_gradients(policy)
-            # The norm is only looked at: nothing is clipped.
+            # The norm is logged, and nothing is clipped.
             stats["ppo/gradient_norm"] = nn.utils.get_total_norm(
                 [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
             )
@@ -672,7 +672,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
     wrapper, and every process takes the same optimiser step.
     """
-    # Before each step of the optimiser.   utils/core.py#L468-L488
+    # This happens before each optimiser step.   utils/core.py#L468-L488
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
@@ -734,7 +734,7 @@ def compute_gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tu
 
     rewards, values: (batch, response_length). Returns advantages (not whitened) and returns, of that shape.
     """
-    # [D56] [D57] The rollout's values; advantages not yet whitened; rewards may be.   train_policy.py#L327-L336
+    # [D56] [D57] Values are the rollout's, advantages not yet whitened; rewards may be.   train_policy.py#L327-L336
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
     for t in reversed(range(values.shape[1])):
@@ -762,7 +762,7 @@ def policy_loss(
 
 def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
     """Clipped value loss: 0.5 * mean(max((V - R)^2, (clip(V, V_old +- range) - R)^2)), and the share of clipped."""
-    # [D59] The larger error counts: no gradient once V leaves its range towards R.   train_policy.py#L343-L348
+    # [D59] The larger error counts: no gradient once V has left its range towards R.   train_policy.py#L343-L348
     clipped_values = torch.clamp(new_values, values - cliprange_value, values + cliprange_value)
     losses = (new_values - returns) ** 2  # (batch, response_length)
     clipped_losses = (clipped_values - returns) ** 2  # (batch, response_length)
@@ -819,7 +819,7 @@ class AdaptiveKLController:
     def update(self, kl: float, episodes: int) -> None:
         """kl: mean over the batch, nats per response; episodes: how many the update used, over all processes."""
         # [D69] The step is proportional to the relative error, which is clipped.   train_policy.py#L115-L124
-        # [D72] Without a target, fixed.   train_policy.py#L107-L112
+        # [D72] Without a target, the coefficient is fixed.   train_policy.py#L107-L112
         if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * episodes / self.horizon
@@ -829,7 +829,7 @@ class AdaptiveKLController:
 
 
 def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
+    """Apply a function to a few rows at a time and join the tensors that it returns, to save memory."""
     results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
@@ -846,19 +846,19 @@ def generate(
     in [0, 1), one for each token, on a device that has float64. Returns responses and the log-probs that the sampler
     saw, (batch, response_length).
     """
-    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
+    # [D13] [D14] Mask and positions are those of `read_tokens`, for contexts with their padding on the left.
     tokens = left_pad(contexts, pad_id)
     mask = tokens != pad_id  # (batch, context_length)
     position_ids = mask.cumsum(1) - mask.long()
     tokens = tokens.masked_fill(~mask, 0)
-    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
+    # Keys and values of a whole episode get their memory at the start, so that every step has the same shapes.
     context_length, response_length = contexts.shape[1], uniforms.shape[1]
     cache = KeyValueCache(config=lm_backbone.config, max_cache_len=context_length + response_length)
     # (batch, 1, length, length): the first step reads the rows of the context, and each later one a row.
     attention_mask = causal_mask(F.pad(mask, (0, response_length), value=True), lm_backbone.dtype)
     rows = slice(0, context_length)
     responses, logprobs = [], []
-    # [D22] [D24] Always response_length tokens; no top-k, no top-p.   language/sample.py#L24-L84
+    # [D22] [D24] There are always response_length tokens, and no top-k or top-p.   language/sample.py#L24-L84
     for column in range(response_length):
         hidden = lm_backbone.base_model(
             input_ids=tokens,
@@ -869,7 +869,7 @@ def generate(
         ).last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
-        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
+        #       which rounding leaves a little off 1. It needs float64: in float32, rare tokens could never be drawn.
         cdf = all_logprobs.to(uniforms.device).double().exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1).to(hidden.device)
@@ -884,7 +884,7 @@ class KeyValueCache(StaticCache):
     """Keys and values, both in the precision of the values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens; return those of all tokens."""
+        """Add the keys and values of new tokens; return those of all tokens."""
         # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
@@ -906,7 +906,7 @@ def response_logprobs(
     temperature: float,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers of a language model for responses that it reads.
+    """Log-probs, entropies and hidden states of responses that a language model reads.
 
     context_responses: (batch, context_length + response_length). Returns log-probs and entropies (nats, without
     gradient), each (batch, response_length), and the hidden states (batch, response_length, width).
@@ -1134,16 +1134,16 @@ def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_i
     Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
     `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
     """
-    # [D05] After the first start token; if that is the last one, from the beginning.   language/datasets.py#L49-L55
+    # [D05] It begins after the first start token, unless that ends the text.   language/datasets.py#L49-L55
     if start_id is not None:
         if start_id not in tokens:
             return None
         first = tokens.index(start_id)
         if first < len(tokens) - 1:
             tokens = tokens[first + 1 :]
-    # [D06] At most so many of them.   language/datasets.py#L57
+    # [D06] It has at most query_length tokens.   language/datasets.py#L57
     tokens = tokens[:query_length]
-    # [D07] Up to the last end token within the cut.   language/datasets.py#L59-L64
+    # [D07] It ends with the last end token within the cut.   language/datasets.py#L59-L64
     if end_id is not None:
         if end_id not in tokens:
             return None
@@ -1247,7 +1247,7 @@ def scale_of_scores(
     own_scores = call(function, *texts_of(stream.tokenizer, queries, truncated_responses, ids))
     scores = torch.tensor(gather_object(own_scores.tolist()), dtype=torch.float64)
     mean, std = scores.mean().item(), scores.std(unbiased=False).item()
-    return mean, std if std > 1e-10 * abs(mean) else 1.0  # a constant, but for rounding, keeps its scale
+    return mean, std if std > 1e-10 * abs(mean) else 1.0  # scores that are equal, but for rounding, keep their scale
 
 
 # ---- Step 8: what is logged ------------------------------------------------------------------------------------
@@ -1339,12 +1339,12 @@ class InputError(ValueError):
 
 @contextlib.contextmanager
 def input_errors(what: str) -> Iterator[None]:
-    """Turn what libraries raise of something that the user named into an InputError that names it."""
+    """Turn a library's exception about something that the user named into an InputError that names it."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # they raise anything, tokenizers a plain Exception
+    except Exception as error:  # libraries raise anything, and tokenizers a plain Exception
         said = " ".join(str(error).split())[:300]
         raise InputError(f"{what}: {type(error).__name__}: {said}") from error
 
@@ -2087,7 +2087,7 @@ class Run:
         self.csv_size = (self.folder / "metrics.csv").stat().st_size
         self.save_meta()
         print(f"run {self.folder}", *(f"{name} {value}" for name, value in self.meta["sizes"].items()), sep="   ")
-        # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
+        # Trackers get every step, counted from 0, under the names of metrics.csv.   utils/core.py#L596-L618
         # TensorBoard forgets what the run that was cut off had logged at the step purge_step and later.
         trackers = [TensorBoardTracker("", self.folder, purge_step=first_step)]
         if self.args.track:
@@ -2235,7 +2235,7 @@ class Run:
 
         It gets its name when it is complete and on disk, so that kill -9 never leaves half of one.
         """
-        # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
+        # It has weights, Adam's moments, KL coefficient and position in the texts.   train_policy.py#L474-L508
         if not self.is_main:
             return
         tensors = {name: x.detach().contiguous() for name, x in self.training_state(model, optimizer).items()}

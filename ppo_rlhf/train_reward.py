@@ -211,8 +211,8 @@ REVIEWS_TASK = TaskArgs(
     start_text=None,
     end_text=None,
     response_length=20,
-    # Not cut at a stop: the score is on the last of all tokens, so those after a stop, which it doesn't judge, would
-    # get most of its credit.
+    # Responses are not cut at a stop. The score is on the last of all tokens, so those after a stop, which it doesn't
+    # judge, would get most of its credit.
     truncate_text=None,
     truncate_after=0,
 )
@@ -303,7 +303,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     run.open_logs(state["step"], config={})
 
     # 1. Normalise. Training starts on a known scale.
-    # [D39] Without samples, never.   train_reward.py#L208-L209
+    # [D39] Without samples, this never happens.   train_reward.py#L208-L209
     if args.normalize_before and sizes.normalize_samples and state["step"] == 0:
         target_mean, target_std = scale_before
         query_responses = sample_query_responses(
@@ -326,12 +326,12 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         )
 
     # 2. One pass over the labels.
-    # [D41] The first num_train labels, each once; process r of W takes every W-th of a batch, from its r-th on.
+    # [D41] The first num_train labels are read once. Process r of W takes every W-th of a batch, from its r-th on.
     #       train_reward.py#L236-L250
     # [X02] Their order depends on the seed alone.
     permutation = torch.randperm(args.num_train, generator=keyed_generator(args.seed, "labels"))
     steps = range(state["step"], sizes.steps)
-    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two updates of the bar; a log file gets few
     bar = tqdm(steps, desc="reward model", initial=state["step"], total=sizes.steps, mininterval=seconds)
     for step in bar:
         optimizer.param_groups[0]["lr"] = learning_rate_at(args, step)
@@ -370,7 +370,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     held_out = torch.arange(len(labels.targets) - labels.held_out, len(labels.targets))
     measured = evaluate(reward_model, labels, held_out, ids.pad, rows=pass_rows, accelerator=accelerator)
     check_finite(measured, sizes.steps)
-    # [D38] On the next queries of the stream.   train_reward.py#L252-L254
+    # [D38] The samples continue the next queries of the stream.   train_reward.py#L252-L254
     if args.normalize_after and sizes.normalize_samples:
         query_responses = sample_query_responses(
             stream,
@@ -425,7 +425,7 @@ def reward_update(
         loss = label_loss(labels.kind, scores[-1], targets)
         (loss * len(inds) / len(mb_inds)).backward()
     average_gradients(reward_model)
-    # The norm is only looked at: nothing is clipped.
+    # The norm is logged, and nothing is clipped.
     gradient_norm = nn.utils.get_total_norm([p.grad for p in reward_model.parameters() if p.grad is not None])
     optimizer.step()
     # [D75] Metrics are those of the whole batch, over all processes.   utils/core.py#L491-L524
@@ -444,7 +444,7 @@ def score_samples(reward_model: RewardModel, labels: Labels, inds: Tensor, pad_i
     n = samples.shape[1]
     queries = labels.queries[inds].unsqueeze(1).expand(-1, n, -1)  # (batch, n, query_length)
     query_responses = torch.cat([queries, samples], dim=2).flatten(0, 1)  # (batch * n, sequence_length)
-    # Padding changes nothing, so there is only what the longest row leaves.
+    # Padding changes nothing, so columns beyond the longest row are cut.
     longest = (query_responses != pad_id).sum(1).max()
     query_responses = left_pad(query_responses, pad_id)[:, -longest:].to(reward_model.gain.device)
     return reward_model(query_responses, pad_id).unflatten(0, (-1, n))
@@ -454,7 +454,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace the gradients by their mean over all processes. That is all that several GPUs need: the model has no
     wrapper, and every process takes the same optimiser step.
     """
-    # Before each step of the optimiser.   utils/core.py#L468-L488
+    # This happens before each optimiser step.   utils/core.py#L468-L488
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         mean = reduce(nn.utils.parameters_to_vector(gradients), "mean")
@@ -502,7 +502,7 @@ def label_statistics(kind: str, scores: Tensor, targets: Tensor) -> dict[str, Te
 
 def learning_rate_at(args: Args, step: int) -> float:
     """The learning rate of a step (0-based): linear from args.lr, and never 0."""
-    # [D42] The first step has all of lr.   train_reward.py#L249
+    # [D42] The first step has the full learning rate.   train_reward.py#L249
     return args.lr * (1 - step * args.batch_size / args.num_train)
 
 
@@ -561,7 +561,7 @@ def gain_and_bias(scores: Tensor, target_mean: float, target_std: float) -> tupl
 def evaluate(
     reward_model: RewardModel, labels: Labels, inds: Tensor, pad_id: int, rows: int, accelerator: Accelerator
 ) -> dict[str, float]:
-    """How good the scores of the labels with these indices are: loss and accuracy or, for ratings, correlations.
+    """Measure the scores of the labels with these indices: loss and accuracy or, for ratings, correlations.
 
     Empty without labels. The processes share the work. rows: labels that are read at a time.
     """
@@ -655,7 +655,7 @@ def sample_query_responses(
 
 
 def few_rows_at_a_time(function: Callable, rows: int, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """Apply a function to so many rows at a time and join the tensors that it returns: the same in less memory."""
+    """Apply a function to a few rows at a time and join the tensors that it returns, to save memory."""
     results = [function(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True)]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
@@ -672,19 +672,19 @@ def generate(
     in [0, 1), one for each token, on a device that has float64. Returns responses and the log-probs that the sampler
     saw, (batch, response_length).
     """
-    # [D13] [D14] The same mask and positions as in `read_tokens`, for contexts whose padding is moved to the left.
+    # [D13] [D14] Mask and positions are those of `read_tokens`, for contexts with their padding on the left.
     tokens = left_pad(contexts, pad_id)
     mask = tokens != pad_id  # (batch, context_length)
     position_ids = mask.cumsum(1) - mask.long()
     tokens = tokens.masked_fill(~mask, 0)
-    # Keys and values of a whole episode have their place from the start, so that every step has the same shapes.
+    # Keys and values of a whole episode get their memory at the start, so that every step has the same shapes.
     context_length, response_length = contexts.shape[1], uniforms.shape[1]
     cache = KeyValueCache(config=lm_backbone.config, max_cache_len=context_length + response_length)
     # (batch, 1, length, length): the first step reads the rows of the context, and each later one a row.
     attention_mask = causal_mask(F.pad(mask, (0, response_length), value=True), lm_backbone.dtype)
     rows = slice(0, context_length)
     responses, logprobs = [], []
-    # [D22] [D24] Always response_length tokens; no top-k, no top-p.   language/sample.py#L24-L84
+    # [D22] [D24] There are always response_length tokens, and no top-k or top-p.   language/sample.py#L24-L84
     for column in range(response_length):
         hidden = lm_backbone.base_model(
             input_ids=tokens,
@@ -695,7 +695,7 @@ def generate(
         ).last_hidden_state[:, -1]  # (batch, width)
         all_logprobs = F.log_softmax(scaled_logits(lm_backbone, hidden, vocab_size, temperature), dim=1)
         # [X01] Inverse CDF: the first token whose cumulative probability exceeds the uniform number, times the total,
-        #       which rounding leaves a little off 1. In float64, since in float32 rare tokens could never be drawn.
+        #       which rounding leaves a little off 1. It needs float64: in float32, rare tokens could never be drawn.
         cdf = all_logprobs.to(uniforms.device).double().exp().cumsum(1)  # (batch, vocab_size)
         thresholds = uniforms[:, column : column + 1].double() * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, thresholds, right=True).clamp(max=vocab_size - 1).to(hidden.device)
@@ -710,7 +710,7 @@ class KeyValueCache(StaticCache):
     """Keys and values, both in the precision of the values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens; return those of all tokens."""
+        """Add the keys and values of new tokens; return those of all tokens."""
         # Under autocast, rotary positions make keys float32, and attention casts them back. A cache holds one dtype.
         return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
 
@@ -891,16 +891,16 @@ def trim_query(tokens: list[int], query_length: int, start_id: int | None, end_i
     Returns None if the text has no start token, or no end token within the cut. Golden example, both ids 13:
     `One. Two words. Three more` gives ` Two words.`; `Only end.` is kept whole.
     """
-    # [D05] After the first start token; if that is the last one, from the beginning.   language/datasets.py#L49-L55
+    # [D05] It begins after the first start token, unless that ends the text.   language/datasets.py#L49-L55
     if start_id is not None:
         if start_id not in tokens:
             return None
         first = tokens.index(start_id)
         if first < len(tokens) - 1:
             tokens = tokens[first + 1 :]
-    # [D06] At most so many of them.   language/datasets.py#L57
+    # [D06] It has at most query_length tokens.   language/datasets.py#L57
     tokens = tokens[:query_length]
-    # [D07] Up to the last end token within the cut.   language/datasets.py#L59-L64
+    # [D07] It ends with the last end token within the cut.   language/datasets.py#L59-L64
     if end_id is not None:
         if end_id not in tokens:
             return None
@@ -953,7 +953,7 @@ class Labels:
 
     @property
     def known(self) -> dict[str, float | None]:
-        """What a model's accuracy is compared with."""
+        """The accuracies that a model's is compared with."""
         return {"ceiling": self.ceiling} | ({} if self.kind == "score" else {"chance": 1 / self.samples.shape[1]})
 
     def longest(self, pad_id: int) -> int:
@@ -1257,12 +1257,12 @@ class InputError(ValueError):
 
 @contextlib.contextmanager
 def input_errors(what: str) -> Iterator[None]:
-    """Turn what libraries raise of something that the user named into an InputError that names it."""
+    """Turn a library's exception about something that the user named into an InputError that names it."""
     try:
         yield
     except InputError:
         raise
-    except Exception as error:  # they raise anything, tokenizers a plain Exception
+    except Exception as error:  # libraries raise anything, and tokenizers a plain Exception
         said = " ".join(str(error).split())[:300]
         raise InputError(f"{what}: {type(error).__name__}: {said}") from error
 
@@ -1492,7 +1492,7 @@ def load_models(args: Args, device: torch.device) -> tuple[RewardModel, PreTrain
     language_model = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     # [D27] The reward model is a copy of the pretrained model, trained as a whole.   train_reward.py#L275
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code, AutoModel)
-    # [D76] For the head, the same on every process; all other noise is keyed.   utils/core.py#L108-L113
+    # [D76] The head is the same on every process. All other noise is keyed.   utils/core.py#L108-L113
     torch.manual_seed(args.seed)
     reward_model = RewardModel(lm_backbone)
     return reward_model.to(device, dtype), language_model.requires_grad_(False)
@@ -1953,7 +1953,7 @@ class Run:
         self.csv_size = (self.folder / "metrics.csv").stat().st_size
         self.save_meta()
         print(f"run {self.folder}", *(f"{name} {value}" for name, value in self.meta["sizes"].items()), sep="   ")
-        # Every step, 0-based, under the names of metrics.csv.   utils/core.py#L596-L618
+        # Trackers get every step, counted from 0, under the names of metrics.csv.   utils/core.py#L596-L618
         # TensorBoard forgets what the run that was cut off had logged at the step purge_step and later.
         trackers = [TensorBoardTracker("", self.folder, purge_step=first_step)]
         if self.args.track:
@@ -2060,7 +2060,7 @@ class Run:
 
         It gets its name when it is complete and on disk, so that kill -9 never leaves half of one.
         """
-        # Weights, Adam's moments, KL coefficient, position in the texts.   train_policy.py#L474-L508
+        # It has weights, Adam's moments, KL coefficient and position in the texts.   train_policy.py#L474-L508
         if not self.is_main:
             return
         tensors = {name: x.detach().contiguous() for name, x in self.training_state(model, optimizer).items()}

@@ -99,9 +99,9 @@ def source_of(change: Change) -> str:
 
 
 def module_of(change: Change) -> ModuleType:
-    """The small file with a change. What all runs have in common is made once, and nothing is evaluated in vain."""
+    """The small file with a change. What all runs share is made once; the evaluation before training is skipped."""
     module = ModuleType(change.file)
-    module.__file__ = str(ROOT / f"ppo_rlhf/small/{change.file}.py")  # beside which its world is
+    module.__file__ = str(ROOT / f"ppo_rlhf/small/{change.file}.py")  # Its world is found next to it.
     exec(compile(source_of(change), module.__file__, "exec"), vars(module))
     if change.file == "ppo":
         module.read_queries = functools.partial(once, "queries", few_held_out(module.read_queries))

@@ -144,7 +144,7 @@ DIVISORS = {
 
 
 def forms_of(s: Mapping[str, Any]) -> dict[str, str]:
-    """What some words in derivation.toml stand for, by the settings of a run."""
+    """The meaning of some words in derivation.toml, by the settings of a run."""
     advantages = "advantages" if s["whiten_advantages"] else "raw_advantages"
     old = "sampler_logprobs" if s["correction"] == "bypass" else "logprobs"
     weighted = s["correction"] == "decoupled" or (s["correction"] == "bypass" and s["loss"] == "reinforce")
@@ -237,7 +237,7 @@ def marks(tokens: Mapping[str, Sequence[int]], n: int, chapter: int) -> dict[str
     mask, value_mask, scored = ([bool(x) for x in tokens.get(name, [True] * n)] for name in names)
     if chapter == 3:
         return {"pays": scored, "rewarded": scored, "learns": mask, "value_learns": mask}
-    # Chapter 1 has neither mask: everything counts.
+    # Chapter 1 has no masks: everything counts.
     return {"pays": mask, "rewarded": value_mask, "learns": mask, "value_learns": value_mask}
 
 
@@ -309,7 +309,7 @@ def numbers_of_response(rows: Mapping[str, list], settings: Mapping[str, Any]) -
 def numbers_of_group(
     episode: Mapping[str, Any], group: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a response is compared with. An episode that was left out whole, as one without a score, is not."""
+    """The group that a response is compared with. Episodes that were left out whole don't belong to it."""
     group = [other for other in group if other.get("statistics", {}).get("kept", 1)] or [episode]
     totals, lengths = zip(*map(total_of, group), strict=True)
     mean = math.fsum(totals) / len(totals)
@@ -320,7 +320,7 @@ def numbers_of_group(
         "group_size": len(totals),
         "group_deviation": deviation(totals),
         "group_weighted_mean": math.fsum(map(math.prod, zip(totals, lengths, strict=True))) / max(sum(lengths), 1),
-        # Where scores are not known, neither is this.
+        # Without known scores, this is unknown, too.
         "differ": not (max(totals) <= min(totals) or (settings["advantage"] == "maxrl" and mean <= least_mean)),
     }
     for name, weight in settings["sources"].items():

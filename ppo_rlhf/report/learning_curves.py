@@ -63,7 +63,7 @@ def panels_of(
 def draw_learning_curves(folder: Path, rows: list[dict[str, float]], args: dict[str, Any]) -> None:
     """Draw learning_curves.png in the folder of a run with these arguments."""
     metrics = without_groups_of_one(rows[0] if rows else [], args)
-    metrics = [name for name in metrics if "@" not in name]  # rows only repeat what it was before training
+    metrics = [name for name in metrics if "@" not in name]  # rows only repeat its value before training
     if not (panels := panels_of(metrics, own_metrics([args]))):
         return
     columns = min(3, len(panels))

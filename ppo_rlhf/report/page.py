@@ -94,7 +94,7 @@ def read_run(folder: Path) -> OneRun:
 def render(one_run: OneRun) -> str:
     """The page. Texts of the run reach it escaped: here by Jinja, in the script through textContent."""
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True)
-    # In the order that they have here, since they are not told to be sorted.
+    # Jinja would sort keys. Here they keep their order.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     panels, shown = draw_panels(one_run), shown_updates(one_run)
     first = sorted(panels, key=lambda panel: (*FIRST, panel["title"]).index(panel["title"]))[:2]
@@ -122,7 +122,7 @@ def render(one_run: OneRun) -> str:
         },
         script="".join((HERE / name).read_text("utf-8") for name in ("charts.js", "report.js")),
     )
-    # Half a character has no place in a file, nor has what could command a terminal.
+    # Half characters, and those that could command a terminal, are replaced.
     return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\ufffd", text.encode(errors="replace").decode())
 
 

@@ -83,7 +83,7 @@ def read(run_folder: Path, update: int) -> Trace:
 
 OF_EPOCHS = ("advantages", "returns", "new_logprobs", "new_values", "exact_kl")  # (epochs, rows, response_length)
 NAMES = {"score": "scores", "raw_score": "raw_scores", "eos_rate": "stopped"}  # of an episode, in other chapters
-# What is logged of an episode and follows from its tokens.
+# These numbers of an episode are logged, and follow from its tokens.
 NOT_SHOWN = {"kl", "entropy", "non_score_reward", "response_length", "sampler_gap"}
 
 

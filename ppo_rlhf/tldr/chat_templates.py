@@ -25,7 +25,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class FormatArgs(Arguments):
-    """The part of a task's arguments that says how a query becomes a prompt."""
+    """The task's arguments that say how a query becomes a prompt."""
 
     prompt_format: Literal["plain", "chat"] = "plain"
     """plain: a response continues the text of a query; chat: the query is the user's turn in the tokenizer's chat
@@ -83,7 +83,7 @@ def affixes(task: FormatArgs, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
 
 
 def system_of(task: FormatArgs) -> Messages:
-    # [V02] No system message is another thing than an empty one: for the first, some templates have a text.
+    # [V02] No system message differs from an empty one: without one, some templates insert a text.
     return [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
 
 

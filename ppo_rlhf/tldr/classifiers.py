@@ -110,7 +110,7 @@ class Classifier:
             for dialogue in dialogues:
                 rows = [self.encode(dialogue, "a " * n, plain=plain) for n in (4, length)]
                 alone = torch.cat([self.of_ids([row]) for row in rows])
-                # Some read a text's score at the last place, padding or not (XLNet).
+                # Some models read a text's score at the last place, padding or not (XLNet).
                 near = torch.finfo(self.model.dtype).eps ** 0.5
                 if not torch.allclose(self.of_ids(rows), alone, rtol=near, atol=near):
                     self.rows = 1
@@ -173,7 +173,7 @@ def scorer_of(
         parts = zip(messages, wholes, texts, strict=True)
         return judge.of_ids([judge.encode(one, whole[len(text) :], plain=plain) for one, whole, text in parts])
 
-    # Of dialogues, one for each sequence of roles: a template may refuse some.
+    # One dialogue is tried for each sequence of roles, because a template may refuse some.
     kinds = {tuple(message["role"] for message in one): one for one in dialogues} or {(): dialogue_of("a")}
     judge.try_out(kinds.values(), task.response_length, plain=plain)
     return score

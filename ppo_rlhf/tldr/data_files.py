@@ -21,7 +21,7 @@ from ppo_rlhf.train_policy import HELD_OUT, InputError, input_errors, read_text
 Row = tuple[str, dict[str, Any]]  # its place, and its columns
 FORMATS = (".jsonl", ".parquet", ".csv", ".json")
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner, name and configuration of a data set
-# The names that data sets of the hub have for a split; the first that is there counts.
+# Data sets on the hub have these names for a split; the first that is there counts.
 SPLIT_NAMES = {
     "train": ("train", "train_prefs"),
     "validation": ("validation", "test", "test_prefs"),

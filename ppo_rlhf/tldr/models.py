@@ -62,7 +62,7 @@ def load_tokenizer(base_model: str, trust_remote_code: bool = False) -> PreTrain
     tokenizer = train_policy.load_tokenizer(base_model, trust_remote_code)
     with model_errors(base_model) as (path, revision):
         if (file := Path(path, "generation_config.json")).is_file():
-            json.loads(file.read_text())  # of a damaged one, with its ends of a text, the library says no word
+            json.loads(file.read_text())  # a damaged one may name ends of a text, and the library says nothing
         with contextlib.suppress(OSError):  # there is none
             tokenizer.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
     return tokenizer
@@ -73,7 +73,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, own: GenerationConfig | None = N
 
     own: None is that of the model whose tokenizer load_tokenizer has loaded.
     """
-    # [V10] A set: what ends a text for the tokenizer, and what ends a response for the model.
+    # [V10] The set has the ids that end a text for the tokenizer, and those that end a response for the model.
     #       workers/fsdp_workers.py#L945-L949
     own = own or getattr(tokenizer, "generation_config", None) or GenerationConfig()
     return tuple(train_policy.end_ids(tokenizer, own))

@@ -34,17 +34,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ppo_rlhf.train_policy import InputError, KeyValueCache, read_tokens, scaled_logits
 
-NAME = "sdpa_unpadded"  # of the attention here, among the library's
+NAME = "sdpa_unpadded"  # the name of the attention here, among the library's
 TRIED = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")  # by the tests
 # Cutting rows out costs copies, which grow with the width; it saves matrix products, which grow with its square.
 # On a CPU it pays with GPT-2 (768 wide), and does not with the small models of the worlds (128).
 LEAST_WIDTH = 512
-# What another pass costs, and what another group costs attention, in tokens of padding: weights are read and kernels
+# The cost of another pass, and of another group for attention, in tokens of padding: weights are read and kernels
 # are launched, however few tokens there are. On a CPU, groups for each length were fastest with 32 rows of GPT-2's
 # shape and 8 of Pythia 160M's. The GPU's numbers are estimates.
 COST_OF_PASS = {"cpu": 250, "cuda": 4096}
 COST_OF_GROUP = {"cpu": 0, "cuda": 4096}
-MOST_LEFT = 0.8  # of all tokens. If fewer are repeated, reading them once saves no more than its copies cost.
+MOST_LEFT = 0.8  # share of all tokens. If fewer are repeated, reading them once saves no more than its copies cost.
 MOST_LOGITS = 2**28  # numbers that are held at a time: in float32, a gigabyte
 
 
@@ -268,7 +268,7 @@ def check_shared_prefixes(model: PreTrainedModel, length: int, pad_id: int) -> N
 def rows_to_line(
     backbone: PreTrainedModel, inputs: tuple, options: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """Before a call of a packed model with rows: the call with their tokens one after the other, in a line.
+    """Before a call of a packed model with rows, put their tokens one after the other, in a line.
 
     None if the call stays as it is. A mask of numbers is taken for one of `causal_mask`. An empty cache gets the keys
     and values of the real tokens, in their columns. Ids and positions of padding are never read. With shared
@@ -315,7 +315,7 @@ def rows_to_line(
 def line_to_rows(
     backbone: PreTrainedModel, inputs: tuple, options: dict[str, Any], output: BaseModelOutputWithPast
 ) -> BaseModelOutputWithPast | None:
-    """After such a call: hidden states (batch, length, width)."""
+    """After such a call, put hidden states back into rows: (batch, length, width)."""
     places = options.get("places")
     if places is None:
         return None

@@ -301,7 +301,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     run.open_logs(state["step"], config={})
 
     updates = range(state["step"], sizes.updates)
-    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two updates of the bar; a log file gets few
     bar = tqdm(updates, desc="PPO", initial=state["step"], total=sizes.updates, mininterval=seconds)
     for update in bar:
         if args.eval_interval and update % args.eval_interval == 0:
@@ -440,7 +440,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             )
             run.log_samples(update, posts.sample_table(rows))
         if traced:
-            with torch.no_grad():  # what the networks say of the summaries after they have learned from them
+            with torch.no_grad():  # Read the summaries again after learning.
                 new_logprobs, entropies, new_values = by_length(
                     lambda tokens, responses: actor_critic(tokens, responses, ids.pad, task.temperature),
                     query_responses,
@@ -622,7 +622,7 @@ def ppo_update(
                     passes["new_logprobs"][epoch, inds] = new_logprobs.detach()
                     passes["new_values"][epoch, inds] = new_values.detach()
             average_gradients(actor_critic)
-            # The norm is only looked at: nothing is clipped.
+            # The norm is logged, and nothing is clipped.
             gradient_norm = nn.utils.get_total_norm(
                 [parameter.grad for parameter in actor_critic.parameters() if parameter.grad is not None]
             )
@@ -843,7 +843,7 @@ def reference_logprobs(
     vocab_size: int,
 ) -> Tensor:
     """Log-probs (batch, response_length) of the reference; tokens as `ActorCritic` gets them."""
-    # [T35] At the policy's temperature, and over the same ids.   ppo.py#L623-L627
+    # [T35] They are at the policy's temperature, over the same ids.   ppo.py#L623-L627
     with reference.in_use():
         logprobs, _ = response_statistics(
             reference.lm_backbone, query_responses, responses, pad_id, temperature, vocab_size
@@ -866,7 +866,7 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Summarise held-out posts at the temperature of evaluations. Returns <prefix>/<name>: mean, and a row per post.
 
-    judges: what scores the summaries and the references, by name. There is no penalty for summaries that do not end.
+    judges: what scores the summaries and the references, by name. Summaries that do not end are not penalised.
     """
 
     def measure(queries: Tensor, responses: Tensor, references: Tensor) -> list[Tensor]:
@@ -917,7 +917,7 @@ def scale_of_scores(
         temperature=args.task.temperature,
     )
     mean, std = scores.double().mean().item(), scores.double().std(unbiased=False).item()
-    return mean, std if std > 1e-10 * abs(mean) else 1.0  # a constant, but for rounding, keeps its scale
+    return mean, std if std > 1e-10 * abs(mean) else 1.0  # scores that are equal, but for rounding, keep their scale
 
 
 # ---- Step 8: what is logged ------------------------------------------------------------------------------------
@@ -1056,7 +1056,7 @@ def join_networks(
 
 
 def load_scorer(args: Args, tokenizer: PreTrainedTokenizerBase, ids: posts.TaskIds, device: torch.device) -> Scorer:
-    """What scores (queries, truncated responses, reference summaries); a reward model reads no references."""
+    """The scorer of (queries, truncated responses, reference summaries); a reward model reads no references."""
     if args.rewards.function:
         return posts.text_scorer(args.rewards.function, "rewards.function", tokenizer, ids)
     if classifiers.is_foreign(args.rewards.trained_model):

@@ -46,7 +46,7 @@ POSTS_REPOSITORY = "vwxyzjn/summarize_from_feedback_tldr_3_filtered"  # loads wi
 COMPARISONS_REPOSITORY = "openai/summarize_from_feedback"
 COMPARISONS_REVISION = "refs/convert/parquet"  # the hub's copy, which needs no loading script either
 
-# In tokens. A cut in a text changes how the text before it is tokenized, but only within this distance of the cut.
+# A cut in a text changes how the text before it is tokenized, but only within so many tokens of the cut.
 CUT_MARGIN = 100
 
 # ---- Task ------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class TaskArgs(chat_templates.FormatArgs):
 TASKS = {
     "tldr": TaskArgs(),
     "posts": TaskArgs(posts="posts", comparisons="posts", query_length=84, response_length=24, comparison_length=28),
-    # All beginnings and sentences fit, and so do 97 % of what follows the beginnings.
+    # All beginnings and sentences fit, and so do 97 % of the continuations.
     "reviews": TaskArgs(
         posts="reviews",
         comparisons="reviews",

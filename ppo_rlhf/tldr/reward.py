@@ -188,7 +188,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     #       reward.py#L82, reward.py#L278-L293
     order = torch.randperm(len(comparisons), generator=keyed_generator(args.seed, "comparisons"))
     steps = range(state["step"], sizes["steps"])
-    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two updates of the bar; a log file gets few
     bar = tqdm(steps, desc="reward model", initial=state["step"], total=sizes["steps"], mininterval=seconds)
     for step in bar:
         # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   reward.py#L420
@@ -283,11 +283,11 @@ def pairs_update(
         numbers = torch.stack([losses, right, chosen_scores, rejected_scores]).detach()  # (4, micro_batch)
         sums += (numbers.to(sums) * weights.to(sums)).sum(1)
     average_gradients(reward_model)
-    # The norm is only looked at: nothing is clipped.
+    # The norm is logged, and nothing is clipped.
     gradient_norm = nn.utils.get_total_norm([p.grad for p in reward_model.parameters() if p.grad is not None])
     optimizer.step()
     loss, accuracy, chosen_mean, rejected_mean = accelerator.reduce(sums / count, "sum").tolist()
-    # The names are the reproduction's.   reward.py#L420-L503
+    # The names of metrics are the reproduction's.   reward.py#L420-L503
     return {
         "train/rm/loss": loss,
         "train/rm/accuracy": accuracy,
@@ -390,7 +390,7 @@ def shift_to_references(
 
     Returns the shift, and deviation and extremes of their scores after it.
     """
-    # [T29] Shifted, not scaled.   reward.py#L456-L520
+    # [T29] The scores are shifted, but not scaled.   reward.py#L456-L520
     device = accelerator.device
 
     def score(inds: Tensor) -> tuple[Tensor, ...]:
@@ -440,7 +440,7 @@ def read_data(args: Args, tokenizer: PreTrainedTokenizerBase) -> Data:
     if len(articles := posts.read_comparisons(task, tokenizer, "validation", articles=True)):
         held_out["validation_cnndm"] = articles
     train_posts = posts.read_posts(task, tokenizer, "train", args.normalize_posts)
-    # By the arguments that limit them.
+    # The keys are the arguments that limit the data.
     texts = {
         "--task.query_length or --task.response_length": [train_posts],
         "--task.query_length or --task.comparison_length": [comparisons, held_out["validation"]],

@@ -174,7 +174,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
         "batch": args.batch_size,
         "local_batch": local_batch,
     }
-    # [T17] Without dropout.   sft.py#L153-L157
+    # [T17] There is no dropout.   sft.py#L153-L157
     dtype = weights_dtype(args, frozen=False)
     lm_backbone = load_pretrained(args.base_model, dtype, args.trust_remote_code).to(device)
     packing.enable(lm_backbone)
@@ -196,7 +196,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
 
     # 1. Pass over the posts. Their order depends on the seed alone.
     steps = range(state["step"], sizes["steps"])
-    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two changes of the bar; a log file gets few
+    seconds = 0.1 if sys.stderr.isatty() else 30.0  # between two updates of the bar; a log file gets few
     bar = tqdm(steps, desc="SFT", initial=state["step"], total=sizes["steps"], mininterval=seconds)
     for step in bar:
         # [X32] One step of the schedule for each optimiser step, the last, smaller one too.   sft.py#L405
@@ -273,10 +273,10 @@ def sft_update(
         (loss * accelerator.num_processes).backward()  # gradients will be averaged over processes
         total = total + loss.detach()
     average_gradients(model)
-    # The norm is only looked at: nothing is clipped.
+    # The norm is logged, and nothing is clipped.
     gradient_norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     optimizer.step()
-    # The names are the reproduction's.   sft.py#L407-L425
+    # The names of metrics are the reproduction's.   sft.py#L407-L425
     return {
         "train/sft/loss": accelerator.reduce(total, "sum").item(),
         "train/sft/tokens": count.item(),
