@@ -10,10 +10,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 from invented_traces import Tensors, change, tensors_of, write_meta, write_trace
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.text import Text
 from runs import ROOT, explained_metrics, metrics_of, write_rows
 
 from benchmark import pictures
@@ -301,12 +304,17 @@ def test_an_example_report_is_of_the_run_beside_it(folder):
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-def test_each_picture_has_the_hash_of_its_numbers_and_can_be_drawn_again(name):
+def test_each_picture_has_the_hash_of_its_numbers_and_can_be_read_in_a_narrow_window(name):
+    """At a width of 800 pixels no letter is smaller than 12; a title; at most five kinds of marks in a legend."""
     numbers, height, draw = pictures.PICTURES[name]
     digest = hashlib.sha256((ROOT / numbers).read_bytes()).hexdigest()
     assert b"Description\0" + digest.encode() in (ROOT / f"static/{name}.png").read_bytes(), "draw it again"
-    draw(figure := Figure(figsize=(pictures.WIDTH, height)))
-    assert figure.axes
+    with matplotlib.rc_context(pictures.STYLE):
+        draw(figure := Figure(figsize=(pictures.WIDTH, height)))
+    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+    assert min(sizes) / 72 * 800 / pictures.WIDTH >= 12
+    assert figure.get_suptitle() or any(axes.get_title() + axes.get_title("left") for axes in figure.axes)
+    assert all(len(legend.get_texts()) <= 5 for legend in figure.findobj(Legend))
 
 
 def test_examples_are_those_of_the_newest_runs(tmp_path, monkeypatch):
