@@ -202,8 +202,10 @@ def draw_critic(figure: Figure) -> None:
     """Differences from PPO with GAE, seed by seed, as in the table of the older studies."""
     axes = figure.subplots()
     pairs = pages.against("variant == '%s'", list(REMEDIES), "gae")
-    for place, shown in enumerate(pages.differences("critic/runs", "samples", pairs, 1, 100)):
-        draw_difference(axes, place, *map(float, re.findall(r"[-+]?[\d.]+", shown)), is_significant="*" in shown)
+    gaps = [pages.paired("critic/runs", "samples", one, other) for one, other in pairs]
+    chances = lab.holm([pages.p_value(gap) for gap in gaps])
+    for place, (gap, p) in enumerate(zip(gaps, chances, strict=True)):
+        draw_difference(axes, place, *lab.interval(list(100 * gap)), is_significant=p < 0.05)
     name_rows(axes, REMEDIES.values())
     figure.supxlabel(
         "change of the correct samples (points): 95 % intervals over five seeds; filled: significant",
