@@ -384,7 +384,7 @@ def test_the_headline_says_in_words_what_happened(expected, tmp_path):
     script, rewards, metrics = HEADLINES[expected]
     write_meta(tmp_path, script, rewards=rewards, task={"posts": "some/where"})
     of_rows = [
-        [first, *[last if name.startswith("eval/") else last + x for x in (7, -7) * 5]]
+        [first, *([first] * 9 + [last] if name.startswith("eval/") else [last + 7, last - 7] * 5)]
         for name, (first, last) in metrics.items()
     ]
     write_table(tmp_path / "metrics.csv", ["step", *metrics], *zip(range(11), *of_rows, strict=True))
@@ -514,9 +514,12 @@ def test_where_the_page_opens(stopped, shown, tmp_path):
     """
     folder = make_run(tmp_path / "a")
     for update in UPDATES:
-        change(traces.path_of(folder, update), **{"episodes.stopped": torch.tensor(stopped)})
+        path = traces.path_of(folder, update)
+        advantages = tensors_of(path)["epochs.advantages"]
+        advantages[:, 1] += 9  # of the response that doesn't end
+        change(path, **{"episodes.stopped": torch.tensor(stopped), "epochs.advantages": advantages})
     places = [
-        (abs(tokens["advantages"] * (1 - tokens["logprobs"].exp()))[episode, token].item(), update, episode, token)
+        ((tokens["advantages"].abs() * (1 - tokens["logprobs"].exp()))[episode, token].item(), update, episode, token)
         for update in UPDATES[1:]
         for tokens in [written(folder, update)]
         for episode, count in enumerate((3, 5))
@@ -631,7 +634,7 @@ def test_the_first_screen_says_what_happened(traced, shown, tmp_path):
     for element in seen:
         place = element.bounding_box()
         assert place["y"] >= 0 and place["y"] + place["height"] <= 900 and place["x"] + place["width"] <= 1200
-    assert page.locator("#plot-1").is_visible()
+    assert page.locator("#plot-1").is_visible() and tile.locator("polyline").bounding_box()["width"] > 50
 
 
 def test_on_a_phone_long_parts_are_folded_at_first(shown, tmp_path):
