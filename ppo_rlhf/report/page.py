@@ -298,7 +298,7 @@ def example(one_run: OneRun) -> dict[str, Any] | None:
         {
             "when": when,
             "text": row["response" + column].strip(),
-            "numbers": ", ".join(f"{words[name]} {row[name + column]:.2f}" for name in reversed(names)),
+            "numbers": ", ".join(f"{words[name]} {row[name + column]:z.2f}" for name in reversed(names)),
         }
         for when, column in (("before training", BEFORE), ("after training", ""))
     ]

@@ -125,7 +125,7 @@ function drawLegend() {
   document.querySelector(".bar").style.background = `linear-gradient(to right, ${colorOf(low < middle ? -1 : 0)}, transparent, ${colorOf(high > middle ? 1 : 0)})`;
   find("low").textContent = shown(low);
   find("high").textContent = shown(high);
-  find("meaning").textContent = `${title}. ${meaning}`;
+  find("meaning").textContent = `${title[0].toUpperCase()}${title.slice(1)}. ${meaning}`;
   const seen = Object.keys(SIGNS).filter(name => document.querySelector(`#episode-box .token.${name}`));
   find("marks").textContent = [...seen.map(name => SIGNS[name].replace("MIDDLE", middle)),
     "Click a token, or press Enter on it, to see where its numbers come from."].join(" ");

@@ -359,7 +359,7 @@ HEADLINES = {  # script, arguments of rewards, each metric of the first update a
     ),
     "The score stayed at 0.25; right or wrong, which only watches, rose from -0.5 to 1.0": (
         *("tldr_policy", {"function": "a:b", "monitor": "a.b:right_or_wrong"}),
-        {"objective/kl": (0, 9), "objective/scores": (0.2501, 0.2502), "objective/right_or_wrong": (-0.5, 1)},
+        {"objective/kl": (-0.001, 9), "objective/scores": (0.2501, 0.2502), "objective/right_or_wrong": (-0.5, 1)},
     ),
     "The share of correct answers to problems that no update saw rose from 57 % to 85 %; "
     "the score fell from 0.5 to -2.0": (
@@ -392,7 +392,7 @@ def test_the_headline_says_in_words_what_happened(expected, tmp_path):
     (found,) = re.findall("<h1>(.*?)</h1>", page)
     assert html.unescape(found).replace("\xa0", " ") == expected and f"<title>{found}</title>" in page
     method = {"train_reward": "A reward model", "tldr_sft": "Supervised fine-tuning"}.get(script, "PPO")
-    assert f'<p class="story">{method} on where (chapter ' in page
+    assert f'<p class="story">{method} on where (chapter ' in page and "-0.00 →" not in page
 
 
 def test_small_curves_reach_0():
