@@ -257,10 +257,10 @@ def arguments_page() -> str:
         "`train_both.py` and `tldr/all.py` also take the arguments of their stages, such as `--policy.ppo.lr`.",
         "",
     ]
-    lines += [f"- [{name}.py](#{name.replace('/', '')}py)" for name in SCRIPTS]
+    lines += [f"- [`{name}.py`](#{name.replace('/', '')}py)" for name in SCRIPTS]
     seen: set[tuple[str, str, str]] = set()
     for name in SCRIPTS:
-        lines += ["", f"## {name}.py", "", "| argument | default | meaning |", "|---|---|---|"]
+        lines += ["", f"## `{name}.py`", "", "| argument | default | meaning |", "|---|---|---|"]
         for row in arguments(import_module(f"ppo_rlhf.{name.replace('/', '.')}").Args):
             if row not in seen:
                 flag, default, meaning = row
