@@ -16,6 +16,7 @@ extensions = ["myst_parser"]
 myst_heading_anchors = 6
 myst_all_links_external = True  # link() reads them
 suppress_warnings = ["toc.not_included"]  # two pages of docs/reference that others link to
+highlight_language = "none"  # of blocks that name none
 html_theme = "furo"
 html_show_copyright = html_copy_source = html_use_index = False
 
