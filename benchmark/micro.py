@@ -6,6 +6,7 @@ The first entry of the file says what it holds.
 """
 
 import json
+from collections.abc import Iterator
 
 from ppo_rlhf.small import micro
 
@@ -28,14 +29,19 @@ def rows_of(model: dict) -> dict[str, list[list[float]]]:
     return {name: [[weight.data for weight in row] for row in rows] for name, rows in model.items()}
 
 
+def learned_from_people(args: micro.Args, randoms: Iterator[float]) -> tuple[dict, list, dict]:
+    """The language model, the annotator's choices, and the scores of the reward model that learned from these."""
+    reference = micro.train_language_model(randoms)
+    pairs = [[micro.generate(reference, randoms) for _ in range(2)] for _ in range(args.choices)]
+    choices = [micro.choose(pair, args.mistakes, randoms) for pair in pairs]
+    return reference, choices, micro.train_reward_model(reference, choices, micro.probabilities(reference))
+
+
 def trajectory(updates: int = UPDATES) -> dict:
     args = micro.Args()
     randoms = micro.random_numbers(args.seed)
-    reference = micro.train_language_model(randoms)
+    reference, choices, scores = learned_from_people(args, randoms)
     ref_probs = micro.probabilities(reference)
-    pairs = [[micro.generate(reference, randoms) for _ in range(2)] for _ in range(args.choices)]
-    choices = [micro.choose(pair, args.mistakes, randoms) for pair in pairs]
-    scores = micro.train_reward_model(reference, choices, ref_probs)
     best = micro.optimum(ref_probs, scores, args.kl_coef)
     rows = []
     for policy, computed in micro.train_policy(args, reference, scores, randoms):

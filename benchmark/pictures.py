@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from playwright.sync_api import sync_playwright
 
-from benchmark import pages
+from benchmark import lab, pages
 from ppo_rlhf.report import __main__ as report, learning_curves
 from ppo_rlhf.train_policy import InputError, read_meta, run_script
 
@@ -150,63 +150,159 @@ def draw_band(axes: Axes, x: pd.Series, mean: pd.Series, deviation: pd.Series, *
     axes.plot(x, mean, color=color, linewidth=1.5)
 
 
-RATINGS = {
-    "preset": ("4,800 sentences, the preset", BLUE),
-    "4800": ("4,800 sentences, large steps", ORANGE),
-    "4800-single": ("4,800, one person's rating each, large steps", GREEN),
-    "1000": ("1,000 sentences, large steps", PINK),
-    "200": ("200 sentences, large steps", YELLOW),
+RATINGS = {  # label, colour, how much higher than the line's end it is written
+    "preset": ("small steps and a penalty:\n4,800 sentences rated", BLUE, 0),
+    "4800": ("large steps, hardly a penalty:\n4,800 sentences rated", ORANGE, 8),
+    "4800-single": ("4,800, by one person each", GREEN, -8),
+    "1000": ("1,000", PINK, 8),
+    "200": ("200", YELLOW, -4),
 }
-JUDGES = {"objective/score": "its reward model's score", "judge": "the judge's score", "objective/vader": "VADER"}
 
 
 def draw_people(figure: Figure) -> None:
     """Means over seeds, and over up to three of the updates that were judged."""
-    updates, panels = pages.table("people/updates").dropna(subset="judge"), figure.subplots(1, 3)
-    for name, (label, color) in RATINGS.items():
-        means = updates[updates["variant"] == name].groupby("step")[["objective/kl", *JUDGES]].mean()
+    updates, axes = pages.table("people/updates").dropna(subset="judge"), figure.subplots()
+    for name, (label, color, up) in RATINGS.items():
+        means = updates[updates["variant"] == name].groupby("step")[["objective/kl", "judge"]].mean()
         means = means.rolling(3, min_periods=1).mean()
-        for axes, column in zip(panels, JUDGES, strict=True):
-            axes.plot(means["objective/kl"], means[column], marker=".", color=color, label=label)
-    for axes, title in zip(panels, JUDGES.values(), strict=True):
-        axes.set(title=title, xlabel="KL (nats per response)")
-    panels[0].set_ylabel("points")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        axes.plot(means["objective/kl"], means["judge"], marker=".", color=color)
+        name_end(axes, means.iloc[-1], label, color, beside=(8, up))
+    axes.set(xlabel="KL from the language model (nats per response)", ylabel="the judge's score")
+    axes.set(xlim=(-1, 27), ylim=(-0.32, 0.85))
+    axes.set_title("Small steps and a penalty matter more than how many sentences people have rated")
 
 
-METHODS = {
-    ("best-of-n", 1): ("best of n = 1 to 64", BLUE),
-    ("dpo", 0.3): ("DPO, β = 0.3", YELLOW),
-    ("dpo", 1): ("DPO, β = 1", ORANGE),
-    ("ppo", 0.2): ("PPO, KL coefficient 0.2", "#56b4e9"),
-    ("ppo", 0.6): ("PPO, KL coefficient 0.6", GREEN),
+def name_end(axes: Axes, end: Sequence[float], label: str, color: str, *, beside: tuple[float, float]) -> None:
+    """Write what a line or a point is next to it. beside: shift to the right and up, in points."""
+    align = "left" if beside[0] > 0 else "right"
+    axes.annotate(label, end, beside, textcoords="offset points", color=color, va="center", ha=align)
+
+
+METHODS = {  # label, colour, and where it is written
+    ("dpo", 0.3): ("DPO on a long leash\n(β = 0.3)", ORANGE, (10, 18)),
+    ("dpo", 1): ("DPO on a short leash\n(β = 1)", YELLOW, (-10, 26)),
+    ("ppo", 0.2): ("PPO on a long leash\n(KL coefficient 0.2)", GREEN, (-8, 18)),
+    ("ppo", 0.6): ("PPO on a short leash\n(KL coefficient 0.6)", PINK, (12, -22)),
 }
 
 
 def draw_methods(figure: Figure) -> None:
-    points, panels = pages.table("methods/points"), figure.subplots(1, 2)
-    start = points[(points["method"] == "best-of-n") & (points["at"] == 1)]
-    for (method, setting), (label, color) in METHODS.items():
+    """The ends of training, with 95 % intervals, and best-of-n for all n: five seeds."""
+    points, axes = pages.table("methods/points"), figure.subplots()
+    best = points[points["method"] == "best-of-n"].groupby("at")[["kl", "gold"]].mean()
+    axes.plot(best["kl"], best["gold"], color=BLUE, marker=".")
+    for n, label in ((1, "one sample, no training"), (64, "best of 64 samples")):
+        name_end(axes, best.loc[n], label, BLUE, beside=(10, -2))
+    for (method, setting), (label, color, beside) in METHODS.items():
         own = points[(points["method"] == method) & (points["setting"] == setting)]
         ends = own[own["at"] == own["at"].max()]
-        mean = pd.concat([start.assign(at=0), own]).groupby("at")[["kl", "gold", "score"]].mean()
-        for axes, column in zip(panels, ("gold", "score"), strict=True):
-            axes.plot(mean["kl"], mean[column], color=color, marker=".", markersize=4, label=label)
-            axes.plot(mean["kl"].iloc[-1:], mean[column].iloc[-1:], "o", color=color, markersize=9)
-            axes.plot(ends["kl"], ends[column], "x", color=color, markersize=5)
-    markers = (
-        (" ", 0, " "),  # so that the others have a column of the legend
-        (".", 4, "a checkpoint, or an n: mean of five seeds"),
-        ("o", 9, "the end: mean of five seeds"),
-        ("x", 5, "the end of a single seed"),
+        (kl, kl_half), (gold, gold_half) = (lab.interval(list(ends[column])) for column in ("kl", "gold"))
+        axes.errorbar(kl, gold, xerr=kl_half, yerr=gold_half, fmt="o", color=color, capsize=3)
+        name_end(axes, (kl, gold), label, color, beside=beside)
+    axes.set(xlabel="KL from the fine-tuned model (nats per summary)", ylabel="gold score")
+    axes.set(xlim=(-0.8, 5), ylim=(1.6, 2.85))
+    axes.set_title("At the same distance from the model, PPO and DPO write about as well as the best of n samples")
+
+
+REMEDIES = {
+    "nll": "a likelihood loss on correct responses",
+    "lam_alpha": "the policy's λ by length",
+    "all": "all four at once",
+    "critic_lam": "λ = 1 for the critic",
+    "pretraining": "the critic learns alone first",
+    "rloo": "no critic at all (RLOO)",
+}
+
+
+def draw_critic(figure: Figure) -> None:
+    """Differences from PPO with GAE, seed by seed, as in the table of the older studies."""
+    axes = figure.subplots()
+    pairs = pages.against("variant == '%s'", list(REMEDIES), "gae")
+    gaps = [pages.paired("critic/runs", "samples", one, other) for one, other in pairs]
+    chances = lab.holm([pages.p_value(gap) for gap in gaps])
+    for place, (gap, p) in enumerate(zip(gaps, chances, strict=True)):
+        draw_difference(axes, place, *lab.interval(list(100 * gap)), is_significant=p < 0.05)
+    name_rows(axes, REMEDIES.values())
+    figure.supxlabel(
+        "change of the correct samples (points): 95 % intervals over five seeds; filled: significant",
+        fontsize=STYLE["font.size"],
     )
-    for marker, size, label in markers:
-        axes.plot([], [], marker, color="gray", markersize=size, label=label)
-    panels[0].set(title="gold score: the truth", ylabel="points")
-    panels[1].set(title="score: what best-of-n and PPO see")
-    for axes in panels:
-        axes.set_xlabel("KL from the fine-tuned model (nats per summary)")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle("Of VAPO's four changes to PPO, only a likelihood loss on correct responses helped here")
+
+
+def draw_difference(axes: Axes, place: int, mean: float, half: float, *, is_significant: bool) -> None:
+    color = ORANGE if mean < 0 else BLUE
+    face = color if is_significant else "white"
+    axes.errorbar(mean, place, xerr=half, fmt="o", color=color, markerfacecolor=face, capsize=3)
+
+
+def name_rows(axes: Axes, names: Collection[str]) -> None:
+    """From top to bottom, with a line at no difference."""
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def draw_overoptimisation(figure: Figure) -> None:
+    """Four policies of each number of comparisons, a line each; means over ten updates."""
+    runs, panels = pages.table("overoptimisation/overoptimisation"), figure.subplots(1, 3, sharey=True)
+    for axes, (labels, of_size) in zip(panels, runs.groupby("experiment", sort=False), strict=True):
+        for column, label, color in (("proxy", "reward model's score", ORANGE), ("gold", "gold score", BLUE)):
+            for _, policy in of_size.groupby("seed"):
+                smooth = policy[column].rolling(10, min_periods=1).mean()
+                axes.plot(policy["update"], smooth, color=color, linewidth=1.2, label=label)
+                label = None
+        axes.set(title=labels.replace("labels", "comparisons"), xlabel="update")
+    panels[0].set_ylabel("gain (deviations of the\nlanguage model's scores)")
+    figure.suptitle(
+        "With 320 comparisons, two of four policies raise the reward model's score while the gold score falls"
+    )
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+
+LAMBDAS = {"truth": ("truth", "black"), "0": ("λ = 0", BLUE), "0.95": ("λ = 0.95", GREEN), "1": ("λ = 1", YELLOW)}
+
+
+def draw_credit(figure: Figure) -> None:
+    """The critic of small/micro.py and its advantages, next to the truth."""
+    found = pages.facts("credit")
+    text, words = found["text"], found["text"].split()
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1.15, 1))
+    upper.suptitle("A critic learns what beginnings are worth, if the policy often writes them")
+    lower.suptitle(
+        f"Only “{words[1]}” spoils “{text}”. λ = 1 blames its neighbours, too;\n"
+        "λ = 0 blames the word at which the critic notices"
+    )
+    critics = upper.subplots(1, 3, sharex=True, sharey=True)
+    bars = lower.subplots(1, 3, sharey=True)
+    for critic, axes, (update, computed) in zip(critics, bars, found["updates"].items(), strict=True):
+        rows = pd.DataFrame.from_dict(computed["beginnings"], "index", columns=["prob", "value", "true"])
+        is_spoilt = rows.index.map(lambda start: text.startswith(start) and len(start.split()) > 1)
+        dots = (
+            (rows[~is_spoilt], BLUE, "a beginning; the larger, the more frequent"),
+            (rows[is_spoilt], ORANGE, "“the mean …”"),
+        )
+        for shown, color, label in dots:
+            critic.scatter(
+                shown["true"],
+                shown["value"],
+                s=20 + 150 * shown["prob"],
+                color=color,
+                alpha=0.7,
+                linewidth=0,
+                label=label,
+            )
+        critic.axline((0, 0), slope=1, color="black", linewidth=0.8, label="a perfect critic")
+        critic.set(title=f"after {update} update{'s' * (update != '1')}", xlabel="true value")
+        for i, (name, (label, color)) in enumerate(LAMBDAS.items()):
+            places = [place + 0.2 * (i - 1.5) for place in range(len(words))]
+            axes.bar(places, computed["advantages"][name], width=0.2, color=color, label=label)
+        axes.set_xticks(range(len(words)), words)
+        axes.axhline(0, color="black", linewidth=0.8)
+    critics[0].set_ylabel("critic's value")
+    bars[0].set_ylabel("advantage")
+    for part, panel in ((upper, critic), (lower, axes)):
+        part.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
 ATLAS = {
@@ -239,13 +335,9 @@ def draw_atlas(figure: Figure) -> None:
         for place, name in enumerate(changes):
             row = page.partition(f'<a id="{world}-{name}">')[2].partition("\n")[0]
             mean, half = map(float, re.search(r"([-+][\d.]+) ± ([\d.]+)", row).groups())
-            color = ORANGE if mean < 0 else BLUE
-            significant = float(row.split(" | ")[-2].strip("< ")) < 0.05  # after Holm's correction
-            face = color if significant else "white"
-            axes.errorbar(mean, place, xerr=half, fmt="o", color=color, markerfacecolor=face, capsize=3)
-        axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(changes)), changes.values())
-        axes.set_ylim(len(changes) - 0.5, -0.5)
+            is_significant = float(row.split(" | ")[-2].strip("< ")) < 0.05  # after Holm's correction
+            draw_difference(axes, place, mean, half, is_significant=is_significant)
+        name_rows(axes, changes.values())
         axes.set_title(title, loc="left")
     figure.supxlabel(
         "bars: 95 % intervals over five seeds; filled: significant after Holm's correction for all 81 changes\n"
@@ -260,6 +352,9 @@ PICTURES: dict[str, tuple[str, float, Callable[[Figure], None]]] = {  # its data
     "tales": ("benchmark/results/tales/curves.csv", 4.6, draw_tales),
     "people": ("benchmark/results/people/updates.csv", 3.9, draw_people),
     "methods": ("benchmark/results/methods/points.csv", 4.3, draw_methods),
+    "critic": ("benchmark/results/critic/runs.csv", 2.7, draw_critic),
+    "overoptimisation": ("benchmark/results/overoptimisation/overoptimisation.csv", 3.6, draw_overoptimisation),
+    "credit": ("benchmark/results/credit.json", 6.8, draw_credit),
     "atlas": ("docs/reference/atlas.md", 5, draw_atlas),
 }
 SHOWN = {"episode": 2, "token": 18}  # counted from 0: " splendid", in the middle of a response with a good score

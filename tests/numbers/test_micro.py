@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmark import micro as benchmark
+from benchmark import credit, micro as benchmark
 from ppo_rlhf.small import micro
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/micro.json").read_text())
@@ -268,6 +268,77 @@ def test_bias_and_noise_of_estimators_are_those_of_a_list_of_all_pairs(capsys):
     assert {name: [float(x) for x in found] for name, *found in printed} == {
         name: pytest.approx(found, abs=0.051) for name, found in expected.items()
     }
+
+
+# ---- The credit of words, for a picture of chapter 1 --------------------------------------------------------------
+
+
+def true_values(probs: Tensor, rewards: Tensor) -> Tensor:
+    """Before each word of each text and after the last one (6561, 5): means over all texts that begin in this way."""
+    found = torch.zeros(6561, 5, dtype=torch.float64)
+    for t in range(4):
+        weights = probs.view(9**t, -1)
+        means = (weights * rewards[:, t:].sum(1).view(9**t, -1)).sum(1) / weights.sum(1)
+        found[:, t] = means.repeat_interleave(9 ** (4 - t))
+    return found
+
+
+def test_values_and_advantages_of_words_are_those_of_sums_over_all_texts():
+    models = [GOLDEN["policy"], GOLDEN["language_model"]]
+    scalars = [{name: [[micro.Scalar(x) for x in row] for row in rows] for name, rows in m.items()} for m in models]
+    tensors = [{name: torch.tensor(rows, dtype=torch.float64) for name, rows in m.items()} for m in models]
+    torch.manual_seed(0)
+    scores = torch.randn(6561, dtype=torch.float64)
+    by_text = dict(zip(micro.TEXTS, scores.tolist(), strict=True))
+    tree = credit.make_tree(*scalars, by_text, 0.3)
+
+    (logprobs, values), (ref_logprobs, _) = (outputs_before_words(model, ALL) for model in tensors)
+    rewards = 0.3 * (ref_logprobs - logprobs)
+    rewards[:, 3] += scores
+    probs = logprobs.sum(1).exp()
+    true = true_values(probs, rewards)
+    for t in range(4):
+        beginnings = [text for text in micro.BEGINNINGS if len(text) == t]
+        found = [[row[x] for x in beginnings] for row in (tree.probs, tree.values, tree.true_values)]
+        step = 9 ** (4 - t)
+        expected = probs.view(9**t, -1).sum(1), values[::step, t], true[::step, t]
+        assert found == [pytest.approx(row.tolist(), abs=1e-9) for row in expected]
+
+    truth = rewards + true[:, 1:] - true[:, :4]
+    deltas = rewards + torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
+    i = 4321
+    assert credit.advantages(tree, micro.TEXTS[i]) == {
+        "truth": pytest.approx(truth[i].tolist()),
+        "0": pytest.approx(deltas[i].tolist()),
+        "0.95": pytest.approx([sum(0.95**k * x for k, x in enumerate(deltas[i, t:].tolist())) for t in range(4)]),
+        "1": pytest.approx([(rewards[i, t:].sum() - values[i, t]).item() for t in range(4)]),
+    }
+    is_spoilt = (scores < 0) & (truth.argmin(1) < 3)
+    assert credit.spoilt(tree, by_text) == micro.TEXTS[(probs * is_spoilt).argmax()]
+
+
+@pytest.mark.parametrize("update", ["1", "10", "50"])
+def test_the_committed_credit_fits_the_golden_trajectory_and_itself(update):
+    """The golden values of an update are those of the policy before it, and J is the true value before any word."""
+    found = json.loads(credit.RESULTS.read_text())
+    text, beginnings, advantages = found["text"].split(), *found["updates"][update].values()
+    if int(update) < len(GOLDEN["updates"]):
+        assert beginnings[""][2] == pytest.approx(GOLDEN["updates"][int(update) - 1]["J"], abs=1e-4)
+        following = GOLDEN["updates"][int(update)]
+        starts = [" ".join(micro.WORDS[w] for w in words[:t]) for words in following["responses"] for t in range(4)]
+        both = [(beginnings[x][1], y) for x, y in zip(starts, following["values"], strict=True) if x in beginnings]
+        assert len(both) > 100
+        assert [x for x, _ in both] == pytest.approx([y for _, y in both], abs=1e-4)
+    rows = [beginnings[" ".join(text[:t])] for t in range(4)]
+    v, true = ([*(row[i] for row in rows), 0.0] for i in (1, 2))
+    rewards = [advantages["0"][t] + v[t] - v[t + 1] for t in range(4)]
+    expected = {
+        "truth": [rewards[t] + true[t + 1] - true[t] for t in range(4)],
+        "0.95": [sum(0.95**k * x for k, x in enumerate(advantages["0"][t:])) for t in range(4)],
+        "1": [sum(rewards[t:]) - v[t] for t in range(4)],
+    }
+    for name, row in expected.items():
+        assert advantages[name] == pytest.approx(row, abs=1e-3)
 
 
 # ---- The command ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 from invented_traces import Tensors, change, tensors_of, write_meta, write_trace
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.text import Text
 from runs import ROOT, explained_metrics, metrics_of, write_rows
 
 from benchmark import pictures
@@ -301,12 +304,34 @@ def test_an_example_report_is_of_the_run_beside_it(folder):
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-def test_each_picture_has_the_hash_of_its_numbers_and_can_be_drawn_again(name):
+def test_each_picture_has_the_hash_of_its_numbers_and_can_be_read_in_a_narrow_window(name):
+    """At a width of 800 pixels no letter is smaller than 12; a title; at most five kinds of marks in a legend."""
     numbers, height, draw = pictures.PICTURES[name]
     digest = hashlib.sha256((ROOT / numbers).read_bytes()).hexdigest()
     assert b"Description\0" + digest.encode() in (ROOT / f"static/{name}.png").read_bytes(), "draw it again"
-    draw(figure := Figure(figsize=(pictures.WIDTH, height)))
-    assert figure.axes
+    with matplotlib.rc_context(pictures.STYLE):
+        draw(figure := Figure(figsize=(pictures.WIDTH, height)))
+    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+    assert min(sizes) / 72 * 800 / pictures.WIDTH >= 12
+    assert figure.get_suptitle() or any(axes.get_title() + axes.get_title("left") for axes in figure.axes)
+    assert all(len(legend.get_texts()) <= 5 for legend in figure.findobj(Legend))
+
+
+def test_pictures_show_the_numbers_of_the_tables_of_their_studies():
+    """benchmark/results/methods/methods.md and critic/critic.md, which were made by code that is gone."""
+    pictures.draw_methods(figure := Figure())
+    assert {text.get_text(): text.xy for text in figure.axes[0].texts} == {
+        "one sample, no training": pytest.approx((0.0, 1.71), abs=0.005),
+        "best of 64 samples": pytest.approx((3.17, 2.58), abs=0.005),
+        "DPO on a long leash\n(β = 0.3)": pytest.approx((3.82, 2.39), abs=0.005),
+        "DPO on a short leash\n(β = 1)": pytest.approx((0.47, 2.22), abs=0.005),
+        "PPO on a long leash\n(KL coefficient 0.2)": pytest.approx((1.63, 2.49), abs=0.005),
+        "PPO on a short leash\n(KL coefficient 0.6)": pytest.approx((0.44, 2.17), abs=0.005),
+    }
+    pictures.draw_critic(figure := Figure())
+    points = [container[0] for container in figure.axes[0].containers]
+    assert [point.get_xdata()[0] for point in points] == pytest.approx([2.2, 1.2, 0.9, 0.4, -2.4, -3.8], abs=0.05)
+    assert [point.get_markerfacecolor() != "white" for point in points] == [True] + [False] * 5
 
 
 def test_examples_are_those_of_the_newest_runs(tmp_path, monkeypatch):
