@@ -1,4 +1,4 @@
-"""The site that `make site` writes: README.md and docs/ as pages, with the files of static/ that they link to."""
+"""The site that `make site` writes: README.md and docs/ as pages, and what they link to of DATA."""
 
 import re
 import shutil
@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository", "")
+DATA = [ROOT / "static", ROOT / "benchmark/results"]
 
 project = html_title = "ppo_rlhf"
 root_doc = "README"
@@ -27,10 +28,11 @@ def link(page: str, uri: str) -> str | None:
     if not path or ":" in path:
         return uri
     up = "../" * page.count("/")
-    target = (ROOT / page).parent.joinpath(path).resolve().relative_to(ROOT)
-    if target.suffix == ".md" and target.parts[0] in ("README.md", "docs"):
+    file = (ROOT / page).parent.joinpath(path).resolve()
+    target = file.relative_to(ROOT)
+    if file.suffix == ".md" and target.parts[0] in ("README.md", "docs"):
         return up + re.sub("README$", "index", str(target.with_suffix(""))) + ".html" + mark + anchor
-    if target.parts[0] == "static" and (ROOT / target).is_file():
+    if file.is_file() and file.suffix != ".md" and any(map(file.is_relative_to, DATA)):
         return f"{up}{target}"
     return f"{REPOSITORY}/blob/HEAD/{target}{mark}{anchor}" if REPOSITORY else None
 
@@ -73,10 +75,11 @@ def setup(app):
             else:
                 reference["refuri"] = uri
 
-    def copy_static(app, error):
-        shutil.copytree(ROOT / "static", app.outdir / "static", dirs_exist_ok=True)
+    def copy_data(app, error):
+        for folder in DATA:
+            shutil.copytree(folder, app.outdir / folder.relative_to(ROOT))
 
     app.add_builder(Builder, override=True)
     app.connect("source-read", add_contents)
     app.connect("doctree-read", follow_links)
-    app.connect("build-finished", copy_static)
+    app.connect("build-finished", copy_data)

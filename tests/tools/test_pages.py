@@ -73,6 +73,8 @@ LINKS = {  # of docs/chapter1.md -> where they lead on the site; None: left as t
     "reference/chapter1.md#D54": "../docs/reference/chapter1.html#D54",
     "../static/demo/report.html": "../static/demo/report.html",
     "../static/demo-tools": None,
+    "../benchmark/results/tales/curves.csv": "../benchmark/results/tales/curves.csv",
+    "../benchmark/results/tools/tools.md": None,
     "../ppo_rlhf/loop.py": None,
     "../benchmark/README.md#x": None,
 }
