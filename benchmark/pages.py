@@ -4,7 +4,8 @@
 
 docs/results.md and docs/questions.md are rendered with jinja2 from templates next to them (*.md.jinja), which quote
 the CSVs and JSONs of benchmark/results and static. docs/reference/metrics.md and docs/reference/arguments.md are made
-from ppo_rlhf/metrics.toml and the classes of arguments. Edit those, never the pages.
+from ppo_rlhf/metrics.toml and the classes of arguments. Edit those, never the pages. README.md gets a link to
+the site.
 """
 
 import ast
@@ -13,6 +14,7 @@ import inspect
 import itertools
 import json
 import re
+import runpy
 import statistics
 import textwrap
 import typing
@@ -257,10 +259,10 @@ def arguments_page() -> str:
         "`train_both.py` and `tldr/all.py` also take the arguments of their stages, such as `--policy.ppo.lr`.",
         "",
     ]
-    lines += [f"- [{name}.py](#{name.replace('/', '')}py)" for name in SCRIPTS]
+    lines += [f"- [`{name}.py`](#{name.replace('/', '')}py)" for name in SCRIPTS]
     seen: set[tuple[str, str, str]] = set()
     for name in SCRIPTS:
-        lines += ["", f"## {name}.py", "", "| argument | default | meaning |", "|---|---|---|"]
+        lines += ["", f"## `{name}.py`", "", "| argument | default | meaning |", "|---|---|---|"]
         for row in arguments(import_module(f"ppo_rlhf.{name.replace('/', '.')}").Args):
             if row not in seen:
                 flag, default, meaning = row
@@ -269,9 +271,18 @@ def arguments_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_site(page: str, repository: str) -> str:
+    """README.md, with a link to what .github/workflows/site.yml publishes if a repository is named."""
+    owner, _, name = repository.removeprefix("https://github.com/").partition("/")
+    shown = f"[project's site](https://{owner}.github.io/{name}/)" if repository else "project's site"
+    return re.sub(r"\[?project's site(\]\(.*?\))?", shown, page)
+
+
 def pages() -> dict[str, str]:
     """Each page that is made here, by its path, with its text."""
-    found = {"docs/reference/metrics.md": metrics_page(), "docs/reference/arguments.md": arguments_page()}
+    repository = runpy.run_path(str(ROOT / "docs/conf.py"))["REPOSITORY"]
+    found = {"README.md": with_site((ROOT / "README.md").read_text(), repository)}
+    found |= {"docs/reference/metrics.md": metrics_page(), "docs/reference/arguments.md": arguments_page()}
     for template in sorted((ROOT / "docs").glob("*.md.jinja")):
         found[f"docs/{template.stem}"] = rendered(template)
     return found

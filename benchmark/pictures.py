@@ -96,6 +96,22 @@ def draw_front_page(figure: Figure) -> None:
         axes.legend(loc="lower right")
 
 
+LEARNING = {
+    "objective/scores": "PPO raises the reward model's score of its texts,",
+    "objective/gold_scores": "and with it the gold score, which it never sees",
+}
+
+
+def draw_learning(figure: Figure) -> None:
+    """The demo of chapter 1 for the first page: what PPO is told of its texts, and what it is never told."""
+    metrics, panels = pages.table("demo/metrics"), figure.subplots(1, 2)
+    for axes, (name, title), color in zip(panels, LEARNING.items(), (BLUE, ORANGE), strict=True):
+        axes.plot(metrics["step"], metrics[name], color=color, alpha=0.3, linewidth=0.8)
+        axes.plot(metrics["step"], metrics[name].rolling(10, min_periods=1).mean(), color=color, linewidth=2)
+        axes.set(title=title, xlabel="update")
+    panels[0].set_ylabel("points (thick: mean of ten)")
+
+
 SHAPES = {
     "objective/scores": "reward model's score",
     "objective/kl": "KL (nats per response)",
@@ -332,6 +348,7 @@ def draw_atlas(figure: Figure) -> None:
 
 PICTURES: dict[str, tuple[str, float, Callable[[Figure], None]]] = {  # its data, its height in inches
     "front_page": ("static/demo/metrics.csv", 3.2, draw_front_page),
+    "learning": ("static/demo/metrics.csv", 2.6, draw_learning),
     "tales": ("benchmark/results/tales/curves.csv", 4.6, draw_tales),
     "people": ("benchmark/results/people/updates.csv", 3.9, draw_people),
     "methods": ("benchmark/results/methods/points.csv", 4.3, draw_methods),

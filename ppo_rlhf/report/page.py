@@ -38,11 +38,20 @@ class OneRun:
 
     @property
     def title(self) -> str:
-        """The script and its texts."""
-        args = self.meta["args"]
+        """The method and its texts."""
+        args, part = self.meta["args"], self.meta["script"].partition("_")[2]
         names = [args.get("task", {}).get(name) for name in ("query_dataset", "posts", "problems")]
         texts = str(next(filter(None, [*names, args.get("preset")]), "texts"))
-        return f"{self.meta['script']} on {Path(texts).name or texts}"
+        estimator = args.get("ppo", {}).get("advantage", "gae")
+        method = "PPO" if estimator == "gae" else estimator.upper()
+        method = {"reward": "A reward model", "sft": "Supervised fine-tuning"}.get(part, method)
+        return f"{method} on {Path(texts).name or texts}"
+
+    @property
+    def device(self) -> str:
+        """Where it ran, in words."""
+        kind, _, name = self.meta.get("device", "").partition(": ")
+        return name if kind == "cuda" else "a CPU" if kind == "cpu" else "an unknown device"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -97,18 +106,20 @@ def render(one_run: OneRun) -> str:
     # Jinja would sort keys. Here they keep their order.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     panels, shown = draw_panels(one_run), shown_updates(one_run)
-    first = sorted(panels, key=lambda panel: (*FIRST, panel["title"]).index(panel["title"]))[:2]
+    panels.sort(key=lambda panel: (*FIRST, "").index(panel["title"] if panel["title"] in FIRST else ""))
+    found = outcomes(one_run)
     steps = derivation.steps_of(settings_of(one_run)) if shown else []
     text = environment.get_template("report.html").render(
         run=one_run,
-        outcomes=outcomes(one_run),
+        headline=headline(found) or one_run.title,
+        outcomes=found,
         example=example(one_run),
-        panels=[*first, *(panel for panel in panels if panel not in first)],
+        panels=panels,
         tables=tables_of(one_run),
         left_out=len(one_run.kept()) - len(shown),
         held_out=held_out_texts(one_run),
         data={
-            "figures": [panel["figure"] for panel in (*first, *(panel for panel in panels if panel not in first))],
+            "figures": [panel["figure"] for panel in panels],
             "updates": shown,
             "scales": scales(shown),
             "quantities": QUANTITIES,
@@ -175,69 +186,123 @@ FIRST = ("Score", "Held-out queries", "KL from the reference (nats per response)
 LAST = 10  # updates, whose mean is what a run has reached
 
 
-def outcomes(one_run: OneRun) -> list[tuple[str, str, str, str]]:
-    """The numbers to look at first: title, meaning, before and after."""
-    own = learning_curves.own_metrics([one_run.meta["args"]])
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A number to look at first."""
+
+    title: str
+    meaning: str
+    said: str  # the subject of a sentence about it; empty if the headline has none
+    before: float
+    after: float
+    curve: str  # from points
+    color: str
+
+    @property
+    def sentence(self) -> str:
+        digits = ".0%" if "share" in self.said else ".1f" if max(abs(self.before), abs(self.after)) >= 1 else ".2f"
+        before, after = (f"{x:z{digits}}".replace("%", "\u00a0%") for x in (self.before, self.after))
+        if before == after:
+            return f"{self.said} stayed at {after}"
+        return f"{self.said} {'rose' if self.after > self.before else 'fell'} from {before} to {after}"
+
+
+def outcomes(one_run: OneRun) -> list[Outcome]:
+    """The numbers to look at first."""
+    args = one_run.meta["args"]
+    own = learning_curves.own_metrics([args])
     panels = learning_curves.panels_of(one_run.metrics, own)
-    legend = {name: label for _, lines in panels for name, label, _ in lines}
-    of_each = [  # one without a title is called what the legend calls its metric
-        ("Score", "what training raises", ["objective/scores"]),
-        ("Held-out accuracy", "share of problems that no update saw", own["Held-out queries"]),
-        ("", "nothing is trained on it", ["eval/gold_scores", *own["Score"]]),
-        ("KL", "nats per response, from the reference", ["objective/kl"]),
-        ("Responses that end", "share", ["objective/stopped", "objective/eos_rate", "val/stop_token_rate"]),
-        ("Loss", "over the training texts", ["train/loss", "train/rm/loss", "train/sft/loss"]),
-        ("Accuracy", "share of comparisons", ["train/accuracy", "train/rm/accuracy"]),
+    legend = {name: (label, color) for _, lines in panels for name, label, color in lines}
+    score = "a reward model's score" if args.get("rewards", {}).get("trained_model") else "the score"
+    correct = "the share of correct answers to problems that no update saw"
+    choices = "the share of choices that a reward model gets right"
+    ratings = "the correlation of a reward model's scores with ratings"
+    watched = "".join(legend[name][0] for name in own["Score"] if name in legend)
+    gold = f"what people would say, the {watched}," if watched == "gold score" else f"{watched}, which only watches,"
+    of_each = [  # title, meaning, subject of a sentence, metrics
+        ("Held-out accuracy", "first and last evaluation", correct, own["Held-out queries"]),
+        ("Score", "what training raises", score, ["objective/score", "objective/scores"]),
+        (watched[:1].upper() + watched[1:], "nothing is trained on it", gold, own["Score"]),
+        ("KL", "nats from the reference", "", ["objective/kl"]),
+        ("Responses that end", "share", "", ["objective/stopped", "objective/eos_rate", "val/stop_token_rate"]),
+        ("Accuracy", "share of comparisons", choices, ["train/accuracy", "train/rm/accuracy"]),
+        ("Correlation", "with the ratings", ratings, ["train/corr"]),
+        ("Loss", "over the training texts", "the loss", ["train/loss", "train/rm/loss", "train/sft/loss"]),
     ]
     found = []
-    for title, meaning, names in of_each:
+    for title, meaning, said, names in of_each:
         name = next((name for name in names if name in one_run.metrics), "")
         known = [x for x in one_run.metrics.get(name, []) if math.isfinite(x)]
         if any(known):
             after = known[-1] if name.startswith("eval/") else statistics.fmean(known[-LAST:])
-            after = one_run.meta.get("results", {}).get(name, after)
-            title = title or legend[name][:1].upper() + legend[name][1:]
-            found.append((title, meaning, f"{known[0]:z.2f}", f"{after:z.2f}"))
+            outcome = Outcome(
+                title=title,
+                meaning=meaning,
+                said=said,
+                before=known[0],
+                after=one_run.meta.get("results", {}).get(name, after),
+                curve=points(known),
+                color=legend[name][1],
+            )
+            found.append(outcome)
     return found
 
 
-# Names in a row of held-out answers: text and score before training, then after.
-BEFORE_AND_AFTER = (
-    ("base", "base score", "policy", "policy score"),
-    ("response before PPO", "scores before PPO", "response", "scores"),
-)
+def headline(found: list[Outcome]) -> str:
+    """What happened, in a sentence of at most two numbers; empty if nothing is known."""
+    sentence = "; ".join([outcome.sentence for outcome in found if outcome.said][:2])
+    return sentence[:1].upper() + sentence[1:]
+
+
+def points(values: list[float]) -> str:
+    """Values as an SVG polyline, 100 wide and 20 high, whose range includes 0."""
+    values = values[:: -(-len(values) // 100)]
+    low, high = min(0, *values), max(0, *values)
+    places = ((100 * k / max(len(values) - 1, 1), 20 * (high - x) / (high - low)) for k, x in enumerate(values))
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def words_of_numbers(one_run: OneRun) -> dict[str, str]:
+    """What the numbers of held-out answers are called, by their names in rows. What only watches is first."""
+    own = learning_curves.own_metrics([one_run.meta["args"]])
+    monitors, verifiers = ([name.partition("/")[2] for name in own[title]] for title in ("Score", "Held-out queries"))
+    words = {"gold": "gold score"} | {name: name.replace("gold_scores", "gold score") for name in monitors}
+    return words | dict.fromkeys(("score", "scores", *verifiers), "score")
 
 
 def example(one_run: OneRun) -> dict[str, Any] | None:
-    """A query with its answer and score before and after: the median of the change of scores.
+    """A query with its answers and their scores before and after: that of the median gain.
 
-    If that is 0, the median of those that changed, so that one sees a change. If the run kept no answers before
+    The gain is that of the gold score, and then of the score; if there is no gold score, that of the score. If the
+    median is 0, it is that of the gains that are not, so that one sees a change. If the run kept no answers before
     training, the first and the last sample that was printed.
     """
-    rows = [
-        (query, (row[a], row[c]), (row[b], row[d]))
-        for query, row in answers_of(one_run).items()
-        for a, b, c, d in BEFORE_AND_AFTER
-        if {a, b, c, d} <= row.keys()
-    ]
-    rows = sorted((row for row in rows if None not in row[2]), key=lambda row: row[2][1] - row[2][0])
-    if not rows:
+    words, found = words_of_numbers(one_run), []
+    for row in answers_of(one_run).values():
+        names = [name for name in words if None not in (row.get(name), row.get(name + BEFORE))]
+        if names and "response" + BEFORE in row:
+            found.append(([row[name] - row[name + BEFORE] for name in names], names, row))
+    if not found:
         return example_of_samples(one_run)
-    chosen = "Of the queries that were answered before and after, the one with the median change of the score."
-    changes = [after - before for _, _, (before, after) in rows]
-    if any(changes) and changes[len(rows) // 2] == 0:
-        rose, fell = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-        chosen = (
-            f"Of the {len(rows)} queries that were answered before and after, {rose} scored higher the second time "
-            f"and {fell} lower. This one has the median change of those whose score changed."
-        )
-        rows = [row for row, change in zip(rows, changes, strict=True) if change]
-    query, texts, scores = rows[len(rows) // 2]
+    found.sort(key=lambda one: one[0])
+    gains = [gain for (gain, *_), _, _ in found]
+    changed = [one for one in found if one[0][0]]
+    is_median_of_changed = changed and gains[len(gains) // 2] == 0
+    _, names, row = changed[len(changed) // 2] if is_median_of_changed else found[len(found) // 2]
+    chosen = (
+        f"Of {len(found)} queries that were answered before and after training, the {words[names[0]]} of the answer "
+        f"rose for {sum(gain > 0 for gain in gains)} and fell for {sum(gain < 0 for gain in gains)}. "
+        f"This one has the median gain{' of those that changed' * bool(is_median_of_changed)}."
+    )
     answers = [
-        {"when": when, "text": text.strip(), "score": f"{score:.2f}"}
-        for when, text, score in zip(("before training", "after training"), texts, scores, strict=True)
+        {
+            "when": when,
+            "text": row["response" + column].strip(),
+            "numbers": ", ".join(f"{words[name]} {row[name + column]:z.2f}" for name in reversed(names)),
+        }
+        for when, column in (("before training", BEFORE), ("after training", ""))
     ]
-    return {"title": "One query", "query": query.strip(), "answers": answers, "chosen": chosen}
+    return {"title": "One query", "query": query_of(row).strip(), "answers": answers, "chosen": chosen}
 
 
 def example_of_samples(one_run: OneRun) -> dict[str, Any] | None:
@@ -251,7 +316,7 @@ def example_of_samples(one_run: OneRun) -> dict[str, Any] | None:
                 "query": query_of(row).strip(),
                 "when": f"in update {row['step']}",
                 "text": row["response"].strip(),
-                "score": f"{row.get('scores', row.get('score')):.2f}",
+                "numbers": f"score {row.get('scores', row.get('score')):.2f}",
             }
             for row in rows
         ]
@@ -261,25 +326,42 @@ def example_of_samples(one_run: OneRun) -> dict[str, Any] | None:
     return {"title": "Two samples", "query": "", "answers": answers, "chosen": chosen}
 
 
-def held_out_texts(one_run: OneRun) -> list[dict[str, str]]:
-    """Texts and numbers of the first held-out queries, by their names in words."""
-    names = {"base": "response before training", "policy": "response after training"}
-    names |= {"base score": "score before training", "policy score": "score after training"}
-    return [
-        {names.get(name, name.replace("_", " ")): as_text(value) for name, value in row.items() if value is not None}
-        for row in list(answers_of(one_run).values())[:20]
-    ]
+def held_out_texts(one_run: OneRun) -> list[tuple[str, str, dict[str, str]]]:
+    """Of the first held-out queries: the answer, its numbers, and all that is known, by names in words."""
+    words, found = words_of_numbers(one_run), []
+    for row in list(answers_of(one_run).values())[:20]:
+        row = {name: value for name, value in row.items() if value is not None}
+        numbers = [
+            f"{words[name]} {' → '.join(f'{row[key]:.3g}' for key in (name + BEFORE, name) if key in row)}"
+            for name in reversed(words)
+            if row.keys() & {name, name + BEFORE}
+        ]
+        answer = row.get("response", row.get("response" + BEFORE, query_of(row)))
+        shown = {name.replace("_", " "): as_text(value) for name, value in row.items()}
+        found.append((answer, ", ".join(numbers), shown))
+    return found
+
+
+BEFORE = " before"  # ends the name of what is known of the model before this training
 
 
 def answers_of(one_run: OneRun) -> dict[str, dict[str, Any]]:
-    """Held-out queries with what the policy answers; in chapter 2 also what the fine-tuned model did before PPO."""
-    files_of_a_chapter = (one_run.folder / name for name in ("evaluation.jsonl", "comparison.jsonl"))
-    answers = next((rows for path in files_of_a_chapter if (rows := read_lines(path))), {})
+    """Held-out queries with what the policy answers, and what the model that it started from did."""
+    compared = read_lines(one_run.folder / "comparison.jsonl")
+    answers = {query: {renamed(name): value for name, value in row.items()} for query, row in compared.items()}
+    answers = read_lines(one_run.folder / "evaluation.jsonl") or answers
     for query, row in read_lines(one_run.folder / "evaluation_before.jsonl").items():
-        query_side = {name: value for name, value in row.items() if name == "query" or name.startswith("reference")}
-        before = {f"{name} before PPO": value for name, value in row.items() if name not in query_side}
+        of_query = ("query", "prompt", "answer", "kind")
+        query_side = {name: value for name, value in row.items() if name in of_query or name.startswith("reference")}
+        before = {name + BEFORE: value for name, value in row.items() if name not in query_side}
         answers[query] = query_side | before | answers.get(query, {})
     return answers
+
+
+def renamed(column: str) -> str:
+    """A column of chapter 1's comparison.jsonl, as the other chapters call it: "base" is "response before"."""
+    model, _, name = column.partition(" ")
+    return {"base": f"{name or 'response'}{BEFORE}", "policy": name or "response"}.get(model, column)
 
 
 def read_lines(path: Path) -> dict[str, dict[str, Any]]:

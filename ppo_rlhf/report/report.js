@@ -10,6 +10,8 @@ function make(tag, properties = {}, ...children) {
 }
 
 data.figures.forEach((figure, i) => chart(find(`plot-${i}`), figure));
+// On a phone, where plots are below each other, they are folded at first.
+if (find("all-curves")) find("all-curves").open = matchMedia("(min-width: 64rem)").matches;
 
 // ---- Token view: an update, an episode and a token are chosen ----
 
@@ -63,7 +65,8 @@ function tokensOf(episode) {
 
 // Where the page opens: the scored token whose advantage, times 1 less its probability when it was sampled, is farthest
 // from 0. The gradient of its log-prob is near 0 if it was nearly certain, however large the advantage. The first update
-// counts only if there is no other, since its critic knows nothing yet, and a response that is right by luck never does.
+// counts only if there is no other, since its critic knows nothing yet, and so does a response that doesn't end. One that
+// is right by luck never counts.
 function opening() {
   const places = data.updates.flatMap(({episodes}, update) => episodes.flatMap((one, episode) => {
     const {advantages, logprobs, mask, scored} = one.tokens;
@@ -73,14 +76,16 @@ function opening() {
       .filter(({token}) => counts(token));
   }));
   const weight = ({advantage, probability}) => Math.abs(advantage) * (1 - probability);
-  return places.reduce((best, place) => weight(place) > weight(best) ? place : best, places[0]);
+  const ended = places.filter(({update, episode}) => data.updates[update].episodes[episode].numbers.stopped);
+  return (ended.length ? ended : places).reduce((best, place) => best && weight(best) >= weight(place) ? best : place, undefined);
 }
 
 function reasonOf({update, episode, token, advantage, probability}) {
   const one = data.updates[update].episodes[episode], {values} = one.tokens;
   const expected = values ? `the critic expected (a sum of rewards of ${shown(values[token])} from there on)` : "expected";
   const others = (data.updates.length > 1 ? " after the first update" : "") +
-    (data.updates.some(({episodes}) => episodes.some(({luck}) => luck)) ? ", but for responses that are right by luck" : "");
+    (one.numbers.stopped ? " in responses that end" : "") +
+    (data.updates.some(({episodes}) => episodes.some(({luck}) => luck)) ? ", but for those that are right by luck" : "");
   return `The page opens on update ${data.updates[update].update}, episode ${episode + 1}, token ${one.places[token] + 1}. Of all scored tokens ` +
     `that were traced${others}, its advantage, ${shown(advantage)}, times 1 less its probability, ${shown(probability)}, is farthest from 0: ` +
     `things went ${advantage > 0 ? "better" : "worse"} than ${expected}, and the policy had room to change. ` +
@@ -120,7 +125,7 @@ function drawLegend() {
   document.querySelector(".bar").style.background = `linear-gradient(to right, ${colorOf(low < middle ? -1 : 0)}, transparent, ${colorOf(high > middle ? 1 : 0)})`;
   find("low").textContent = shown(low);
   find("high").textContent = shown(high);
-  find("meaning").textContent = `${title}. ${meaning}`;
+  find("meaning").textContent = `${title[0].toUpperCase()}${title.slice(1)}. ${meaning}`;
   const seen = Object.keys(SIGNS).filter(name => document.querySelector(`#episode-box .token.${name}`));
   find("marks").textContent = [...seen.map(name => SIGNS[name].replace("MIDDLE", middle)),
     "Click a token, or press Enter on it, to see where its numbers come from."].join(" ");

@@ -35,7 +35,6 @@ next to marks are the original's. See docs/reference.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,7 +67,7 @@ from ppo_rlhf.rlvr.algebra import (
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs
 from ppo_rlhf.rlvr.networks import ActorCritic, Reference, load_networks, save_models
 from ppo_rlhf.tldr import classifiers, models, packing
-from ppo_rlhf.tldr.policy import punish_missing_eos
+from ppo_rlhf.tldr.policy import punish_missing_eos, write_evaluation
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until
 from ppo_rlhf.tldr.shares import widened
 from ppo_rlhf.train_policy import (
@@ -153,10 +152,12 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
         sampler.begin_update(update)
         with torch.no_grad(), run.checkpoint_if_it_fails(actor_critic, optimizer, state):
             if args.eval_interval and update % args.eval_interval == 0:  # metrics repeat the newest result
-                found, _ = rlvr_metrics.evaluate(
+                found, rows = rlvr_metrics.evaluate(
                     args, held_out, sampler.respond, tokenizer, ids, accelerator, with_samples=update == 0
                 )
                 evaluation = evaluation | found
+                if update == 0:
+                    write_evaluation(run, "evaluation_before", rows)
 
             generated: list[Rollout] = []  # by this process, for this update
             # Without filter_groups, there is one round, of this process's rows. With it, groups whose scores differ
@@ -360,8 +361,8 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
         evaluation, rows = rlvr_metrics.evaluate(
             args, held_out, sampler.respond, tokenizer, ids, accelerator, with_samples=True
         )
+    write_evaluation(run, "evaluation", rows)
     if accelerator.is_main_process:
-        (run.folder / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with input_errors(f"{run.models} cannot be saved; the checkpoints are kept"):
             save_models(run.models, actor_critic, adapters, tokenizer, args)
     names = ["scores", "kl"] if reference else ["scores"]

@@ -77,6 +77,9 @@ def test_a_run_leaves_metrics_samples_evaluation_and_models(critic, tiny_sums):
     meta = meta_of(this_run)
     solved, held_out = rows_of(this_run / "evaluation.jsonl"), rows_of(tiny_sums / "problems_test.jsonl")
     assert [row["prompt"] for row in solved] == [row["question"] + "\n" for row in held_out[:8]]
+    first = rows_of(this_run / "evaluation_before.jsonl")
+    assert [row["prompt"] for row in first] == [row["prompt"] for row in solved]
+    assert rows[0]["eval/mean@2"] == pytest.approx(sum(row["right_samples"] for row in first) / 16)
     results, right = meta["results"], [row["right_samples"] / 2 for row in solved]
     assert results["eval/gsm8k_strict"] == sum(row["gsm8k_strict"] for row in solved) / 8
     assert results["eval/mean@2"] == pytest.approx(sum(right) / 8) == results["eval/pass@1"]

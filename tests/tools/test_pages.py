@@ -1,5 +1,7 @@
 """benchmark/pages.py writes pages from code and committed numbers, which are those of scipy and of the files."""
 
+import runpy
+
 import pandas as pd
 import pytest
 import scipy.stats
@@ -54,6 +56,39 @@ def test_numbers_without_rows_or_with_other_seeds_are_refused(tmp_path):
     (tmp_path / "page.md.jinja").write_text("{{ nobody }}")
     with pytest.raises(UndefinedError, match="nobody"):
         pages.rendered(tmp_path / "page.md.jinja")
+
+
+def test_the_site_is_linked_once_somebody_publishes_it():
+    plain, linked = "the project's site.", "the [project's site](https://o.github.io/n/)."
+    for page in (plain, linked):
+        assert pages.with_site(page, "https://github.com/o/n") == linked
+        assert pages.with_site(page, "") == plain
+
+
+LINKS = {  # of docs/chapter1.md -> where they lead on the site; None: left as text
+    "#the-clip": "#the-clip",
+    "https://x.org/y.md": "https://x.org/y.md",
+    "../README.md": "../index.html",
+    "README.md#licences": "../docs/index.html#licences",
+    "reference/chapter1.md#D54": "../docs/reference/chapter1.html#D54",
+    "../static/demo/report.html": "../static/demo/report.html",
+    "../static/demo-tools": None,
+    "../benchmark/results/tales/curves.csv": "../benchmark/results/tales/curves.csv",
+    "../benchmark/results/tools/tools.md": None,
+    "../ppo_rlhf/loop.py": None,
+    "../benchmark/README.md#x": None,
+}
+
+
+@pytest.mark.parametrize("uri", LINKS)
+def test_links_of_the_site(uri):
+    """Those that leave it lead to the repository, if one is named."""
+    link = runpy.run_path(str(ROOT / "docs/conf.py"))["link"]
+    link.__globals__["REPOSITORY"] = ""
+    assert link("docs/chapter1.md", uri) == LINKS[uri]
+    link.__globals__["REPOSITORY"] = "https://x.org/r"
+    outside = f"https://x.org/r/blob/HEAD/{uri.removeprefix('../')}"
+    assert link("docs/chapter1.md", uri) == (LINKS[uri] or outside)
 
 
 def test_arguments_have_their_defaults():

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import html
 import json
 import os
 import re
@@ -190,7 +191,7 @@ def test_texts_of_a_run_are_text(tmp_path):
 
 def held_out(page: str) -> list[dict[str, str]]:
     """What the page says of each held-out query."""
-    cards = page.split('id="texts"')[1].split("</section>")[0].split("<article")[1:]
+    cards = page.split('id="texts"')[1].split("</section>")[0].split("<details")[1:]
     return [dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", card)) for card in cards]
 
 
@@ -200,10 +201,12 @@ def test_a_held_out_post_has_the_summaries_before_and_after(tmp_path):
     sft, other = post | {"response": "of SFT", "scores": -0.5}, post | {"query": "another post", "response": "x"}
     write_rows(folder / "evaluation_before.jsonl", sft)
     before = {"query": "a post", "reference": "in short", "reference scores": "1.0"}
-    before |= {"response before PPO": "of SFT", "scores before PPO": "-0.5"}
+    before |= {"response before": "of SFT", "scores before": "-0.5"}
     assert held_out(write_report(folder)) == [before]  # a run that is not finished
     write_rows(folder / "evaluation.jsonl", other, post | {"response": "after", "scores": 2.5, "gold_scores": 3.0})
-    one, both = held_out(write_report(folder))
+    one, both = held_out(page := write_report(folder))
+    summaries = re.findall(r"<summary>(.*?)</summary>", page.split('id="texts"')[1])
+    assert [re.sub("<.*?>", "", text) for text in summaries[:2]] == ["x ", "after score -0.5 → 2.5, gold score 3"]
     assert both == before | {"response": "after", "scores": "2.5", "gold scores": "3.0"}
     assert one["query"] == "another post" and one["response"] == "x" and "scores" not in one
 
@@ -369,9 +372,118 @@ def test_a_run_without_traces_says_so_and_has_curves(tmp_path):
     (folder / "metrics.csv").write_text("step,eval/pass@2\n0,0.25\n1,0.25\n2,0.5\n3,0.5\n")
     page = write_report(folder)
     data = data_of(page)
-    assert "<h1>rlvr_policy on texts</h1>" in page and "There are no traces" in page and data["updates"] == []
+    assert "<h1>PPO on texts</h1>" in page and "There are no traces" in page and data["updates"] == []
     [line] = data["figures"][0]["data"]
     assert (line["x"], line["y"]) == ([0, 2, 4], [0.25, 0.5, 0.75])
+
+
+HEADLINES = {  # script, arguments of rewards, each metric of the first update and of the last ones
+    "A reward model's score rose from 0.5 to 2.4; what people would say, the gold score, fell from 6.0 to 0.1": (
+        *("train_policy", REWARDS),
+        {"objective/score": (0.51, 2.4), "objective/scores": (0.51, 2.4), "objective/gold_scores": (6, 0.1)},
+    ),
+    "The score stayed at 0.25; right or wrong, which only watches, rose from -0.5 to 1.0": (
+        *("tldr_policy", {"function": "a:b", "monitor": "a.b:right_or_wrong"}),
+        {"objective/kl": (-0.001, 9), "objective/scores": (0.2501, 0.2502), "objective/right_or_wrong": (-0.5, 1)},
+    ),
+    "The share of correct answers to problems that no update saw rose from 57 % to 85 %; "
+    "the score fell from 0.5 to -2.0": (
+        *("rlvr_policy", {"verifier": "boxed"}),
+        {"objective/scores": (0.5, -2), "eval/boxed": (0.57, 0.85)},
+    ),
+    "The share of choices that a reward model gets right rose from 25 % to 50 %; the loss fell from 1.4 to 1.0": (
+        *("train_reward", {}),
+        {"train/loss": (1.39, 0.98), "train/accuracy": (0.25, 0.5)},
+    ),
+    "The correlation of a reward model's scores with ratings rose from 0.00 to 0.36": (
+        *("train_reward", {}),
+        {"train/corr": (-0.004, 0.36)},
+    ),
+    "The loss fell from 2.1 to 0.9": ("tldr_sft", {}, {"train/sft/loss": (2.1, 0.9)}),
+}
+
+
+@pytest.mark.parametrize("expected", HEADLINES)
+def test_the_headline_says_in_words_what_happened(expected, tmp_path):
+    """What a run has reached is the mean of its last ten rows, but the last one of evaluations."""
+    script, rewards, metrics = HEADLINES[expected]
+    write_meta(tmp_path, script, rewards=rewards, task={"posts": "some/where"})
+    of_rows = [
+        [first, *([first] * 9 + [last] if name.startswith("eval/") else [last + 7, last - 7] * 5)]
+        for name, (first, last) in metrics.items()
+    ]
+    write_table(tmp_path / "metrics.csv", ["step", *metrics], *zip(range(11), *of_rows, strict=True))
+    page = write_report(tmp_path)
+    (found,) = re.findall("<h1>(.*?)</h1>", page)
+    assert html.unescape(found).replace("\xa0", " ") == expected and f"<title>{found}</title>" in page
+    method = {"train_reward": "A reward model", "tldr_sft": "Supervised fine-tuning"}.get(script, "PPO")
+    assert f'<p class="story">{method} on where (chapter ' in page and "-0.00 →" not in page
+
+
+def test_small_curves_reach_0():
+    assert report.page.points([2.0, -2.0, 0.0]) == "0.0,0.0 50.0,20.0 100.0,10.0"
+    assert report.page.points([0.5, 1.0]) == "0.0,10.0 100.0,0.0"
+    assert len(report.page.points([1.0] * 1_501).split()) <= 100
+
+
+def write_answers(folder: Path, script: str, gains: list[float], gold_gains: list[float] | None) -> None:
+    """Held-out answers before and after, as a run of this script leaves them. At first all have 10, and gold -5."""
+    score = {"train_policy": "score", "tldr_policy": "scores", "rlvr_policy": "boxed"}[script]
+    gold = "gold" if script == "train_policy" else "gold_scores"
+    before, after = (
+        [
+            {"response": f"{text} {i}", score: 10.0 + share * gain}
+            | ({gold: -5.0 + share * gold_gains[i]} if gold_gains else {})
+            for i, gain in enumerate(gains)
+        ]
+        for text, share in (("worse", 0), ("better", 1))
+    )
+    queries = [{"prompt" if script == "rlvr_policy" else "query": f"query {i}"} for i in range(len(gains))]
+    if script == "train_policy":
+        sides = [
+            {f"{model} {name}".removesuffix(" response"): value for name, value in row.items()}
+            for model, rows in (("base", before), ("policy", after))
+            for row in rows
+        ]
+        rows = zip(queries, sides[: len(gains)], sides[len(gains) :], strict=True)
+        write_rows(folder / "comparison.jsonl", *(query | base | policy for query, base, policy in rows))
+    else:
+        for name, rows in (("evaluation_before", before), ("evaluation", after)):
+            write_rows(folder / f"{name}.jsonl", *(query | row for query, row in zip(queries, rows, strict=True)))
+
+
+# Which query has the median gain, its scores before and after, and what the page says of all. Equal gains of the gold
+# score are in the order of the score: in the first row -1 (2), 2 (1), 2 (3), 2 (4), 8 (-9).
+MEDIANS = [
+    ([8, 2, 2, -1, 2], 4, "score 10.00, gold score -5.00", "score 13.00, gold score -3.00", "gold score", 4, "."),
+    (
+        [0, 0, 0, 5, -1],
+        3,
+        "score 10.00, gold score -5.00",
+        "score 12.00, gold score 0.00",
+        "gold score",
+        1,
+        " of those",
+    ),
+    (None, 3, "score 10.00", "score 12.00", "score", 4, "."),
+]
+
+
+@pytest.mark.parametrize("script", ["train_policy", "tldr_policy", "rlvr_policy"])
+@pytest.mark.parametrize(("gold", "chosen", "before", "after", "word", "rose", "end"), MEDIANS)
+def test_the_example_has_the_median_gain(script, gold, chosen, before, after, word, rose, end, tmp_path):
+    write_meta(tmp_path, script, rewards={"monitor": "a:gold_scores", "verifier": "boxed"})
+    write_answers(tmp_path, script, [-9, 1, 4, 2, 3], gold)
+    example = re.search(r'<article class="card example">(.*?)</article>', write_report(tmp_path), re.DOTALL)[1]
+    assert re.findall('class="text.*?">(.*?)<', example) == [
+        f"{text} {chosen}" for text in ("query", "worse", "better")
+    ]
+    assert re.findall("<b .*?>(.*?)<", example) == [f"before training, {before}", f"after training, {after}"]
+    assert (
+        f"Of 5 queries that were answered before and after training, the {word} of the answer rose for {rose} and "
+        in example
+    )
+    assert f"fell for 1. This one has the median gain{end}" in example
 
 
 def test_a_run_that_has_just_begun_or_writes_on_has_a_page(tmp_path):
@@ -419,27 +531,39 @@ def background(page, token: int) -> str:
     return page.locator(".token").nth(token).evaluate("e => e.style.backgroundColor")
 
 
+@pytest.mark.parametrize("stopped", [(True, False), (False, False)])
+def test_where_the_page_opens(stopped, shown, tmp_path):
+    """Where the advantage times 1 less the probability is farthest from 0.
+
+    Of all scored tokens after the first update; in responses that end, if there are any.
+    """
+    folder = make_run(tmp_path / "a")
+    for update in UPDATES:
+        path = traces.path_of(folder, update)
+        advantages = tensors_of(path)["epochs.advantages"]
+        advantages[:, 1] += 9  # of the response that doesn't end
+        change(path, **{"episodes.stopped": torch.tensor(stopped), "epochs.advantages": advantages})
+    places = [
+        ((tokens["advantages"].abs() * (1 - tokens["logprobs"].exp()))[episode, token].item(), update, episode, token)
+        for update in UPDATES[1:]
+        for tokens in [written(folder, update)]
+        for episode, count in enumerate((3, 5))
+        for token in range(count)
+        if stopped[episode] or not any(stopped)
+    ]
+    _, update, episode, token = max(places)
+    page = shown(folder)
+    assert page.locator("#update-number").inner_text() == str(update)
+    reason = page.locator("#reason").text_content()
+    assert reason.startswith(f"The page opens on update {update}, episode {episode + 1}, token {token + 1}. ")
+    assert ("in responses that end" in reason) == any(stopped)
+
+
 def test_the_token_view_follows_the_reader(shown, tmp_path):
     folder = make_run(tmp_path / "a")
     page = shown(folder)
     trace = written(folder, 5)
 
-    # The page opens where the advantage times 1 less the probability is farthest from 0, of all scored tokens after
-    # the first update.
-    places = [
-        (abs(tokens["advantages"] * (1 - tokens["logprobs"].exp()))[episode, token].item(), update, episode, token)
-        for update in UPDATES[1:]
-        for tokens in [written(folder, update)]
-        for episode, count in enumerate((3, 5))
-        for token in range(count)
-    ]
-    _, update, episode, token = max(places)
-    assert page.locator("#update-number").inner_text() == str(update)
-    assert (
-        page.locator("#reason")
-        .inner_text()
-        .startswith(f"The page opens on update {update}, episode {episode + 1}, token {token + 1}. ")
-    )
     # The slider changes the update.
     page.select_option("#episode", "0")
     page.locator("#update").press("End")
@@ -515,25 +639,40 @@ def test_what_the_losses_do_not_count_is_marked(shown, tmp_path):
     assert signs(page, "stop", "masked", "tool") == ["", "masked tool", "stop", "masked"]
 
 
-def test_the_first_screen_says_what_happened(shown, tmp_path):
-    """Score and gold score before and after; one query and its answers; curves."""
-    folder = make_run(tmp_path / "a")
-    for_each = {"base": "worse", "base score": 0.5}
-    values = (1, 2, -3, -4, 0.5)
-    rows = [for_each | {"query": f"query {i}", "policy": f"better {i}", "policy score": i} for i in values]
-    write_rows(folder / "comparison.jsonl", *rows)
-    page = shown(folder, viewport={"width": 1280, "height": 900})
+@pytest.mark.parametrize("traced", [True, False])
+def test_the_first_screen_says_what_happened(traced, shown, tmp_path):
+    """The headline, numbers before and after, a query with its answers, and a token's derivation or a curve."""
+    folder = make_run(tmp_path / "a", traced=traced)
+    write_answers(folder, "train_policy", [1, 2, 3], [4, 5, 6])
+    page = shown(folder, viewport={"width": 1200, "height": 900})
     scores = [row["objective/scores"] for row in metrics_of(folder)]
     tile = page.locator(".tile", has=page.get_by_text("Score", exact=True))
     before, after = tile.locator("b").inner_text().split(" → ")
     assert (float(before), float(after)) == pytest.approx((scores[0], sum(scores) / 6), abs=0.006)
+    assert page.locator("h1").inner_text().startswith("A reward model's score ")
     assert "Gold score" in page.locator(".tiles").inner_text()
-    example = page.locator(".example").inner_text()
-    assert " 2 scored higher the second time and 2 lower" in example
-    assert "query 1" in example and "worse" in example and "better 1" in example and "score 0.50" in example
-    assert page.locator("#outcome .plot").count() == 2
-    below = page.locator("#outcome").bounding_box()
-    assert below["y"] + below["height"] < 900
+    seen = [page.locator("h1"), tile.locator("polyline"), page.locator(".example")]
+    if traced:
+        seen += [page.locator(".token.chosen"), *page.locator("#lines .line").all()[:4]]
+    else:
+        seen += [page.locator("#plot-0")]
+    for element in seen:
+        place = element.bounding_box()
+        assert place["y"] >= 0 and place["y"] + place["height"] <= 900 and place["x"] + place["width"] <= 1200
+    assert page.locator("#plot-1").is_visible() and tile.locator("polyline").bounding_box()["width"] > 50
+
+
+def test_on_a_phone_long_parts_are_folded_at_first(shown, tmp_path):
+    folder = make_run(tmp_path / "a")
+    write_answers(folder, "train_policy", [*range(20)], [*range(20)])
+    page = shown(folder, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    plot, text = page.locator("#plot-1"), page.locator("#texts dd", has_text="worse 7")
+    assert not plot.is_visible() and not text.is_visible()
+    page.locator("#all-curves > summary").tap()
+    page.locator("#texts summary", has_text="better 7").tap()
+    assert text.is_visible()
+    page.wait_for_function("document.querySelector('#plot-1 .curve').getBoundingClientRect().width > 200")
 
 
 def test_on_a_phone_the_derivation_is_below_the_token_that_was_tapped(shown, tmp_path):
