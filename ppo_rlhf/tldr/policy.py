@@ -282,6 +282,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
     )
     controller = AdaptiveKLController(shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon)
 
+    # A few rows at a time, as few_rows_at_a_time of chapter 1, but of similar length.
     by_length = partial(packing.by_length, model=actor_critic, pad_id=ids.pad, rows=ppo.local_rollout_batch_size)
 
     run = Run(args, accelerator, dataclasses.asdict(sizes), timestamp)
@@ -361,7 +362,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
                 source_scores = score(queries, responses, references)
                 if monitor:
                     monitored = monitor(queries, responses, references)
-            # [X18] A function's scores get the scale that a normalised reward model has; another's stay as they are.
+            # [X18] Scores of a function, or of a reward model from elsewhere, get the scale of a normalised one.
             raw_scores = (source_scores - score_mean) / score_std
             stopped = has_stop(responses, ids.stops, 0)
             scores = punish_missing_eos(
@@ -409,7 +410,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             "eos_rate": stopped,
             "response_length": mask.sum(1),
             "raw_scores": raw_scores,
-            # rounding, if sampler and reader agree
+            # If sampler and reader agree, this is rounding.
             "sampler_gap": (logprobs - sampled_logprobs).abs().masked_fill(~mask, 0).sum(1) / mask.sum(1),
         }
         if has_own_scale(shaping):
@@ -418,7 +419,7 @@ def train(args: Args, timestamp: int | None = None) -> Path:
             objectives[monitor_name(args)] = monitored
         metrics = update_metrics(objectives, stats, controller.value, accelerator)
         metrics["lr"] = optimizer.param_groups[0]["lr"]
-        # Episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
+        # These are episodes so far, and episodes per second since the start.   TRL ppo_trainer.py#L660-L911
         metrics["episode"] = (update + 1) * sizes.batch
         metrics["time"] = run.seconds()
         metrics["eps"] = metrics["episode"] / metrics["time"]
@@ -694,8 +695,8 @@ def compute_rewards(
     kl = -x if kl_estimator == "k1" else torch.expm1(x) - x
     non_score_rewards = -kl_coef * kl
     # [T43] The score is the reward of the step after the last token, where there is one. The critic starts as the
-    #       reward model, so its value there is the score already, and at first no token gets credit for it.
-    #       ppo.py#L679-L685
+    #       reward model, so its value there is the score already, and the error (delta) of that step is 0: tokens get
+    #       their credit from how the critic's values change.   ppo.py#L679-L685
     # The place after each token, 0 where masked: (batch, response_length).
     step_after = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
     position = step_after.max(1, keepdim=True).values.clamp(max=mask.shape[1] - 1)  # (batch, 1)
@@ -716,7 +717,8 @@ def compute_advantages(
     if ppo.whiten_rewards:
         rewards = whiten(rewards, value_mask, keep_mean=True, reduce=reduce)
     advantages, returns = compute_gae(rewards, values, value_mask, gamma=ppo.gamma, lam=ppo.lam)
-    # [X25] Over the whole minibatch, on all processes.
+    # [X25] Advantages are whitened over the whole minibatch, on all processes: tokens alone count, while whitened
+    #       rewards include the step after the last token, which has the score.
     return whiten(advantages, mask, keep_mean=False, reduce=reduce), returns
 
 
@@ -726,7 +728,7 @@ def whiten(values: Tensor, mask: Tensor, *, keep_mean: bool, reduce: Callable[[T
     values, mask: (batch, response_length). The variance is biased [T52], and 1e-8 is added to it. reduce: sums a
     tensor over all processes.
     """
-    # [T44] The masked mean and variance.   ppo.py#L235-L241, ppo.py#L687-L704
+    # [T44] Mean and variance are those of what counts.   ppo.py#L235-L241, ppo.py#L687-L704
     count = reduce(mask.sum())
     mean = reduce(values.masked_fill(~mask, 0).sum()) / count
     variance = reduce(((values - mean) ** 2).masked_fill(~mask, 0).sum()) / count
@@ -745,7 +747,7 @@ def compute_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
     """
     # [T44] Whatever comes after is set to 0, so that nothing leaks in.   ppo.py#L235-L241, ppo.py#L687-L704
     rewards, values = rewards.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
-    # [D56] [D57] Backwards in time; returns are advantages before whitening, plus values.
+    # [D56] [D57] The loop runs backwards in time; returns are advantages before whitening, plus values.
     #       OAI train_policy.py#L327-L336
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])  # (batch,)
@@ -767,7 +769,7 @@ def policy_loss(
     Returns the loss, the share of clipped tokens, and approxkl = half the mean of (new - old)^2, the last two
     detached.
     """
-    # [T45] Sums over what counts, divided by the count of the whole minibatch.   ppo.py#L731-L759
+    # [T45] The loss is the sum over what counts, divided by the count of the whole minibatch.   ppo.py#L731-L759
     log_ratio = (new_logprobs - logprobs).masked_fill(~mask, 0)  # (batch, response_length)
     advantages, ratio = advantages.masked_fill(~mask, 0), torch.exp(log_ratio)
     losses = -advantages * ratio
@@ -784,7 +786,7 @@ def value_loss(
 
     All tensors are (batch, response_length), mask that of the values. count: what the sum is divided by.
     """
-    # [T45] Sums over what counts, divided by the count of the whole minibatch.   ppo.py#L731-L759
+    # [T45] The loss is the sum over what counts, divided by the count of the whole minibatch.   ppo.py#L731-L759
     new_values, values, returns = (tensor.masked_fill(~mask, 0) for tensor in (new_values, values, returns))
     clipped_values = torch.clamp(new_values, values - cliprange_value, values + cliprange_value)
     losses = (new_values - returns) ** 2  # (batch, response_length)
@@ -940,7 +942,7 @@ def update_metrics(
     }
     shares["val/num_eos_tokens"] = objectives["eos_rate"].sum()  # summaries that end
     metrics = sum_over_processes(shares | stats, accelerator)
-    # [X34] Variances over all tokens and values.
+    # [X34] Variances are over all tokens and values.
     metrics["val/first_ratio_gap"] = math.sqrt(metrics.pop("first_squared_ratio_gap"))
     metrics["val/ratio_var"] = metrics.pop("squared_ratio_gap") - (metrics["val/ratio"] - 1) ** 2
     metrics["val/var"] = metrics.pop("squared_value") - metrics["val/mean"] ** 2

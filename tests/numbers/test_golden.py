@@ -155,6 +155,7 @@ def test_sampler(name):
 
 @pytest.mark.parametrize("name", cases("case2_loss_"))
 def test_ppo_loss(name):
+    """One optimiser step of the original: advantages, returns, losses, statistics, gradients."""
     case, arrays = load_json("case2_loss_meta")[name], load_arrays(f"case2_loss_{name}")
     policy = golden_policy(case["model"])
     hyperparameters = ("vf_coef", "cliprange", "cliprange_value", "gamma", "lam", "whiten_rewards")

@@ -318,7 +318,7 @@ def test_a_run_that_failed_goes_on_as_if_nothing_had_happened(words, tiny_world,
 
 
 FILES = ("train_policy.py",)
-WHERE = ("train", "group_advantages", "draw_permutations", "ppo_update", "ppo_sizes", "sample_rows")
+WHERE = ("train", "group_advantages", "compute_gae", "draw_permutations", "ppo_update", "ppo_sizes", "sample_rows")
 MISTAKES = titles("train_policy.py", *WHERE)
 
 
