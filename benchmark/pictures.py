@@ -247,7 +247,7 @@ def draw_overoptimisation(figure: Figure) -> None:
     """Four policies of each number of comparisons, a line each; means over ten updates."""
     runs, panels = pages.table("overoptimisation/overoptimisation"), figure.subplots(1, 3, sharey=True)
     for axes, (labels, of_size) in zip(panels, runs.groupby("experiment", sort=False), strict=True):
-        for column, label, color in (("proxy", "reward model's score", ORANGE), ("gold", "gold score", BLUE)):
+        for column, label, color in (("proxy", "reward model's score", BLUE), ("gold", "gold score", ORANGE)):
             for _, policy in of_size.groupby("seed"):
                 smooth = policy[column].rolling(10, min_periods=1).mean()
                 axes.plot(policy["update"], smooth, color=color, linewidth=1.2, label=label)
