@@ -44,7 +44,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ppo_rlhf.loop_models import SHARED, lora_of, make_networks
-from ppo_rlhf.tldr import chat_templates, models, packing
+from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.policy import (
     FIRST_RATIO_TOLERANCE,
     Args,
@@ -218,9 +218,7 @@ class PPO:
             end_text=None,
             truncate_text=None,
         )
-        cuda = range(torch.cuda.device_count())
-        # This is a guest in somebody's program, whose random numbers and output stay theirs.
-        with in_arguments_of_loop(), quiet_library(), torch.random.fork_rng(cuda):
+        with in_arguments_of_loop(), as_a_guest():
             self.args, self.task = checked(plain(args)), checked(plain(task))
             self.accelerator = make_accelerator(dtype)
             self.tokenizer = tokenizer or models.load_tokenizer(self.args.base_model, trust_remote_code)
@@ -605,7 +603,7 @@ class PPO:
             "function": "",
             "reward_model": "",
         }
-        with quiet_library():
+        with as_a_guest():
             models.save_policy(folder, policy, adapters, self.tokenizer, info, weights=weights)
             models.save_critic(
                 folder / "critic", critic, self.tokenizer, info, trust_remote_code=trust, weights=weights
@@ -634,10 +632,8 @@ class PPO:
     def _ids(self, row: Text | Chat, what: str, start: list[int]) -> list[int]:
         """Token ids of a text, of messages, or as they are. start: what comes before every text."""
         if isinstance(row, list | tuple) and row and all(isinstance(message, Mapping) for message in row):
-            with input_errors(f"{what} is no chat, or the tokenizer has no chat template"):
-                row = chat_templates.apply(
-                    self.tokenizer, [*row], "the tokenizer's chat template", add_generation_prompt=True
-                )
+            with input_errors(f"{what} is no chat for the tokenizer's template"):
+                row = self.tokenizer.apply_chat_template([*row], tokenize=False, add_generation_prompt=True)
         if isinstance(row, str):
             tokens = self.tokenizer.encode(row, add_special_tokens=False)
             if tokens[: len(start)] != start:  # what a chat template has made begins with it
@@ -788,13 +784,14 @@ def in_arguments_of_loop() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_library() -> Iterator[None]:
-    """Within the block, transformers prints no tables and no bars; after it, it prints what it did before."""
+def as_a_guest() -> Iterator[None]:
+    """Within the block, transformers prints no tables and no bars; after it, PyTorch's random numbers go on."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:

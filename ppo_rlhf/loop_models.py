@@ -102,6 +102,13 @@ def make_networks(
     A loaded policy is changed in place, a loaded reference is copied. Messages name the model --base_model.
     """
     adapters = model if is_of_peft(model) else None
+    if adapters is not None and lora is not None:
+        raise InputError("the model has adapters already; leave lora out")
+    if adapters is not None or lora is not None:
+        if reference is not None:
+            raise InputError("with lora, the reference is the policy without its adapters; leave it out")
+        if args.frozen_bfloat16 and args.dtype != "bfloat16":
+            raise InputError(f"with lora, frozen_bfloat16 needs dtype bfloat16, not {args.dtype}")
     policy = language_model(model, args)
     if lora is not None:
         adapters = models.add_adapters(policy, lora, args.seed)
