@@ -245,6 +245,13 @@ def test_the_expected_gradient_is_that_of_the_expected_sum_of_rewards(
     assert largest > 1e-2 if place == "before its token" else largest < 1e-7
 
 
+def test_rewards_are_at_their_tokens(model):
+    batch = PPO(model, **SIZES).batch(QUERIES[:2], [[1, 2, 3, 4, 5], [6, 7, 8]], [[1, 0, 0, 1, 0], [1, 1, 1]])
+    placed = loop.place_rewards(batch, [[(0, 0.5), (3, 1.5), (5, 2.5)], [0.1, 0.2, 0.3]])
+    assert placed.tolist() == [[0.5, 0, 0, 1.5, 2.5, 0], [0.1, 0.2, 0.3, 0, 0, 0]]
+    assert loop.place_rewards(batch, [[], [(3, 7)]]).tolist() == [[0] * 6, [0, 0, 0, 7, 0, 0]]
+
+
 def test_a_score_is_a_reward_of_the_step_after_the_last_token_bit_for_bit(model):
     """Of the policy's last one, whoever speaks then; with minibatches, whitened rewards and several epochs."""
     ids, mask = [[1, 2, 3, 4, 5], [6, 7, 8]] * 2, [[1, 0, 0, 1, 0], [1, 1, 1]] * 2
@@ -435,11 +442,13 @@ def test_a_stored_state_and_a_stored_batch_go_on_with_the_same_numbers(model, tm
     assert one.controller.value != 0.3
 
 
-def test_a_state_has_the_reference(model):
+def test_a_state_has_the_reference_and_moments_that_are_not_shared(model):
     plain, other = PPO(model, **SIZES), PPO(model, **SIZES)
+    plain.step(plain.generate(QUERIES), SCORES)
     other.reference.lm_backbone.get_output_embeddings().weight.data.zero_()
     other.load_state_dict(plain.state_dict())
     assert plain.step(plain.generate(QUERIES), SCORES) == other.step(other.generate(QUERIES), SCORES)
+    assert same(weights_of(plain.actor_critic), weights_of(other.actor_critic))
 
 
 # ---- What a person's loop needs --------------------------------------------------------------------------------
