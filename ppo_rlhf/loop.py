@@ -20,16 +20,13 @@ and whitening are over all of them together.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
-import operator
-import re
 import tempfile
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,8 +38,20 @@ from accelerate.tracking import filter_trackers
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
+from ppo_rlhf.loop_inputs import (
+    Chat,
+    Reward,
+    Text,
+    as_a_guest,
+    in_arguments_of_loop,
+    name_of,
+    place_rewards,
+    plain,
+    read_scores,
+    refuse,
+    token_rows,
+)
 from ppo_rlhf.loop_models import SHARED, lora_of, make_networks
 from ppo_rlhf.tldr import models, packing
 from ppo_rlhf.tldr.policy import (
@@ -57,7 +66,6 @@ from ppo_rlhf.tldr.policy import (
     update_metrics,
 )
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until
-from ppo_rlhf.tldr.reward_functions import LARGEST_SCORE
 from ppo_rlhf.tldr.shares import sum_over_processes
 from ppo_rlhf.train_policy import (
     AdaptiveKLArgs,
@@ -72,7 +80,6 @@ from ppo_rlhf.train_policy import (
     input_errors,
     make_accelerator,
     padded,
-    start_of_texts,
     to_texts,
     vocabulary_size,
     weights_dtype,
@@ -81,10 +88,6 @@ from ppo_rlhf.train_reward import RewardModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel  # slow to import, and used by few
-
-Text = str | Sequence[int] | Tensor  # a text, or its token ids, which are taken as they are
-Chat = Sequence[Mapping[str, str]]  # messages, to which the response is the assistant's reply
-Reward = float | tuple[int, float]  # of a token; or the index of a token in its response, and a reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -473,7 +476,8 @@ class PPO:
         try:
             self._check_batch(batch)
             given = read_scores([0.0] * len(batch.responses) if scores is None else scores, len(batch.responses))
-            placed = place_rewards(batch, rewards)
+            lengths = [len(ids) for ids in batch.response_ids]
+            placed = place_rewards(batch.rollout.mask.cpu(), lengths, rewards)
             if scores is None and rewards is None:
                 raise InputError("step needs scores or rewards")
         except InputError as error:
@@ -613,37 +617,7 @@ class PPO:
 
     def _tokens(self, rows: Sequence[Text | Chat], what: str) -> Tensor:
         """Token ids (rows, longest), with padding at the end; of queries with what the tokenizer puts before them."""
-        listed = [] if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) else [*rows]
-        if not listed:
-            raise InputError(
-                f"{what} must be a list with a text, messages or a list of token ids for each episode, such as the "
-                f"input_ids that a tokenizer returns without padding"
-            )
-        pad = self.tokenizer.pad_token_id
-        if getattr(rows, "ndim", 1) == 2 and pad is not None:  # a tensor, maybe of a collator that pads
-            for column in (rows[:, 0] == pad, rows[:, -1] == pad):
-                if column.any() and not column.all():
-                    raise InputError(f"{what} are padded with token {pad}; give lists of token ids without padding")
-        start = start_of_texts(self.tokenizer) if what == "queries" else []
-        return padded(
-            [self._ids(row, f"{what}: number {number}", start) for number, row in enumerate(listed, 1)], self.pad_id
-        ).to(self.accelerator.device)
-
-    def _ids(self, row: Text | Chat, what: str, start: list[int]) -> list[int]:
-        """Token ids of a text, of messages, or as they are. start: what comes before every text."""
-        if isinstance(row, list | tuple) and row and all(isinstance(message, Mapping) for message in row):
-            with input_errors(f"{what} is no chat for the tokenizer's template"):
-                row = self.tokenizer.apply_chat_template([*row], tokenize=False, add_generation_prompt=True)
-        if isinstance(row, str):
-            tokens = self.tokenizer.encode(row, add_special_tokens=False)
-            if tokens[: len(start)] != start:  # what a chat template has made begins with it
-                tokens = [*start, *tokens]
-        else:
-            tokens = row.tolist() if hasattr(row, "tolist") else row  # of torch or numpy
-        is_list = isinstance(tokens, list | tuple) and len(tokens) > 0
-        if not is_list or not all(type(token) is int and 0 <= token < self.pad_id for token in tokens):
-            raise InputError(f"{what} must be a text or a list of ids in 0..{self.pad_id - 1}, not empty")
-        return [*tokens]
+        return padded(token_rows(rows, what, self.tokenizer), self.pad_id).to(self.accelerator.device)
 
     def _texts(self, responses: Tensor) -> list[str]:
         """Responses (batch, response_length) as texts, without the tokens that end them."""
@@ -673,129 +647,6 @@ class PPO:
         """This process's rows of what all have together."""
         rank = self.accelerator.process_index
         return slice(rank * local_batch, (rank + 1) * local_batch)
-
-
-# ---- Scores and rewards ----------------------------------------------------------------------------------------
-
-
-def listed(numbers: Any, what: str) -> list[Any]:
-    """What is in a list, a tensor, a column or a generator."""
-    if isinstance(numbers, str | bytes | Mapping | set | frozenset) or not isinstance(numbers, Iterable):
-        raise InputError(f"{what} must be a list of numbers, not a {type(numbers).__name__}")
-    return [number.detach() if isinstance(number, Tensor) else number for number in numbers]
-
-
-def finite(number: Any, what: str) -> float:
-    try:
-        number = float(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: of a longer tensor
-        raise InputError(f"{what} is no number; give a list of numbers: {error}") from error
-    if not abs(number) <= LARGEST_SCORE:
-        raise InputError(f"{what} is {number}; it must be a finite number")
-    return number
-
-
-def read_scores(scores: Any, batch: int) -> Tensor:
-    """Scores (batch,) in float64, finite."""
-    numbers = [finite(score, f"score {place}") for place, score in enumerate(listed(scores, "scores"), 1)]
-    if len(numbers) != batch:
-        raise InputError(f"there are {len(numbers)} scores for {batch} responses")
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def place_rewards(batch: Batch, rewards: Any) -> Tensor:
-    """Rewards (batch, response_length) in float64, each at its token or at the step after the last one; 0 elsewhere.
-
-    rewards: as `PPO.step` gets them; None: there are none.
-    """
-    mask = batch.rollout.mask.cpu()  # (batch, response_length)
-    placed = torch.zeros(mask.shape, dtype=torch.float64)
-    if rewards is None:
-        return placed
-    rows = listed(rewards, "rewards")
-    if len(rows) != len(mask):
-        raise InputError(f"there are {len(rows)} lists of rewards for {len(mask)} responses")
-    for row, (given, ids) in enumerate(zip(rows, batch.response_ids, strict=True)):
-        what = f"rewards of response {row + 1}"
-        for index, reward in pairs_of(given, len(ids), what):
-            # The step after the last token is that of the policy's last one, whoever speaks after it.
-            column = int(mask[row].nonzero().max()) + 1 if index == len(ids) else index
-            if not 0 <= index <= len(ids) or (index < len(ids) and not mask[row, index]):
-                raise InputError(f"{what}: {index} is no token of the policy's, nor {len(ids)}, the step after all")
-            placed[row, column] += finite(reward, f"{what}: that of {index}")
-    return placed
-
-
-def pairs_of(given: Any, length: int, what: str) -> list[tuple[int, Any]]:
-    """Pairs of an index and a reward, from pairs or from a number for each of `length` tokens."""
-    entries = listed(given, what)
-    if any(isinstance(entry, tuple | list) for entry in entries):
-        try:
-            return [(operator.index(index), reward) for index, reward in entries]
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{what} must be numbers, or pairs of an index and a number: {error}") from error
-    if entries and len(entries) != length:
-        raise InputError(f"{what}: there are {len(entries)} for {length} tokens; each needs its own, or give pairs")
-    # A token of somebody else has 0 in such a list, which is no reward.
-    return [(index, reward) for index, reward in enumerate(entries) if reward != 0]
-
-
-# ---- Arguments -------------------------------------------------------------------------------------------------
-
-NOT_HERE = {
-    "top_k": "the ratio and the KL divergence are of the whole distribution; a lower temperature avoids rare tokens",
-    "top_p": "the ratio and the KL divergence are of the whole distribution; a lower temperature avoids rare tokens",
-    "max_new_tokens": "it is response_length here",
-    "batch_size": "a batch is as large as the list that step gets",
-}
-
-
-def refuse(others: dict[str, Any], what: str) -> None:
-    """Raise an InputError if there are arguments that nothing here has."""
-    for name in others:
-        reason = NOT_HERE.get(name, "docs/from_trl.md says what TRL's arguments are called here")
-        raise InputError(f"{what} has no argument {name}: {reason}")
-
-
-def name_of(model: Any) -> str:
-    """Of a model, for messages and for what is saved next to it."""
-    if isinstance(model, str | Path):
-        return str(model)
-    return str(getattr(model, "name_or_path", "") or type(model).__name__)
-
-
-def plain(value: Any) -> Any:
-    """Arguments with Python's numbers in place of NumPy's and PyTorch's."""
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
-    return value.item() if hasattr(value, "item") else value
-
-
-@contextlib.contextmanager
-def in_arguments_of_loop() -> Iterator[None]:
-    """Within the block, messages name the arguments of PPO in place of a script's: --ppo.lr becomes lr."""
-    try:
-        yield
-    except InputError as error:
-        names = {"base_model": "model", "target": "kl_target", "horizon": "kl_horizon"}
-        message = re.sub(r"--(?:\w+\.)*(\w+)", lambda found: names.get(found[1], found[1]), str(error))
-        raise InputError(message) from error
-
-
-@contextlib.contextmanager
-def as_a_guest() -> Iterator[None]:
-    """Within the block, transformers prints no tables and no bars; after it, PyTorch's random numbers go on."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 # ---- Plumbing --------------------------------------------------------------------------------------------------

@@ -245,11 +245,12 @@ def test_the_expected_gradient_is_that_of_the_expected_sum_of_rewards(
     assert largest > 1e-2 if place == "before its token" else largest < 1e-7
 
 
-def test_rewards_are_at_their_tokens(model):
-    batch = PPO(model, **SIZES).batch(QUERIES[:2], [[1, 2, 3, 4, 5], [6, 7, 8]], [[1, 0, 0, 1, 0], [1, 1, 1]])
-    placed = loop.place_rewards(batch, [[(0, 0.5), (3, 1.5), (5, 2.5)], [0.1, 0.2, 0.3]])
+def test_rewards_are_at_their_tokens():
+    """Of the policy's, or on the step after its last one, which the second response has at its end."""
+    mask = torch.tensor([[1, 0, 0, 1, 0, 0], [1, 1, 1, 0, 0, 0]]).bool()
+    placed = loop.place_rewards(mask, [5, 3], [[(0, 0.5), (3, 1.5), (5, 2.5)], [0.1, 0.2, 0.3]])
     assert placed.tolist() == [[0.5, 0, 0, 1.5, 2.5, 0], [0.1, 0.2, 0.3, 0, 0, 0]]
-    assert loop.place_rewards(batch, [[], [(3, 7)]]).tolist() == [[0] * 6, [0, 0, 0, 7, 0, 0]]
+    assert loop.place_rewards(mask, [5, 3], [[], [(3, 7)]]).tolist() == [[0] * 6, [0, 0, 0, 7, 0, 0]]
 
 
 def test_a_score_is_a_reward_of_the_step_after_the_last_token_bit_for_bit(model):
