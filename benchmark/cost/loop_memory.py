@@ -1,10 +1,10 @@
 """Memory of a loop of one's own with each kind of critic: measured with a small model, computed for one of 7B.
 
-    python benchmark/cost/loop_memory.py smollm2-135m       # each kind in a process of its own; some minutes
+    python benchmark/cost/loop_memory.py smollm2-135m       # each kind in a process of its own, for minutes
 
 Writes benchmark/results/loop_memory.json. Computed are weights, gradients and Adam's moments: 16 bytes for each
-weight that learns, and 4 for each that doesn't, or 2 in bfloat16. Measured is the peak of two steps, with loading and
-activations, less what a process without a model takes.
+weight that learns, and 4 for each that doesn't, or 2 in bfloat16. Measured is the peak of two optimiser steps, with
+loading and activations, less what a process without a model takes.
 """
 
 import json
@@ -30,7 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared with adapters": {"critic": "shared", **LORA},
 }
 LLAMA_7B = LlamaConfig()  # its defaults are those of Llama 2 7B
-QUERIES, RESPONSE_LENGTH = 8, 32
 
 
 def computed(config: Any) -> dict[str, float]:
@@ -54,9 +53,8 @@ def peak(model: str, kind: str) -> float:
     """Gigabytes that this process has taken at most; an empty kind has no model."""
     torch.set_num_threads(1)
     if kind:
-        ppo = PPO(model, response_length=RESPONSE_LENGTH, local_micro_batch_size=1, **KINDS[kind])
-        for _ in range(2):
-            ppo.step(ppo.generate(["The movie was"] * QUERIES), [float(row) for row in range(QUERIES)])
+        ppo = PPO(model, response_length=24, noptepochs=2, local_micro_batch_size=1, **KINDS[kind])
+        ppo.step(ppo.generate(["The movie was", "I had hoped that"]), [1.0, -1.0])
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
