@@ -26,7 +26,14 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.utils import logging
 from whole_runs import Whole
 
@@ -608,6 +615,9 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
     not_json.config.note = object()
     other = ppo.batch(QUERIES, [[1] * 7, [2, 3, 4], [5], [6, 7]], [[1] * 7, [1, 0, 0], [1], [1, 1]])
     state = ppo.state_dict()
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 29, "n_positions": 8, "eos_token_id": 28}
+    short = AutoModelForCausalLM.from_config(GPT2Config(**sizes, bos_token_id=None))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=29, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     wrong = {
         "score 2 is nan": partial(ppo.step, batch, [1.0, math.nan, 0.0, 0.0]),
         "3 scores for 4 responses": partial(ppo.step, batch, [1.0, 2.0, 3.0]),
@@ -617,7 +627,9 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "ids in 0..28": partial(ppo.batch, ["a"], [[29]]),
         "1 queries and 2 responses": partial(ppo.batch, ["a"], ["b", "c"]),
         "a token of the policy": partial(ppo.batch, ["a"], ["b"], [[0]]),
-        "reads at most": partial(ppo.generate, [[1] * 1000]),
+        "reads at most 64": partial(ppo.generate, [[1] * 1000]),
+        "reads at most 8": partial(PPO(model, reference=short, **SIZES).generate, [[1] * 3]),
+        "it must be a causal language model": partial(PPO, t5, tokenizer=tokenizer),
         "response_length 0: Input should be greater than 0": partial(ppo.generate, QUERIES, response_length=0),
         "dtype float16: Input should be 'float32'": partial(PPO, model, dtype="float16"),
         "queries must be a list": partial(ppo.generate, []),
@@ -700,7 +712,7 @@ def without_numbers(text: str) -> list[str]:
     return re.findall(r"(?m)(?:^|step )#: [^\n]*", re.sub(r"-?\d+(\.\d+)?", "#", text))
 
 
-@pytest.mark.parametrize("place", range(4), ids=["reward", "person", "classifier", "game"])
+@pytest.mark.parametrize("place", range(5), ids=["reward", "person", "classifier", "game", "turns"])
 def test_the_programs_of_the_page_run_as_they_stand(tiny_world, tmp_path, monkeypatch, capsys, place):
     (code, printed), words = PROGRAMS[place], []
     if place == 2:
