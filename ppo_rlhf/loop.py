@@ -200,12 +200,12 @@ class PPO:
             local_micro_batch_size=local_micro_batch_size,
             local_rollout_batch_size=local_rollout_batch_size,
         )
-        horizon = int(kl_horizon) if kl_horizon == int(kl_horizon) else kl_horizon  # TRL's default is a float
-
+        whole = isinstance(kl_horizon, float) and kl_horizon.is_integer()  # as TRL's default is
+        adaptive_kl = AdaptiveKLArgs(target=kl_target, horizon=int(kl_horizon) if whole else kl_horizon)
         lora = lora_of(lora)
         args = Args(
             base_model=name_of(model),
-            rewards=RewardsArgs(kl_coef=kl_coef, adaptive_kl=AdaptiveKLArgs(target=kl_target, horizon=horizon)),
+            rewards=RewardsArgs(kl_coef=kl_coef, adaptive_kl=adaptive_kl),
             ppo=ppo,
             lora=lora if isinstance(lora, models.LoraArgs) else models.LoraArgs(),
             dtype=dtype,
@@ -245,7 +245,10 @@ class PPO:
             warnings.warn("lr, adam_eps and weight_decay do nothing: optimizer makes its own", stacklevel=2)
         if max_grad_norm is not None:
             self.optimizer.register_step_pre_hook(partial(clip, parameters=parameters, most=max_grad_norm))
-        self.controller = AdaptiveKLController(kl_coef, kl_target, kl_horizon)
+        shaping = self.args.rewards
+        self.controller = AdaptiveKLController(
+            shaping.kl_coef, shaping.adaptive_kl.target, shaping.adaptive_kl.horizon
+        )
         self.steps = 0
         self.draws = 0  # calls of generate, each with noise of its own
         self.broken = ""  # why nothing can go on, if an update has not come to its end

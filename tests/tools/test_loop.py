@@ -421,14 +421,17 @@ def test_adapters_save_nothing_of_the_critic(model, tiny_models, tiny_tokenizer,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stored_state_and_a_stored_batch_go_on_with_the_same_numbers(model, tmp_path, kind):
-    """Of an optimiser of one's own, its warm-up and its clipping; the batch waited for its scores."""
+    """Of an optimiser of one's own, its warm-up and its clipping; the batch waited for its scores.
 
-    def make() -> PPO:
+    The one that goes on computes layers twice, which changes nothing.
+    """
+
+    def make(**more: Any) -> PPO:
         sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        return PPO(model, **KINDS[kind], optimizer=sgd, max_grad_norm=1e-3, kl_target=0.1, **without_lr)
+        return PPO(model, **KINDS[kind], optimizer=sgd, max_grad_norm=1e-3, kl_target=0.1, **without_lr, **more)
 
     without_lr = {name: value for name, value in SIZES.items() if name != "lr"}
-    one, two = make(), make()
+    one, two = make(), make(gradient_checkpointing=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(one.optimizer, 0.5, total_iters=2)
     before = weights_of(one.actor_critic)
     assert one.step(one.generate(QUERIES), SCORES)["lr"] == 0.05
@@ -521,7 +524,8 @@ def test_it_is_a_guest_in_a_program(model, tmp_path, capfd):
     ppo = PPO(tmp_path, critic=tmp_path / "critic", **SIZES | numbers)
     with_adapters = PPO(model, lora=ADAPTERS, **SIZES)
     for one in (ppo, with_adapters):
-        one.step(one.generate(QUERIES), np.array(SCORES))
+        metrics = one.step(one.generate(QUERIES), np.array(SCORES))
+        assert {type(number) for number in metrics.values()} == {float}
         one.save(tmp_path / "mine")
     assert torch.equal(torch.random.get_rng_state(), expected) and torch.get_num_threads() == threads
     assert logging.get_verbosity() == logging.WARNING and logging.is_progress_bar_enabled()
@@ -645,6 +649,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "no argument batch_size": partial(PPO, model, batch_size=8),
         "a function that makes one": partial(PPO, model, optimizer=ppo.optimizer),
         "list of numbers: only one": partial(ppo.step, batch, [torch.ones(2)] * 4),
+        "kl_horizon inf": partial(PPO, model, kl_horizon=math.inf),
         "max_grad_norm is -1": partial(PPO, model, max_grad_norm=-1.0),
         "must be a list of numbers, not a dict": partial(ppo.step, batch, dict.fromkeys(range(4), 1.0)),
         "must be a list of numbers, not a str": partial(ppo.step, batch, "1234"),
