@@ -37,6 +37,7 @@ from transformers import (
 from transformers.utils import logging
 from whole_runs import Whole
 
+from benchmark.cost import loop_memory
 from ppo_rlhf import loop
 from ppo_rlhf.loop import PPO, Batch
 from ppo_rlhf.tldr import models, packing, policy
@@ -417,6 +418,18 @@ def test_adapters_save_nothing_of_the_critic(model, tiny_models, tiny_tokenizer,
     frozen = [weight for weight in ppo.actor_critic.lm_backbone.parameters() if not weight.requires_grad]
     for weights, each, whole in ((critic, 16, tiny_models("llama").model), (frozen, 4, tiny_models("gpt2"))):
         assert sum(map(bytes_of, weights)) == each * sum(weight.numel() for weight in whole.parameters())
+
+
+@pytest.mark.parametrize("kind", loop_memory.KINDS)
+def test_computed_memory_is_that_of_weights_gradients_and_moments(tiny_models, tiny_tokenizer, kind):
+    lm = tiny_models("llama")
+    ppo = PPO(lm, tokenizer=tiny_tokenizer, response_length=4, **loop_memory.KINDS[kind])
+    ppo.step(ppo.generate(QUERIES), SCORES)
+    weights = {*ppo.actor_critic.parameters(), *ppo.reference.lm_backbone.parameters()}
+    moments = [entry for state in ppo.optimizer.state.values() for entry in state.values()]
+    kept = [*weights, *moments, *(weight.grad for weight in weights if weight.grad is not None)]
+    found = sum(tensor.nbytes for tensor in kept if tensor.dim())  # without the critic's scale
+    assert loop_memory.computed(lm.config)[kind] == pytest.approx(found / 1e9, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
