@@ -99,6 +99,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             return read_file(folder / name)
         if index.is_file():
             parts = set(json.loads(index.read_text())["weight_map"].values())
+            if elsewhere := [part for part in parts if Path(part).name != part]:
+                raise ValueError(f"{index.name} names {elsewhere[0]}, which is outside of the folder")
             return {name: tensor for part in parts for name, tensor in read_file(folder / part).items()}
     raise ValueError("it has neither model.safetensors nor pytorch_model.bin, nor an index of their parts")
 

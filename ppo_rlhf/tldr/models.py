@@ -239,17 +239,21 @@ class LoraArgs(Arguments):
     empty: peft's choice for the model, which is only q_proj and v_proj of the attention for Llama, Mistral, Qwen"""
 
 
-def add_adapters(lm_backbone: PreTrainedModel, lora: LoraArgs, seed: int) -> nn.Module:
-    """[X35] Freeze a model and add low-rank adapters to its layers. Returns peft's handle for switching them off."""
+def add_adapters(lm_backbone: PreTrainedModel, lora: Any, seed: int) -> nn.Module:
+    """[X35] Freeze a model and add low-rank adapters to its layers. Returns peft's handle for switching them off.
+
+    lora: LoraArgs, or peft's LoraConfig.
+    """
     from peft import LoraConfig, TaskType, get_peft_model  # slow, and used by few runs
 
-    target_modules: str | list[str] | None = lora.target_modules or None
-    if target_modules and target_modules != "all-linear":
-        target_modules = [name.strip() for name in target_modules.split(",")]
-        check_target_modules(lm_backbone, target_modules)
-    config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM, r=lora.rank, lora_alpha=lora.alpha, target_modules=target_modules
-    )
+    config = lora
+    if isinstance(lora, LoraArgs):
+        names: str | list[str] | None = lora.target_modules or None
+        if names and names != "all-linear":
+            names = [name.strip() for name in names.split(",")]
+        config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
+    if isinstance(config.target_modules, set):
+        check_target_modules(lm_backbone, sorted(config.target_modules))
     torch.manual_seed(seed)  # the same adapters on every process
     try:
         with warnings.catch_warnings():  # of an attribute that peft reads by its old name, and one that it corrects

@@ -1019,40 +1019,17 @@ def load_networks(
     args: Args, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> tuple[ActorCritic, models.Reference]:
     """Policy, critic and reference."""
-    length = args.task.query_length + args.task.response_length
-    return join_networks(
-        models.load_base_model(args),
-        models.load_critic(args, tokenizer, length),
-        None if args.lora.rank else models.load_base_model(args, frozen=True),
-        args=args,
-        length=length,
-        vocab_size=vocabulary_size(tokenizer),
-        device=device,
-    )
-
-
-def join_networks(
-    lm_backbone: PreTrainedModel,
-    critic: RewardModel,
-    frozen: PreTrainedModel | None,
-    *,
-    args: Args,
-    length: int,
-    vocab_size: int,
-    device: torch.device,
-) -> tuple[ActorCritic, models.Reference]:
-    """Three loaded models as they are trained. frozen: the reference; None: the policy without the adapters it gets.
-
-    length: of the longest row, in tokens.
-    """
+    length, vocab_size = args.task.query_length + args.task.response_length, vocabulary_size(tokenizer)
+    lm_backbone, critic = models.load_base_model(args), models.load_critic(args, tokenizer, length)
     actor_critic = ActorCritic(lm_backbone, critic, vocab_size).to(device)
     packing.enable(lm_backbone, critic.lm_backbone)
     check_model(lm_backbone, args.base_model, length, vocab_size)
     prepare(lm_backbone, args)
     prepare(critic.lm_backbone, args)
-    if frozen is None:
+    if args.lora.rank:
         return actor_critic, models.Reference(lm_backbone, models.add_adapters(lm_backbone, args.lora, args.seed))
-    packing.enable(frozen.to(device))
+    frozen = models.load_base_model(args, frozen=True).to(device)
+    packing.enable(frozen)
     prepare(frozen, args)
     return actor_critic, models.Reference(frozen, None)
 

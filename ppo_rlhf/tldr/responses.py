@@ -44,6 +44,18 @@ def response_statistics(
     """
     # [D47] What the model says at position i is about token i + 1: hence the shift by one.   policy.py#L114-L126
     hidden_states = read_before_responses(lm_backbone, tokens, responses, pad_id)
+    return statistics_after(lm_backbone, hidden_states, responses, pad_id, temperature, vocab_size)
+
+
+def statistics_after(
+    lm_backbone: PreTrainedModel,
+    hidden_states: Tensor,
+    responses: Tensor,
+    pad_id: int,
+    temperature: float,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The same, from what `read_before_responses` returns."""
     responses = responses.masked_fill(responses == pad_id, 0)  # (batch, response_length)
     read = partial(token_logprobs, lm_backbone, vocab_size, temperature)
     return packing.few_logits_at_a_time(read, responses.shape[1] * vocab_size, hidden_states, responses)

@@ -117,6 +117,9 @@ def test_other_mistakes_are_refused(saved, tokenizer_with_a_hole, tmp_path):
     write(folder, tensors, "pytorch_model.bin", parts=3)
     (folder / "pytorch_model-00002-of-00003.bin").unlink()
     assert "No such file or directory" in line() and "pytorch_model-00002-of-00003.bin" in line()
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(index.read_text().replace("pytorch_model-00003", "../evil/pytorch_model-00003", 1))
+    assert "../evil/pytorch_model-00003-of-00003.bin, which is outside of the folder" in line()
     write(folder, tensors, "model.safetensors")
     assert "name a new folder" in line(output=tmp_path)
     tokenizer_with_a_hole.save_pretrained(tmp_path / "larger")  # 30 tokens

@@ -170,7 +170,7 @@ def test_sizes_of_ppo_and_of_verl():
 
 def test_the_arguments_nearest_to_trls_defaults(tiny_models, tiny_tokenizer):
     page = (ROOT / "docs/from_trl.md").read_text()
-    given = eval(re.search(r"ppo = PPO\(model, (lr=.*)\)\n", page).expand(r"dict(\1)"))
+    given = eval(re.search(r"ppo = PPO\(\s*model, (lr=.*)\n\)\n", page).expand(r"dict(\1)"))
     trl, adam = ELSEWHERE["TRL 0.11.4 PPOConfig"], inspect.signature(torch.optim.Adam).parameters
     assert given == {
         "lr": trl["learning_rate"],
@@ -179,6 +179,7 @@ def test_the_arguments_nearest_to_trls_defaults(tiny_models, tiny_tokenizer):
         "kl_coef": trl["init_kl_coef"],
         "kl_target": trl["target"],
         "temperature": 1.0,
+        "critic": "shared",  # a head, of AutoModelForCausalLMWithValueHead
     }
     ppo = PPO(tiny_models("gpt2"), tokenizer=tiny_tokenizer, **given)
     group = ppo.optimizer.param_groups[0]
