@@ -427,10 +427,10 @@ def refuse(wrong: object, message: str) -> None:
         raise InputError(message)
 
 
-def check_problems(source: problems.Problems, sizes: PpoSizes) -> None:
+def check_problems(problem_set: problems.Problems, sizes: PpoSizes) -> None:
     """Raise an InputError if there are fewer problems than a round of generation draws."""
     refuse(
-        len(source) < sizes.problems,
-        f"--task.problems has {len(source)} problems, fewer than the {sizes.problems} that are drawn at a time "
+        len(problem_set) < sizes.problems,
+        f"--task.problems has {len(problem_set)} problems, fewer than the {sizes.problems} that are drawn at a time "
         f"(--ppo.batch_size / --ppo.samples_per_prompt)",
     )

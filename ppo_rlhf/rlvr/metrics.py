@@ -125,7 +125,11 @@ def check_update(metrics: dict[str, float], update: int, dtype: str) -> None:
 
 
 def sample_rows(
-    batch: Rollout, source: problems.Problems, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds, n: int
+    batch: Rollout,
+    problem_set: problems.Problems,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    n: int,
 ) -> list[dict[str, Any]]:
     """The first group, at most four of it, or three single responses: texts, scores, mean advantages of tokens.
 
@@ -134,9 +138,9 @@ def sample_rows(
     rows = batch.rows(slice(0, min(n, 4) if n > 1 else 3))
     mean = rows.advantages.sum(1) / rows.mask.sum(1).clamp(min=1)
     columns = {
-        "prompt": [source.texts[i] for i in rows.problems],
+        "prompt": [problem_set.texts[i] for i in rows.problems],
         "response": problems.to_texts(tokenizer, rows.responses, ids),
-        "answer": [source.answers[i] for i in rows.problems],
+        "answer": [problem_set.answers[i] for i in rows.problems],
         "score": rows.scores.tolist(),
         "advantage": mean.tolist(),
     }
