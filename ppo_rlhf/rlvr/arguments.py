@@ -37,8 +37,11 @@ class RewardsArgs(Arguments):
     hub; empty: none"""
     label: str = ""
     """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
+    steps: str = ""
+    """what rewards each step, or line, of a response at its end: a sequence classifier, which reads the problem and
+    all up to there, or package.module:name of a function (problem, steps so far) -> float; empty: nothing"""
     trained_weight: float = 1.0
-    """weight of the reward model's score in the score"""
+    """weight of the reward model's score in the score, and of the steps' rewards"""
     value_model: str = ""
     """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
     kl_coef: NonNegativeFloat = 0.001
@@ -147,6 +150,13 @@ class PpoArgs(Arguments):
     """responses that one process samples at a time, at most; changes memory and speed, not numbers"""
     share_prefixes: bool = True
     """read what several rows begin with, such as a prompt, once, where it pays; changes memory and speed alone"""
+
+    @property
+    def why_not_tokens(self) -> str:
+        """Why tokens of a response cannot get rewards of their own; empty: they can."""
+        if self.advantage in algebra.OF_TOKENS:
+            return ""
+        return f"--ppo.advantage {self.advantage} compares whole responses; take gae"
 
     @property
     def whitens(self) -> bool:
@@ -384,12 +394,14 @@ def check_arguments(args: Args) -> None:
         )
     # [V117] A teacher judges each token, and other estimators compare what whole responses got.
     if shaping.teacher:
-        of_tokens = ppo.advantage in ("gae", "reinforce++")
+        of_tokens = ppo.advantage in algebra.OF_TOKENS
         refuse(
             not of_tokens, f"{advantage} compares responses, but --rewards.teacher judges tokens; take reinforce++"
         )
         odd = shaping.kl_estimator not in ("k1", "full")
         refuse(odd, f"--rewards.teacher: with --rewards.kl_estimator {shaping.kl_estimator}, its gradient is no KL's")
+    refuse(shaping.steps and ppo.why_not_tokens, f"--rewards.steps judges single steps, but {ppo.why_not_tokens}")
+    refuse(shaping.steps and args.tools, "--rewards.steps: lines with a tool's answer are no steps of the policy")
     # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
     #       gradient of the KL of whole responses. In the reward alone, its gradient points away from the reference.
     has_target, horizon = shaping.adaptive_kl.target is not None, shaping.adaptive_kl.horizon

@@ -213,7 +213,7 @@ def evaluate(
     if shaping.format:
         fields[shaping.format] = "rewards.format"
     start_of = partial(problems.response_start, task)
-    trial = held_out.known_of([0, -1])
+    trial = held_out.trial(tokenizer)
     verifiers = [
         rewards.load_verifier(name, field, start_of, trial=trial, on_all_processes=True)
         for name, field in fields.items()

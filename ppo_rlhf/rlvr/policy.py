@@ -18,9 +18,9 @@ Each update does eight things, the steps of `train()` below:
     8. adapt the KL coefficient and log
 
 `train()` has all steps, and `ppo_update()` below it step 7; the functions of steps 1 to 6 follow in this order. The
-arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 and the tensors that steps hand on in rlvr/algebra.py,
-the networks in rlvr/networks.py, problems and verifiers in rlvr/problems.py and rlvr/rewards.py. Logs are those of
-`train_policy.py`, checkpoints nearly: see `Run`.
+arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 and the tensors that steps hand on in
+rlvr/algebra.py, the networks in rlvr/networks.py, problems and verifiers in rlvr/problems.py and rlvr/rewards.py.
+Logs are those of `train_policy.py`, checkpoints nearly: see `Run`.
 rlvr/asynchronous.py and rlvr/tools.py run this loop with another `Sampler`. small/grpo.py is one setting of this
 script in a few lines; read it first.
 
@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.rlvr import arguments, metrics as rlvr_metrics, problems
+from ppo_rlhf.rlvr import arguments, metrics as rlvr_metrics, problems, steps as rlvr_steps
 from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     Rollout,
@@ -68,7 +68,7 @@ from ppo_rlhf.rlvr.algebra import (
 )
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs
 from ppo_rlhf.rlvr.networks import ActorCritic, Reference, load_networks, save_models
-from ppo_rlhf.rlvr.rewards import is_right, load_verifier, overlong_punishment
+from ppo_rlhf.rlvr.rewards import is_right, load_verifier, overlong_punishment, rewards_of_tokens
 from ppo_rlhf.tldr import classifiers, models, packing
 from ppo_rlhf.tldr.policy import punish_missing_eos
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until
@@ -227,14 +227,17 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                     )
 
                 # 4. Score. A verifier judges the whole text, so a response has one score: all are (local_batch,).
-                parts, raw_scores = score_responses(sources, train_problems, inds, queries, responses, tokenizer, ids)
+                #    But rewards of steps belong to single tokens: token_scores has those parts of the scores.
+                parts, raw_scores, token_scores = score_responses(
+                    sources, train_problems, inds, queries, responses, tokenizer, ids, written
+                )
                 mask = written & raw_scores.isfinite().unsqueeze(1)  # what cannot be scored has no token that counts
                 lengths = (responses != ids.pad).sum(1)
                 scores = punish(raw_scores.nan_to_num(0), lengths, stopped, shaping, task.response_length)
                 baselines = torch.zeros_like(scores)
                 if ppo.advantage == "remax":
-                    _, raw_baselines = score_responses(
-                        sources, train_problems, inds[::n], queries[::n], greedy, tokenizer, ids
+                    _, raw_baselines, _ = score_responses(
+                        sources, train_problems, inds[::n], queries[::n], greedy, tokenizer, ids, greedy != ids.pad
                     )  # (local_batch / n,)
                     _, greedy_stopped = response_mask(greedy, ids.stops)
                     lengths = (greedy != ids.pad).sum(1)
@@ -255,6 +258,7 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                     values=values.clone(),
                     weights=torch.ones_like(logprobs),
                     parts=parts.nan_to_num(0),
+                    token_scores=token_scores,
                     right=is_right(parts[:, 0], shaping.verifier),
                     raw_scores=raw_scores.nan_to_num(0),
                     scores=scores,
@@ -274,8 +278,8 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                 surplus = dataclasses.replace(surplus, age=surplus.age + 1)
                 rollout = rollout.rows(mine)
 
-            # 5. Compute per-token rewards. The score judges the whole response, so it is on the last token. The KL
-            #    divergence is a sum over tokens, so each token pays for its own part.
+            # 5. Compute per-token rewards. The score judges the whole response, so it is on the last token, except
+            #    for what belongs to steps. The KL divergence is a sum over tokens, so each pays for its own part.
             rewards, non_score_rewards, kl = token_rewards(rollout, controller.value, shaping.kl_estimator)
             rollout = dataclasses.replace(rollout, rewards=rewards, non_score_rewards=non_score_rewards, kl=kl)
 
@@ -669,8 +673,9 @@ def joined(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
 
 # ---- Step 4: scores --------------------------------------------------------------------------------------------
 
-# (prompts, texts, answers, columns, queries=, responses=, messages=) -> (rows,); and its weight in the score
-Source = tuple[Callable[..., Tensor], float]
+# (prompts, texts, answers, columns, queries=, responses=, messages=) -> values (rows,), of which single tokens get
+# (rows, response_length), or None: no token does; and its weight in the score
+Source = tuple[Callable[..., tuple[Tensor, Tensor | None]], float]
 
 
 def score_responses(
@@ -681,22 +686,30 @@ def score_responses(
     responses: Tensor,
     tokenizer: PreTrainedTokenizerBase,
     ids: problems.TaskIds,
-) -> tuple[Tensor, Tensor]:
-    """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say.
+    written: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The value of each source (rows, sources); the weighted sum (rows,), NaN where one of them cannot say; and what
+    single tokens get of this sum (rows, response_length).
 
-    inds: numbers of the problems (rows,).
+    inds: numbers of the problems (rows,). written: (rows, response_length), the tokens of the policy.
     """
     texts = problems.to_texts(tokenizer, responses, ids)
     prompts, answers, columns = problem_set.known_of(inds)
+    columns = problems.with_tokens(columns, responses, ids.pad, written)
     messages = [problem_set.messages[i] for i in inds]
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
-    values = [
-        function(prompts, texts, answers, columns, queries=queries, responses=responses, messages=messages)
-        for function, _ in sources.values()
-    ]
-    parts = torch.stack([widened(value, responses.device) for value in values], 1)
-    return parts, parts @ parts.new_tensor([weight for _, weight in sources.values()])
+    parts, token_scores = [], torch.zeros(responses.shape, dtype=torch.float64)
+    for function, weight in sources.values():
+        value, of_tokens = function(
+            prompts, texts, answers, columns, queries=queries, responses=responses, messages=messages
+        )
+        parts.append(widened(value, responses.device))
+        if of_tokens is not None:
+            token_scores += weight * of_tokens
+    parts = torch.stack(parts, 1)
+    scores = parts @ parts.new_tensor([weight for _, weight in sources.values()])
+    return parts, scores, token_scores.to(responses.device, parts.dtype)
 
 
 def punish(
@@ -720,18 +733,28 @@ def load_sources(
     """What scores, under its name, with its weight; the verifier first."""
     shaping = args.rewards
 
-    def text_source(name: str, field: str) -> Callable[..., Tensor]:
-        start_of = partial(problems.response_start, args.task)
-        trial = problem_set.known_of([0, -1])  # two of the problems
-        verifier = load_verifier(name, field, start_of, trial=trial, on_all_processes=True)
-        return lambda *columns, **_: torch.tensor(verifier(*columns), dtype=torch.float64)
+    def text_source(name: str, field: str) -> Callable[..., tuple[Tensor, Tensor]]:
+        verifier = load_verifier(
+            name,
+            field,
+            partial(problems.response_start, args.task),
+            trial=problem_set.trial(tokenizer),
+            why_not_tokens=args.ppo.why_not_tokens,
+            on_all_processes=True,
+        )
 
-    def model_source(*columns: list, **rows: Any) -> Tensor:
+        def judge(*columns: list, responses: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+            values = verifier(*columns)
+            return torch.tensor(values, dtype=torch.float64), rewards_of_tokens(values, responses.shape[1])
+
+        return judge
+
+    def model_source(*columns: list, **rows: Any) -> tuple[Tensor, None]:
         scores = widened(score(**rows))  # (rows,)
         # Only functions of texts may say that a response cannot be scored.
         if not scores.isfinite().all():
             raise InputError("the reward model gives scores that are not finite; the run stops")
-        return scores
+        return scores, None
 
     # [V117] Where a teacher judges the tokens, the verifier says which responses are correct, and that is all.
     sources = {"verifier": (text_source(shaping.verifier, "rewards.verifier"), 0.0 if shaping.teacher else 1.0)}
@@ -748,6 +771,8 @@ def load_sources(
         score = models.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
     if shaping.trained_model:
         sources["reward_model"] = model_source, shaping.trained_weight
+    if shaping.steps:
+        sources["steps"] = rlvr_steps.load_judge(args, tokenizer, ids, problem_set, device), shaping.trained_weight
     return sources
 
 
@@ -761,7 +786,15 @@ def token_rewards(rollout: Rollout, kl_coef: float, name: str) -> tuple[Tensor, 
     if name == "full":
         # The exact KL takes the place of k1, which is logprobs - ref_logprobs.
         ref_logprobs, name = rollout.logprobs - rollout.exact_kl, "k1"
-    return compute_rewards(rollout.scores, rollout.logprobs, ref_logprobs, rollout.mask, kl_coef, name)
+    return compute_rewards(
+        rollout.scores,
+        rollout.logprobs,
+        ref_logprobs,
+        rollout.mask,
+        kl_coef,
+        name,
+        token_scores=rollout.token_scores,
+    )
 
 
 def compute_advantages(

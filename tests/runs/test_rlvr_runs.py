@@ -289,7 +289,7 @@ def test_the_reward_model_scores_a_text_as_if_alone_and_must_be_finite(reward_mo
     responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400]])
     texts, model = {"queries": queries, "responses": responses}, models.load_reward_model(reward_model, torch.float64)
     alone = [model(row[row != 400][None], 400).item() for row in torch.cat([queries, responses], 1)]
-    assert weight == 3.0 and score([], [], [], **texts).tolist() == pytest.approx(alone, rel=1e-9)
+    assert weight == 3.0 and score([], [], [], **texts)[0].tolist() == pytest.approx(alone, rel=1e-9)
     nan = lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan)  # noqa: E731
     monkeypatch.setattr(train_reward.RewardModel, "forward", nan)
     with pytest.raises(InputError, match="the reward model gives scores that are not finite"):
