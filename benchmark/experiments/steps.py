@@ -121,8 +121,8 @@ EXPERIMENT = lab.Experiment(
     name="steps",
     script="ppo_rlhf/rlvr/policy.py",
     common=f"--preset sums --ppo.batch_size {BATCH} --ppo.total_episodes {UPDATES * BATCH} --ppo.nminibatches 4 "
-    "--ppo.critic_warmup 2 "
-    f"--eval_interval {EVERY} --eval_problems 256 --eval_samples 0 --trace_interval 0 --log_interval 0 "
+    "--ppo.critic_warmup 2 --task.response_length 48 "
+    f"--eval_interval {EVERY} --eval_problems 128 --eval_samples 0 --trace_interval 0 --log_interval 0 "
     "--save_interval 0",
     variants=VARIANTS,
     curves=CURVES,
