@@ -66,6 +66,11 @@ class RewardsArgs(Arguments):
     under the teacher minus that under the policy (kl_estimator k1), or the exact KL (full); empty: none"""
 
     @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user's judge texts: they may ask for a problem's columns, and reward tokens."""
+        return ":" in self.verifier + self.format
+
+    @property
     def has_penalty(self) -> bool:
         """Whether a KL is in reward or loss, so that there is a reference, or a teacher in its place."""
         return bool(self.teacher or self.kl_coef or self.kl_loss_coef)

@@ -174,6 +174,8 @@ def trace_numbers(
         tokens["exact_kl"] = rollout.exact_kl
     if args.ppo.advantage == "gae":
         tokens |= {"values": batch.values, "returns": batch.returns, "new_values": now["new_values"]}
+    if args.rewards.steps or args.rewards.has_functions:
+        tokens["token_scores"] = rollout.token_scores
     if args.tools:
         tokens["tool"] = (rollout.responses != pad_id) & ~rollout.written
     episodes = {

@@ -112,11 +112,11 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
     mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's rows of a batch
 
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    keep_rows = ":" in shaping.verifier + shaping.format  # functions of the user's may ask for a problem's columns
-    train_problems = problems.read_problems(task, tokenizer, "train", verifier=shaping.verifier, keep_rows=keep_rows)
-    held_out = problems.read_problems(
-        task, tokenizer, "test", args.eval_problems, verifier=shaping.verifier, keep_rows=keep_rows
+    read_problems = partial(
+        problems.read_problems, task, tokenizer, verifier=shaping.verifier, keep_rows=shaping.has_functions
     )
+    train_problems = read_problems("train")
+    held_out = read_problems("test", args.eval_problems)
     arguments.check_problems(train_problems, sizes)
     actor_critic, reference, adapters = load_networks(args, tokenizer, device)
     ids = problems.task_ids(task, tokenizer, actor_critic.lm_backbone.generation_config)
