@@ -92,7 +92,7 @@ VARIANTS = {
     "trap": f"--rewards.steps {MODULE}:equation",
     "once": f"--rewards.steps {MODULE}:new_equation",
 }
-EVERY, UPDATES, BATCH = 8, 24, 64
+EVERY, UPDATES = 5, 20
 GREEDY = "eval/gsm8k_strict"
 CURVES = (GREEDY, "objective/scores", "val/sequence_lengths", "val/stop_token_rate", "val/explained_var")
 
@@ -120,10 +120,8 @@ def rows_of(runs: pd.DataFrame) -> list[dict[str, str]]:
 EXPERIMENT = lab.Experiment(
     name="steps",
     script="ppo_rlhf/rlvr/policy.py",
-    common=f"--preset sums --ppo.batch_size {BATCH} --ppo.total_episodes {UPDATES * BATCH} --ppo.nminibatches 4 "
-    "--ppo.critic_warmup 2 --task.response_length 48 "
-    f"--eval_interval {EVERY} --eval_problems 128 --eval_samples 0 --trace_interval 0 --log_interval 0 "
-    "--save_interval 0",
+    common=f"--preset sums --ppo.total_episodes {UPDATES * 256} --eval_interval {EVERY} --eval_problems 256 "
+    "--eval_samples 0 --trace_interval 0 --log_interval 0 --save_interval 5",
     variants=VARIANTS,
     curves=CURVES,
     measure=measure,
