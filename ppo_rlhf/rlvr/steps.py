@@ -1,8 +1,8 @@
 """Process rewards, --rewards.steps: a line of a response is a step, whose last token gets what a judge says of it.
 
 The judge is a function of the user's, (problem, steps so far) -> float, or a sequence classifier, which reads the
-problem and the response up to the end of the step. A reward for each step adds up: a policy may find steps that are
-rewarded and lead nowhere, and write them again and again. See docs/results.md.
+problem and the response up to the end of the step. Rewards of steps add up. So a policy may find a step that is
+rewarded and leads nowhere, and write it again and again.
 """
 
 from __future__ import annotations
