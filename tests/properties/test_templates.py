@@ -173,10 +173,11 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     (score, _), texts = sources["verifier"], ([prompt] * 2, [response, response[1:-1]], ["7"] * 2)
     assert score(*texts, responses=torch.zeros(2, 1))[0].tolist() == [1.0, 0.0]
     written = torch.tensor([[*in_letters(response), END]])
-    respond = lambda contexts, *_, **__: (
-        written.expand(len(contexts), -1),
-        torch.zeros(len(contexts), written.shape[1]),
-    )  # noqa: E731
+
+    def respond(contexts: torch.Tensor, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
+        responses = written.expand(len(contexts), -1)
+        return responses, torch.zeros(responses.shape)
+
     alone = Accelerator(cpu=True)
     means, _ = rlvr_metrics.evaluate(args, held_out, respond, tokenizer, ids, alone, with_samples=False)
     assert means["eval/think_answer"] == 1.0
