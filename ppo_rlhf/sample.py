@@ -192,6 +192,8 @@ class Comparison:
             if self.chapter is train_policy:
                 return train_policy.call(of_two, asked, texts).tolist()
             references, rows = [query.reference for query in queries], [query.row for query in queries]
+            if self.chapter is problems:
+                rows = problems.with_tokens(rows, responses, self.pad_id)
             values = function(asked, texts, references, rows)
             return [float(rewards.is_right(value, name)) for value in values] if self.chapter is problems else values
 

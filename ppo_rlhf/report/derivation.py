@@ -260,6 +260,8 @@ def derive(
     rows |= marks(tokens, n, settings["chapter"])
     last = max((t for t in range(n) if rows["rewarded"][t]), default=-1)
     rows["last"] = [t == last for t in range(n)]
+    earned = rows["token_scores"] = row_of(tokens.get("token_scores", [0.0] * n), n)
+    rows["earns"] = [score != 0 for score in earned]
     numbers, shared = episode["numbers"], episode.get("statistics", {})
     is_kept = shared.get("kept", 1)  # else it was rejected whole, and has no advantages
     rows["valued"] = [bool(rewarded and is_kept) for rewarded in rows["rewarded"]]
@@ -267,7 +269,8 @@ def derive(
 
     whole = {name: x for name, x in settings.items() if isinstance(x, int | float)}
     whole |= FUNCTIONS | numbers_of_response(rows, settings) | numbers_of_group(episode, group, settings)
-    whole |= {"score": row_of([numbers.get("scores")], 1)[0], "kl": 0.0, "kl_coef": NAN}
+    left = row_of([numbers.get("scores")], 1)[0] - math.fsum(earned[:last])  # for the last token
+    whole |= {"score": left, "kl": 0.0, "kl_coef": NAN}
     for name, value in shared.items():
         value = value[epoch] if isinstance(value, list) else value
         if value is not None:

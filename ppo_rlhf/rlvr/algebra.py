@@ -55,6 +55,7 @@ class Rollout:
     weights: Tensor | None = None  # factors of the losses: 1, unless a sampler's `correct` says otherwise
     # 4. Scores
     parts: Tensor | None = None  # (rows, sources), what verifiers and reward model say
+    token_scores: Tensor | None = None  # what they give to single tokens, as for a step of the solution; otherwise 0
     right: Tensor | None = None  # (rows,) bool, whether the verifier accepts the response
     raw_scores: Tensor | None = None  # (rows,), the weighted sum of the parts
     scores: Tensor | None = None  # (rows,), after punishments
@@ -142,12 +143,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str)
 
 
 def compute_rewards(
-    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float, name: str
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    name: str,
+    token_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per-token rewards: -kl_coef * kl on every token, and the score on the last.
 
     scores: (batch,); log-probs and mask: (batch, response_length). Returns rewards, non_score_rewards and kl, of that
-    shape. name: of the KL estimate. A row without a token carries no score.
+    shape. name: of the KL estimate. token_scores (batch, response_length): parts of the score that belong to single
+    tokens; the last token gets what is left. A row without a token carries no score.
     """
     # [V48] Here the KL is a cost of the token, and the returns of all tokens before it include it.
     #       ray_trainer.py#L86-L108
@@ -156,8 +164,12 @@ def compute_rewards(
     # [V27] The score counts once, on the last valid token. verl writes the score of an empty response into its
     #       padding.   reward_manager/naive.py#L100
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # (batch, response_length)
-    rewards = torch.where(last, non_score_rewards + scores.unsqueeze(1).to(kl.dtype), non_score_rewards)
-    return rewards, non_score_rewards, kl
+    # [V121] Wherever it is paid, the score of a response is the sum of what its tokens get. So a punishment that
+    #        replaces a score takes back what steps have earned.
+    token_scores = torch.zeros_like(kl) if token_scores is None else token_scores.masked_fill(~mask, 0)
+    left = (scores - token_scores.sum(1)).unsqueeze(1)  # (batch, 1)
+    rewards = non_score_rewards + token_scores.to(kl.dtype)
+    return torch.where(last, rewards + left.to(kl.dtype), rewards), non_score_rewards, kl
 
 
 # ---- Step 6: advantages ----------------------------------------------------------------------------------------
@@ -340,6 +352,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "reinforce++-baseline": reinforce_pp_baseline,
     "remax": remax,
 }
+OF_TOKENS = ("gae", "reinforce++")  # for these it matters which token got a reward
 IN_GROUPS = ("grpo", "dr_grpo", "maxrl", "gdpo", "rloo", "opo", "reinforce++-baseline")
 # [V47] These are whitened by default. After GRPO, subtracting the mean over tokens would give an advantage to groups
 #       without a signal. In gdpo and reinforce++-baseline it does so, here as in the originals.

@@ -37,8 +37,11 @@ class RewardsArgs(Arguments):
     hub; empty: none"""
     label: str = ""
     """of a reward model from elsewhere: the label whose logit is the score, as POSITIVE; empty: it has only one"""
+    steps: str = ""
+    """what rewards each step, or line, of a response at its end: a sequence classifier, which reads the problem and
+    all up to there, or package.module:name of a function (problem, steps so far) -> float; empty: nothing"""
     trained_weight: float = 1.0
-    """weight of the reward model's score in the score"""
+    """weight of the reward model's score in the score, and of the steps' rewards"""
     value_model: str = ""
     """folder of the model that the critic starts from; empty: the reward model, or the base model with a new head"""
     kl_coef: NonNegativeFloat = 0.001
@@ -61,6 +64,11 @@ class RewardsArgs(Arguments):
     teacher: str = ""
     """a model, in a folder or on the hub, that teaches in place of the scores: the reward of a token is its log-prob
     under the teacher minus that under the policy (kl_estimator k1), or the exact KL (full); empty: none"""
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user's judge texts: they may ask for a problem's columns, and reward tokens."""
+        return ":" in self.verifier + self.format
 
     @property
     def has_penalty(self) -> bool:
@@ -147,6 +155,13 @@ class PpoArgs(Arguments):
     """responses that one process samples at a time, at most; changes memory and speed, not numbers"""
     share_prefixes: bool = True
     """read what several rows begin with, such as a prompt, once, where it pays; changes memory and speed alone"""
+
+    @property
+    def why_not_tokens(self) -> str:
+        """Why tokens of a response cannot get rewards of their own; empty: they can."""
+        if self.advantage in algebra.OF_TOKENS:
+            return ""
+        return f"--ppo.advantage {self.advantage} compares whole responses; take gae"
 
     @property
     def whitens(self) -> bool:
@@ -384,12 +399,14 @@ def check_arguments(args: Args) -> None:
         )
     # [V117] A teacher judges each token, and other estimators compare what whole responses got.
     if shaping.teacher:
-        of_tokens = ppo.advantage in ("gae", "reinforce++")
+        of_tokens = ppo.advantage in algebra.OF_TOKENS
         refuse(
             not of_tokens, f"{advantage} compares responses, but --rewards.teacher judges tokens; take reinforce++"
         )
         odd = shaping.kl_estimator not in ("k1", "full")
         refuse(odd, f"--rewards.teacher: with --rewards.kl_estimator {shaping.kl_estimator}, its gradient is no KL's")
+    refuse(shaping.steps and ppo.why_not_tokens, f"--rewards.steps judges single steps, but {ppo.why_not_tokens}")
+    refuse(shaping.steps and args.tools, "--rewards.steps: lines with a tool's answer are no steps of the policy")
     # [V51] The exact KL in reward and loss, with equal coefficients and advantages that nothing rescales, has the
     #       gradient of the KL of whole responses. In the reward alone, its gradient points away from the reference.
     has_target, horizon = shaping.adaptive_kl.target is not None, shaping.adaptive_kl.horizon
@@ -427,10 +444,10 @@ def refuse(wrong: object, message: str) -> None:
         raise InputError(message)
 
 
-def check_problems(source: problems.Problems, sizes: PpoSizes) -> None:
+def check_problems(problem_set: problems.Problems, sizes: PpoSizes) -> None:
     """Raise an InputError if there are fewer problems than a round of generation draws."""
     refuse(
-        len(source) < sizes.problems,
-        f"--task.problems has {len(source)} problems, fewer than the {sizes.problems} that are drawn at a time "
+        len(problem_set) < sizes.problems,
+        f"--task.problems has {len(problem_set)} problems, fewer than the {sizes.problems} that are drawn at a time "
         f"(--ppo.batch_size / --ppo.samples_per_prompt)",
     )

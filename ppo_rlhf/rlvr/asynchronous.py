@@ -149,24 +149,23 @@ class SamplerAhead(rlvr_policy.Sampler):
     def __init__(self, ray: Any):
         """ray: the library, connected to a cluster; None on all processes but the first."""
         self.ray = ray
-        self.asked: dict[
-            tuple[int, bool], list[list[Any]]
-        ] = {}  # of each round, greedy or not, and process the pieces
+        # Of each round, greedy or not, and process the pieces.
+        self.asked: dict[tuple[int, bool], list[list[Any]]] = {}
         self.versions: dict[int, Any] = {}  # published weights
         self.waiting = self.publishing = 0.0  # seconds
 
-    def begin(self, args, *more, rounds: int = 0, kept: dict[str, Tensor] | None = None, **options) -> None:
+    def begin(self, args, *more, rounds: int = 0, stored: dict[str, Tensor] | None = None, **options) -> None:
         super().begin(args, *more, **options)
         self.updates = args.ppo.total_episodes // args.ppo.batch_size
         self.next = rounds  # round to ask for; without filter_groups, each update has one
         if self.ray:
             self.workers = itertools.cycle(start_workers(self.ray, args, self.ids))
             # Batches that had been sampled ahead before an interruption are sampled again, by the same weights.
-            kept = kept or {}
-            for version in {key.partition(".")[0] for key in kept}:
+            stored = stored or {}
+            for version in {key.partition(".")[0] for key in stored}:
                 start = f"{version}."
                 self.put(
-                    int(version), {key.removeprefix(start): x for key, x in kept.items() if key.startswith(start)}
+                    int(version), {key.removeprefix(start): x for key, x in stored.items() if key.startswith(start)}
                 )
 
     @property
@@ -201,7 +200,7 @@ class SamplerAhead(rlvr_policy.Sampler):
         if not self.ray:
             return
         n, processes = self.args.ppo.samples_per_prompt, self.accelerator.num_processes
-        _, _, contexts, noise = rlvr_policy.draw_problems(self.args, self.source, self.ids.pad, round_number)
+        _, _, contexts, noise = rlvr_policy.draw_problems(self.args, self.problem_set, self.ids.pad, round_number)
         requests = {False: (contexts, noise, self.args.task.temperature)}
         if self.args.ppo.advantage == "remax":
             requests[True] = contexts[::n], torch.full_like(noise[::n], 0.5), problems.GREEDY

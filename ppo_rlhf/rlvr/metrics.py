@@ -125,7 +125,11 @@ def check_update(metrics: dict[str, float], update: int, dtype: str) -> None:
 
 
 def sample_rows(
-    batch: Rollout, source: problems.Problems, tokenizer: PreTrainedTokenizerBase, ids: problems.TaskIds, n: int
+    batch: Rollout,
+    problem_set: problems.Problems,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: problems.TaskIds,
+    n: int,
 ) -> list[dict[str, Any]]:
     """The first group, at most four of it, or three single responses: texts, scores, mean advantages of tokens.
 
@@ -134,9 +138,9 @@ def sample_rows(
     rows = batch.rows(slice(0, min(n, 4) if n > 1 else 3))
     mean = rows.advantages.sum(1) / rows.mask.sum(1).clamp(min=1)
     columns = {
-        "prompt": [source.texts[i] for i in rows.problems],
+        "prompt": [problem_set.texts[i] for i in rows.problems],
         "response": problems.to_texts(tokenizer, rows.responses, ids),
-        "answer": [source.answers[i] for i in rows.problems],
+        "answer": [problem_set.answers[i] for i in rows.problems],
         "score": rows.scores.tolist(),
         "advantage": mean.tolist(),
     }
@@ -170,6 +174,8 @@ def trace_numbers(
         tokens["exact_kl"] = rollout.exact_kl
     if args.ppo.advantage == "gae":
         tokens |= {"values": batch.values, "returns": batch.returns, "new_values": now["new_values"]}
+    if args.rewards.steps or args.rewards.has_functions:
+        tokens["token_scores"] = rollout.token_scores
     if args.tools:
         tokens["tool"] = (rollout.responses != pad_id) & ~rollout.written
     episodes = {
@@ -209,7 +215,7 @@ def evaluate(
     if shaping.format:
         fields[shaping.format] = "rewards.format"
     start_of = partial(problems.response_start, task)
-    trial = held_out.known_of([0, -1])
+    trial = held_out.trial(tokenizer)
     verifiers = [
         rewards.load_verifier(name, field, start_of, trial=trial, on_all_processes=True)
         for name, field in fields.items()

@@ -17,9 +17,10 @@ Each update does eight things, the steps of `train()` below:
     7. epochs over minibatches: one of six losses, one of four ways to aggregate it
     8. adapt the KL coefficient and log
 
-`train()` has all steps, and `ppo_update()` below it step 7. The arguments are in rlvr/arguments.py, the formulas of
-steps 5 to 7 and the tensors that steps hand on in rlvr/algebra.py, the networks in rlvr/networks.py, problems and
-verifiers in rlvr/problems.py and rlvr/rewards.py. Logs are those of `train_policy.py`, checkpoints nearly: see `Run`.
+`train()` has all steps, and `ppo_update()` below it step 7; the functions of steps 1 to 6 follow in this order. The
+arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 and the tensors that steps hand on in
+rlvr/algebra.py, the networks in rlvr/networks.py, problems and verifiers in rlvr/problems.py and rlvr/rewards.py.
+Logs are those of `train_policy.py`, checkpoints nearly: see `Run`.
 rlvr/asynchronous.py and rlvr/tools.py run this loop with another `Sampler`. small/grpo.py is one setting of this
 script in a few lines; read it first.
 
@@ -50,7 +51,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf import train_policy
-from ppo_rlhf.rlvr import arguments, metrics as rlvr_metrics, problems, rewards as verifiers
+from ppo_rlhf.rlvr import arguments, metrics as rlvr_metrics, problems, steps as rlvr_steps
 from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     Rollout,
@@ -66,6 +67,7 @@ from ppo_rlhf.rlvr.algebra import (
 )
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs
 from ppo_rlhf.rlvr.networks import ActorCritic, Reference, load_networks, save_models
+from ppo_rlhf.rlvr.rewards import is_right, load_verifier, overlong_punishment, rewards_of_tokens
 from ppo_rlhf.tldr import classifiers, models, packing
 from ppo_rlhf.tldr.policy import punish_missing_eos, write_evaluation
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until
@@ -109,11 +111,11 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
     mine = slice(rank * sizes.local_batch, (rank + 1) * sizes.local_batch)  # this process's rows of a batch
 
     tokenizer = models.load_tokenizer(args.base_model, args.trust_remote_code)
-    keep_rows = ":" in shaping.verifier + shaping.format  # functions of the user's may ask for a problem's columns
-    train_problems = problems.read_problems(task, tokenizer, "train", verifier=shaping.verifier, keep_rows=keep_rows)
-    held_out = problems.read_problems(
-        task, tokenizer, "test", args.eval_problems, verifier=shaping.verifier, keep_rows=keep_rows
+    read_problems = partial(
+        problems.read_problems, task, tokenizer, verifier=shaping.verifier, keep_rows=shaping.has_functions
     )
+    train_problems = read_problems("train")
+    held_out = read_problems("test", args.eval_problems)
     arguments.check_problems(train_problems, sizes)
     actor_critic, reference, adapters = load_networks(args, tokenizer, device)
     ids = problems.task_ids(task, tokenizer, actor_critic.lm_backbone.generation_config)
@@ -141,7 +143,14 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
     evaluation = state["evaluation"]  # the newest
     surplus = run.surplus  # with filter_groups, what the last batch has left over
     sampler.begin(
-        args, actor_critic.lm_backbone, tokenizer, ids, train_problems, accelerator, rounds=rounds, kept=run.kept
+        args,
+        actor_critic.lm_backbone,
+        tokenizer,
+        ids,
+        train_problems,
+        accelerator,
+        rounds=rounds,
+        stored=run.of_sampler,
     )
     run.open_logs(state["step"], config={})
 
@@ -219,18 +228,25 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                     )
 
                 # 4. Score. A verifier judges the whole text, so a response has one score: all are (local_batch,).
-                parts, raw_scores = score_responses(sources, train_problems, inds, queries, responses, tokenizer, ids)
+                #    But rewards of steps belong to single tokens: token_scores has those parts of the scores.
+                parts, raw_scores, token_scores = score_responses(
+                    sources, train_problems, inds, queries, responses, tokenizer, ids, written
+                )
                 mask = written & raw_scores.isfinite().unsqueeze(1)  # what cannot be scored has no token that counts
                 lengths = (responses != ids.pad).sum(1)
                 scores = punish(raw_scores.nan_to_num(0), lengths, stopped, shaping, task.response_length)
                 baselines = torch.zeros_like(scores)
                 if ppo.advantage == "remax":
-                    _, raw = score_responses(sources, train_problems, inds[::n], queries[::n], greedy, tokenizer, ids)
-                    _, ended = response_mask(greedy, ids.stops)
+                    _, raw_baselines, _ = score_responses(
+                        sources, train_problems, inds[::n], queries[::n], greedy, tokenizer, ids, greedy != ids.pad
+                    )  # (local_batch / n,)
+                    _, greedy_stopped = response_mask(greedy, ids.stops)
                     lengths = (greedy != ids.pad).sum(1)
-                    baselines = punish(raw.nan_to_num(0), lengths, ended, shaping, task.response_length)
+                    baselines = punish(
+                        raw_baselines.nan_to_num(0), lengths, greedy_stopped, shaping, task.response_length
+                    )
                     baselines = baselines.repeat_interleave(n)
-                    mask = mask & raw.isfinite().repeat_interleave(n).unsqueeze(1)
+                    mask = mask & raw_baselines.isfinite().repeat_interleave(n).unsqueeze(1)
                 rollout = Rollout(
                     query_responses=query_responses,
                     written=written,
@@ -243,7 +259,8 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                     values=values.clone(),
                     weights=torch.ones_like(logprobs),
                     parts=parts.nan_to_num(0),
-                    right=verifiers.is_right(parts[:, 0], shaping.verifier),
+                    token_scores=token_scores,
+                    right=is_right(parts[:, 0], shaping.verifier),
                     raw_scores=raw_scores.nan_to_num(0),
                     scores=scores,
                     baselines=baselines,
@@ -262,8 +279,8 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                 surplus = dataclasses.replace(surplus, age=surplus.age + 1)
                 rollout = rollout.rows(mine)
 
-            # 5. Compute per-token rewards. The score judges the whole response, so it is on the last token. The KL
-            #    divergence is a sum over tokens, so each token pays for its own part.
+            # 5. Compute per-token rewards. The score judges the whole response, so it is on the last token, except
+            #    for what belongs to steps. The KL divergence is a sum over tokens, so each pays for its own part.
             rewards, non_score_rewards, kl = token_rewards(rollout, controller.value, shaping.kl_estimator)
             rollout = dataclasses.replace(rollout, rewards=rewards, non_score_rewards=non_score_rewards, kl=kl)
 
@@ -533,59 +550,6 @@ def minibatch_counts(mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[s
     return {"tokens": tokens, "sequences": sequences, "episodes": episodes, "length": mask.shape[1]}
 
 
-# ---- Steps 4 to 7: punishments, rewards, advantages, the KL in the loss ----------------------------------------
-
-
-def punish(
-    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: RewardsArgs, response_length: int
-) -> Tensor:
-    """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
-    # [V24] The punishment comes after the sum.
-    scores = punish_missing_eos(raw_scores, stopped, shaping.missing_stop, penalty=shaping.missing_stop_penalty)
-    if shaping.overlong_buffer:
-        scores = scores + verifiers.overlong_punishment(lengths, response_length, shaping.overlong_buffer, factor=1.0)
-    return scores
-
-
-def token_rewards(rollout: Rollout, kl_coef: float, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Step 5: rewards, the KL penalty in them, and the KL, as compute_rewards gives them. name: of the estimate."""
-    # [V88] The KL is that of the policy that learns, although another may have sampled.
-    ref_logprobs = rollout.ref_logprobs
-    if name == "full":
-        # The exact KL takes the place of k1, which is logprobs - ref_logprobs.
-        ref_logprobs, name = rollout.logprobs - rollout.exact_kl, "k1"
-    return compute_rewards(rollout.scores, rollout.logprobs, ref_logprobs, rollout.mask, kl_coef, name)
-
-
-def compute_advantages(
-    rollout: Rollout,
-    ppo: PpoArgs,
-    source_weights: Sequence[float] = (),
-    baseline: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Step 6: advantages, not yet whitened, and returns, 0 without a critic.
-
-    source_weights: of the sources of the score, which only gdpo needs. baseline: to be subtracted; None: nothing.
-    """
-    advantages, returns = ESTIMATORS[ppo.advantage](
-        rollout.rewards,
-        # [V32] The mask of the response, not loss_mask: a token that is left out of the loss still counts here.
-        rollout.mask,
-        rollout.groups,
-        values=rollout.values,
-        baselines=rollout.baselines,
-        parts=rollout.parts,
-        weights=source_weights,
-        gamma=ppo.gamma,
-        lam=ppo.lam,
-        critic_lam=ppo.critic_lam,
-        lam_alpha=ppo.lam_alpha,
-    )
-    if baseline is not None:
-        advantages = advantages - baseline
-    return advantages, torch.zeros_like(advantages) if returns is None else returns
-
-
 def kl_in_loss(new_logprobs: Tensor, part: Rollout, exact_kl: Tensor, shaping: RewardsArgs) -> Tensor:
     """The KL penalty of each token (micro_batch, response_length), without its coefficient."""
     _, name = shaping.loss_kl
@@ -602,7 +566,7 @@ def kl_in_loss(new_logprobs: Tensor, part: Rollout, exact_kl: Tensor, shaping: R
 
 
 def draw_problems(
-    args: Args, source: problems.Problems, pad_id: int, round_number: int
+    args: Args, problem_set: problems.Problems, pad_id: int, round_number: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Step 1 for all processes: numbers of the problems, each n times, and of their groups, both (batch,); prompts
     (batch, context_length), padded on the left; random numbers for the tokens to be sampled (batch, response_length).
@@ -610,10 +574,10 @@ def draw_problems(
     round_number: rounds before this one, since the run began.
     """
     batch, n = args.ppo.batch_size, args.ppo.samples_per_prompt
-    inds = problems.problems_of_batch(len(source), batch // n, round_number, args.seed).repeat_interleave(n)
+    inds = problems.problems_of_batch(len(problem_set), batch // n, round_number, args.seed).repeat_interleave(n)
     groups = (round_number * batch + torch.arange(batch)) // n
     uniforms = episode_noise(args.seed, round_number, batch, args.task.response_length)
-    return inds, groups, source.batch(inds.tolist(), pad_id), uniforms
+    return inds, groups, problem_set.batch(inds.tolist(), pad_id), uniforms
 
 
 class Sampler:
@@ -629,15 +593,15 @@ class Sampler:
         lm_backbone: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         ids: problems.TaskIds,
-        source: problems.Problems,
+        problem_set: problems.Problems,
         accelerator: Accelerator,
         *,
         rounds: int = 0,
-        kept: dict[str, Tensor] | None = None,
+        stored: dict[str, Tensor] | None = None,
     ) -> None:
-        """Called once, before anything is sampled. rounds: made so far; kept: from `tensors`, of a checkpoint."""
+        """Called once, before anything is sampled. rounds: made so far; stored: `tensors` of a checkpoint."""
         self.args, self.lm_backbone, self.tokenizer, self.ids = args, lm_backbone, tokenizer, ids
-        self.source, self.accelerator = source, accelerator
+        self.problem_set, self.accelerator = problem_set, accelerator
 
     @property
     def computes_as_training(self) -> bool:
@@ -710,8 +674,9 @@ def joined(rollouts: Sequence[Rollout], pad_id: int) -> Rollout:
 
 # ---- Step 4: scores --------------------------------------------------------------------------------------------
 
-# (prompts, texts, answers, columns, queries=, responses=, messages=) -> (rows,); and its weight in the score
-Source = tuple[Callable[..., Tensor], float]
+# (prompts, texts, answers, columns, queries=, responses=, messages=) -> values (rows,), of which single tokens get
+# (rows, response_length), or None: no token does; and its weight in the score
+Source = tuple[Callable[..., tuple[Tensor, Tensor | None]], float]
 
 
 def score_responses(
@@ -722,22 +687,41 @@ def score_responses(
     responses: Tensor,
     tokenizer: PreTrainedTokenizerBase,
     ids: problems.TaskIds,
-) -> tuple[Tensor, Tensor]:
-    """The value of each source (rows, sources), and the weighted sum (rows,): NaN where one of them cannot say.
+    written: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The value of each source (rows, sources); the weighted sum (rows,), NaN where one of them cannot say; and what
+    single tokens get of this sum (rows, response_length).
 
-    inds: numbers of the problems (rows,).
+    inds: numbers of the problems (rows,). written: (rows, response_length), the tokens of the policy.
     """
     texts = problems.to_texts(tokenizer, responses, ids)
     prompts, answers, columns = problem_set.known_of(inds)
+    columns = problems.with_tokens(columns, responses, ids.pad, written)
     messages = [problem_set.messages[i] for i in inds]
     # [V23] [V18] Verifiers judge the response alone; the prompt may hold an example's answer.
     #       reward_manager/naive.py#L74-L91
-    values = [
-        function(prompts, texts, answers, columns, queries=queries, responses=responses, messages=messages)
-        for function, _ in sources.values()
-    ]
-    parts = torch.stack([widened(value, responses.device) for value in values], 1)
-    return parts, parts @ parts.new_tensor([weight for _, weight in sources.values()])
+    parts, token_scores = [], torch.zeros(responses.shape, dtype=torch.float64)
+    for function, weight in sources.values():
+        value, of_tokens = function(
+            prompts, texts, answers, columns, queries=queries, responses=responses, messages=messages
+        )
+        parts.append(widened(value, responses.device))
+        if of_tokens is not None:
+            token_scores += weight * of_tokens
+    parts = torch.stack(parts, 1)
+    scores = parts @ parts.new_tensor([weight for _, weight in sources.values()])
+    return parts, scores, token_scores.to(responses.device, parts.dtype)
+
+
+def punish(
+    raw_scores: Tensor, lengths: Tensor, stopped: Tensor, shaping: RewardsArgs, response_length: int
+) -> Tensor:
+    """Scores (rows,) after punishments of responses that do not end, or that come near the greatest length."""
+    # [V24] The punishment comes after the sum.
+    scores = punish_missing_eos(raw_scores, stopped, shaping.missing_stop, penalty=shaping.missing_stop_penalty)
+    if shaping.overlong_buffer:
+        scores = scores + overlong_punishment(lengths, response_length, shaping.overlong_buffer, factor=1.0)
+    return scores
 
 
 def load_sources(
@@ -750,18 +734,28 @@ def load_sources(
     """What scores, under its name, with its weight; the verifier first."""
     shaping = args.rewards
 
-    def text_source(name: str, field: str) -> Callable[..., Tensor]:
-        start_of = partial(problems.response_start, args.task)
-        trial = problem_set.known_of([0, -1])  # two of the problems
-        verifier = verifiers.load_verifier(name, field, start_of, trial=trial, on_all_processes=True)
-        return lambda *columns, **_: torch.tensor(verifier(*columns), dtype=torch.float64)
+    def text_source(name: str, field: str) -> Callable[..., tuple[Tensor, Tensor]]:
+        verifier = load_verifier(
+            name,
+            field,
+            partial(problems.response_start, args.task),
+            trial=problem_set.trial(tokenizer),
+            why_not_tokens=args.ppo.why_not_tokens,
+            on_all_processes=True,
+        )
 
-    def model_source(*columns: list, **rows: Any) -> Tensor:
+        def judge(*columns: list, responses: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+            values = verifier(*columns)
+            return torch.tensor(values, dtype=torch.float64), rewards_of_tokens(values, responses.shape[1])
+
+        return judge
+
+    def model_source(*columns: list, **rows: Any) -> tuple[Tensor, None]:
         scores = widened(score(**rows))  # (rows,)
         # Only functions of texts may say that a response cannot be scored.
         if not scores.isfinite().all():
             raise InputError("the reward model gives scores that are not finite; the run stops")
-        return scores
+        return scores, None
 
     # [V117] Where a teacher judges the tokens, the verifier says which responses are correct, and that is all.
     sources = {"verifier": (text_source(shaping.verifier, "rewards.verifier"), 0.0 if shaping.teacher else 1.0)}
@@ -778,7 +772,59 @@ def load_sources(
         score = models.response_scorer(reward_model, ids.pad, rows=args.ppo.local_rollout_batch_size)
     if shaping.trained_model:
         sources["reward_model"] = model_source, shaping.trained_weight
+    if shaping.steps:
+        sources["steps"] = rlvr_steps.load_judge(args, tokenizer, ids, problem_set, device), shaping.trained_weight
     return sources
+
+
+# ---- Steps 5 and 6: rewards, advantages ------------------------------------------------------------------------
+
+
+def token_rewards(rollout: Rollout, kl_coef: float, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Step 5: rewards, the KL penalty in them, and the KL, as compute_rewards gives them. name: of the estimate."""
+    # [V88] The KL is that of the policy that learns, although another may have sampled.
+    ref_logprobs = rollout.ref_logprobs
+    if name == "full":
+        # The exact KL takes the place of k1, which is logprobs - ref_logprobs.
+        ref_logprobs, name = rollout.logprobs - rollout.exact_kl, "k1"
+    return compute_rewards(
+        rollout.scores,
+        rollout.logprobs,
+        ref_logprobs,
+        rollout.mask,
+        kl_coef,
+        name,
+        token_scores=rollout.token_scores,
+    )
+
+
+def compute_advantages(
+    rollout: Rollout,
+    ppo: PpoArgs,
+    source_weights: Sequence[float] = (),
+    baseline: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Step 6: advantages, not yet whitened, and returns, 0 without a critic.
+
+    source_weights: of the sources of the score, which only gdpo needs. baseline: to be subtracted; None: nothing.
+    """
+    advantages, returns = ESTIMATORS[ppo.advantage](
+        rollout.rewards,
+        # [V32] The mask of the response, not loss_mask: a token that is left out of the loss still counts here.
+        rollout.mask,
+        rollout.groups,
+        values=rollout.values,
+        baselines=rollout.baselines,
+        parts=rollout.parts,
+        weights=source_weights,
+        gamma=ppo.gamma,
+        lam=ppo.lam,
+        critic_lam=ppo.critic_lam,
+        lam_alpha=ppo.lam_alpha,
+    )
+    if baseline is not None:
+        advantages = advantages - baseline
+    return advantages, torch.zeros_like(advantages) if returns is None else returns
 
 
 # ---- Plumbing: checkpoints -------------------------------------------------------------------------------------
@@ -788,7 +834,7 @@ class Run(train_policy.Run):
     """A run whose checkpoints also hold groups that are left over, and what the sampler needs."""
 
     surplus: Rollout | None = None
-    kept: dict[str, Tensor] | None = None  # for the sampler, from the checkpoint
+    of_sampler: dict[str, Tensor] | None = None  # its `tensors`, from the checkpoint
 
     def __init__(
         self, args: Args, accelerator: Accelerator, sizes: dict[str, int], timestamp: int | None, sampler: Sampler
@@ -813,7 +859,7 @@ class Run(train_policy.Run):
             part, _, key = name.partition(".")
             if part in parts:
                 parts[part][key] = tensor
-        self.kept = parts["sampler"]
+        self.of_sampler = parts["sampler"]
         if parts["surplus"]:
             device = self.accelerator.device
             self.surplus = Rollout(**{name: tensor.to(device) for name, tensor in parts["surplus"].items()})

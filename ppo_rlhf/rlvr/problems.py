@@ -41,6 +41,7 @@ from ppo_rlhf.train_policy import (
     hub_files,
     input_errors,
     keyed_generator,
+    padded,
     start_of_texts,
     vocabulary_size,
 )
@@ -199,6 +200,12 @@ class Problems:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def trial(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str], list[rewards.Columns]]:
+        """What verifiers know of two problems, and of the responses of rewards.TRIED to them."""
+        prompts, answers, rows = self.known_of([0, -1])
+        tokens = [chat_templates.encode_text(tokenizer, text) for text in rewards.TRIED]
+        return prompts, answers, with_tokens(rows, padded(tokens, -1), -1)
+
     def known_of(self, inds: Iterable[int]) -> tuple[list[str], list[str], list[rewards.Columns]]:
         """What verifiers know of these problems besides responses: prompts as texts, answers, and rows or none."""
         inds = [*inds]
@@ -211,6 +218,22 @@ class Problems:
         #       experimental/agent_loop/agent_loop.py#L534-L586
         prompts = [self.prompts[i] for i in inds]
         return data_files.pad_rows(prompts, max(map(len, prompts)), pad_id, left=True)
+
+
+def with_tokens(
+    rows: list[rewards.Columns], responses: torch.Tensor, pad_id: int, written: torch.Tensor | None = None
+) -> list[rewards.Columns]:
+    """Columns of problems, or none, with two more for functions that reward tokens: completion_ids, the token ids of
+    a response, and completion_mask, which of them the policy wrote.
+
+    responses: (rows, response_length); written: of that shape, bool; None: all tokens.
+    """
+    if not rows:
+        return rows
+    lengths = (responses != pad_id).sum(1).tolist()  # padding is at the end
+    written = responses != pad_id if written is None else written
+    each = zip(rows, responses.tolist(), written.tolist(), lengths, strict=True)
+    return [row | {"completion_ids": ids[:n], "completion_mask": own[:n]} for row, ids, own, n in each]
 
 
 def load_rows(source: str, field: str, split: str) -> Iterable[data_files.Row]:
@@ -368,12 +391,13 @@ def solve(
         # The responses to a prompt are next to each other, so it is read once for all of them.
         rows = inds.repeat_interleave(n)
         contexts = held_out.batch(rows.tolist(), ids.pad).to(accelerator.device)
-        responses, _ = sample(
+        responses, logprobs = sample(
             contexts,
             uniforms[inds].flatten(0, 1).to(float64_device(contexts.device)),
             temperature=temperature,
         )
         prompts, answers, columns = held_out.known_of(rows.tolist())
+        columns = with_tokens(columns, responses, ids.pad, ~logprobs.isnan())
         texts = to_texts(tokenizer, responses, ids)
         values = [torch.tensor(verifier(prompts, texts, answers, columns)) for verifier in verifiers]
         names = [getattr(verifier, "verifier", "") for verifier in verifiers]

@@ -264,6 +264,8 @@ def is_right(values: torch.Tensor, verifier: str) -> torch.Tensor:
     return values >= 1 if verifier == "reasoning_gym" else values > 0
 
 
+Columns = Mapping[str, Any]  # of a problem, and what `problems.with_tokens` says of a response to it
+
 VERIFIERS: dict[str, Verifier] = {
     function.__name__: function
     for function in (
@@ -292,8 +294,52 @@ def can_be_right(verifier: str, answer: str) -> bool:
     return form is None or VERIFIERS[verifier](form.format(answer), answer) == 1
 
 
-Columns = Mapping[str, Any]  # of a problem
-# Prompts and answers of two problems, and their columns or none, on which a function is tried
+class TokenRewards(float):
+    """The sum of the rewards that a verifier gives to the tokens of a response, and the reward of each."""
+
+    of_tokens: list[float]
+
+
+def value_of(value: Any, row: Columns, why_not: str = "") -> float:
+    """What a user's function returned for a response, as a number: a list as TokenRewards.
+
+    A list has one reward for each token, or pairs (index of a token, reward), or nothing. row: its completion_mask
+    says which tokens of the response the policy wrote. why_not: why there must be no list. Raises an InputError.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array
+    if not isinstance(value, list | tuple):
+        return float(value)
+    if why_not:
+        raise InputError(f"rewards of single tokens, but {why_not}")
+    own = row["completion_mask"]
+    of_pairs = all(isinstance(one, list | tuple) for one in value)
+    if not of_pairs and len(value) != len(own):
+        raise InputError(f"{len(value)} rewards for a response of {len(own)} tokens; give one for each, or pairs")
+    of_tokens = [0.0] * len(own)
+    for index, reward in value if of_pairs else enumerate(value):
+        if not 0 <= index < len(own):
+            raise InputError(f"a reward for token {index} of a response of {len(own)} tokens")
+        if not abs(reward) <= reward_functions.LARGEST_SCORE:
+            raise InputError(f"the reward {reward} for token {index}")
+        if reward and not own[index]:
+            raise InputError(f"a reward for token {index}, which the policy did not write")
+        of_tokens[index] += reward
+    total = TokenRewards(math.fsum(of_tokens))
+    total.of_tokens = of_tokens
+    return total
+
+
+def rewards_of_tokens(values: Sequence[float], width: int) -> torch.Tensor:
+    """Of verifiers' values, what they give to single tokens: (rows, width), float64; 0 where they don't."""
+    rewards = torch.zeros(len(values), width, dtype=torch.float64)
+    for row, value in zip(rewards, values, strict=True):
+        if isinstance(value, TokenRewards):
+            row[: len(value.of_tokens)] = torch.tensor(value.of_tokens)
+    return rewards
+
+
+# Two responses on which a function is tried, with prompts and answers of two problems, and their columns or none
+TRIED = ("A response.", r"Another one: \boxed{5}")
 MADE_UP = (["A prompt."] * 2, ["4", "5"], ())
 
 
@@ -303,18 +349,21 @@ def load_verifier(
     start_of: Callable[[str], str] = lambda prompt: "",
     *,
     trial: tuple[list[str], list[str], Sequence[Columns]] | None = MADE_UP,
+    why_not_tokens: str = "",
     on_all_processes: bool = False,
 ) -> Callable[..., list[float]]:
     """One of VERIFIERS, or the user's function `package.module:name` of texts, applied to whole batches.
 
     It takes prompts, responses, answers and, if they are known, the columns of the problems, for which a user's
     function may ask. It returns a number for each response, or NaN if a response cannot be scored. A user's function
-    returns None or NaN for such a response; any other mistake of it ends in an InputError.
+    returns None or NaN for such a response. It may also return a list, the rewards of its tokens (see value_of). Any
+    mistake of it ends in an InputError.
     start_of: gives the end of a prompt that belongs to the response, such as <think>. Words without a tag, as in `The
     answer is`, are no part of an answer that is a whole response.
 
-    trial: a function that cannot be called with these is refused at once; None: it isn't tried. on_all_processes: all
-    processes call it together, each with its own texts. If it fails on one, it fails on all.
+    trial: a function that cannot be called with these is refused at once; None: it isn't tried. why_not_tokens: why
+    it must not return rewards of tokens. on_all_processes: all processes call it together, each with its own texts.
+    If it fails on one, it fails on all.
     """
     # It is called once for the whole batch. A row with None or NaN is left out; other numbers must be finite.
     what = f"--{field} {name}"
@@ -337,12 +386,13 @@ def load_verifier(
             answers,
             rows=rows,
             none=math.nan,
+            number_of=functools.partial(value_of, why_not=why_not_tokens),
             on_all_processes=on_all_processes,
         )
 
     if trial:
         prompts, answers, rows = trial
-        score(prompts, ["A response.", r"Another one: \boxed{5}"], answers, rows)
+        score(prompts, [*TRIED], answers, rows)
     score.verifier = name
     return score
 

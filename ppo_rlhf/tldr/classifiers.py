@@ -29,12 +29,19 @@ class Classifier:
     """A sequence classifier, the label whose logit is the score, and its tokenizer."""
 
     def __init__(
-        self, model: str, label: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+        self,
+        model: str,
+        label: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool,
+        field: str = "rewards.trained_model",
     ) -> None:
-        """model, label: --rewards.trained_model and --rewards.label."""
-        self.what = f"--rewards.trained_model {model}"
+        """model, label: --rewards.trained_model, or what else the field is, and --rewards.label."""
+        self.what = f"--{field} {model}"
         self.device = device
-        with models.named("rewards.trained_model"):
+        with models.named(field):
             self.model = load_pretrained(model, dtype, trust_remote_code, AutoModelForSequenceClassification)
             self.tokenizer = models.load_tokenizer(model, trust_remote_code)
         self.model.requires_grad_(False).to(device)
@@ -102,12 +109,14 @@ class Classifier:
         return chat_templates.encode(text, self.tokenizer)[-self.longest :]
 
     def try_out(self, dialogues: Iterable[chat_templates.Messages], length: int, *, plain: bool) -> None:
-        """Read a short and a long response to each of these; raise an InputError if that fails."""
+        """Read a short and a long response to one of each kind of these; raise an InputError if that fails."""
+        # One for each sequence of roles: a template may refuse some.
+        kinds = {tuple(message["role"] for message in one): one for one in dialogues}
         with input_errors(
             f"{self.what} cannot read a text of {length} tokens; model_max_length in its tokenizer_config.json may "
             f"say that it reads fewer"
         ):
-            for dialogue in dialogues:
+            for dialogue in kinds.values():
                 rows = [self.encode(dialogue, "a " * n, plain=plain) for n in (4, length)]
                 alone = torch.cat([self.of_ids([row]) for row in rows])
                 # Some models read a text's score at the last place, padding or not (XLNet).
@@ -173,7 +182,5 @@ def scorer_of(
         parts = zip(messages, wholes, texts, strict=True)
         return judge.of_ids([judge.encode(one, whole[len(text) :], plain=plain) for one, whole, text in parts])
 
-    # One dialogue is tried for each sequence of roles, because a template may refuse some.
-    kinds = {tuple(message["role"] for message in one): one for one in dialogues} or {(): dialogue_of("a")}
-    judge.try_out(kinds.values(), task.response_length, plain=plain)
+    judge.try_out([*dialogues] or [dialogue_of("a")], task.response_length, plain=plain)
     return score

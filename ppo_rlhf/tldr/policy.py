@@ -925,8 +925,8 @@ def scale_of_scores(
 # ---- Step 8: what is logged ------------------------------------------------------------------------------------
 
 # Names that the function of --rewards.monitor cannot have: of other objectives, and of columns of evaluation.jsonl.
-TAKEN = {"kl", "entropy", "non_score_reward", "scores", "raw_scores", "eos_rate", "response_length", "sampler_gap"}
-TAKEN |= {"kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
+RESERVED = {"kl", "entropy", "non_score_reward", "scores", "raw_scores", "eos_rate", "response_length", "sampler_gap"}
+RESERVED |= {"kl_coef", "rlhf_reward", "function_score", "reference_scores", *posts.COLUMNS}
 
 
 def update_metrics(
@@ -991,7 +991,7 @@ def ppo_sizes(args: Args, num_processes: int, scores_are_named: bool = True) -> 
         raise InputError(
             f"--rewards.label {shaping.label} does nothing without a reward model from elsewhere; leave it empty"
         )
-    if monitor_name(args) in TAKEN:
+    if monitor_name(args) in RESERVED:
         raise InputError(
             f"--rewards.monitor {shaping.monitor}: the name {monitor_name(args)} is taken; give the function another"
         )

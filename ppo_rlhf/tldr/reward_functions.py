@@ -78,6 +78,7 @@ def scores_of(
     *,
     rows: Sequence[Mapping[str, Any]] = (),
     none: float | None = None,
+    number_of: Callable[[Any, Mapping[str, Any]], float] = lambda score, row: float(score),
     on_all_processes: bool = False,
 ) -> list[float]:
     """A function's scores, one finite number per response. Raises an InputError that says what is wrong.
@@ -85,8 +86,9 @@ def scores_of(
     The function gets copies of the lists that it asks for (see arguments_of). One that has a parameter solution_str
     is called once for each text (see text_by_text). what: the function as messages name it. rows: of the data, one
     per response, whose columns the function may ask for. none: the number that replaces None among the scores; if it
-    is None, the function must not return None. If it is NaN, the function may return NaN too. on_all_processes: all
-    processes call this, and fail together.
+    is None, the function must not return None. If it is NaN, the function may return NaN too. number_of: what a
+    score that the function returned for a row is as a number. on_all_processes: all processes call this, and fail
+    together.
     """
     scores, problem = [], ""
     try:
@@ -99,7 +101,10 @@ def scores_of(
             raise TypeError(
                 f"it returned a {type(returned).__name__}; it must return a list, one number per response"
             )
-        scores = [float(none if score is None else score) for score in returned]
+        pairs = zip(returned, itertools.chain(rows, itertools.repeat({})), strict=False)
+        scores = [number_of(none if score is None else score, row) for score, row in pairs]
+    except InputError as error:  # of number_of
+        problem = f"returned {error}"
     except Exception as error:  # the function is the user's and may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"failed: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"

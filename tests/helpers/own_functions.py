@@ -11,6 +11,24 @@ def letters(prompts: list[str], responses: list[str], answers: list[str]) -> lis
     return [float(sum(map(str.isalpha, response)) % 2) for response in responses]
 
 
+def letters_at_the_end(
+    prompts: list[str], responses: list[str], answers: list[str], completion_ids: list[list[int]]
+) -> list[list[float]]:
+    """The same for the last token, and 0 for every other."""
+    scores = letters(prompts, responses, answers)
+    return [[*[0.0] * (len(ids) - 1), score] for ids, score in zip(completion_ids, scores, strict=True)]
+
+
+def one_for_each_token(responses: list[str], completion_ids: list[list[int]]) -> list[list[float]]:
+    return [[1.0] * len(ids) for ids in completion_ids]
+
+
+def hundredths(problem: str, steps: list[str]) -> float:
+    """Of the newest step, its length, and how many there were before it."""
+    assert problem.startswith("A ") or problem.endswith("\n")
+    return len(steps[-1]) / 100 + len(steps) - 1
+
+
 def constant(queries: list[str], responses: list[str], references: list[str]) -> list[float]:
     """3 for all. seen.jsonl keeps what it has read."""
     with open("seen.jsonl", "a") as file:

@@ -143,18 +143,32 @@ def test_a_reward_model_reads_the_messages_of_a_row(tmp_path, theirs, question, 
     (tmp_path / "problems_train.jsonl").write_text(json.dumps({"question": question, "answer": "#### 4"}))
     task = {"problems": str(tmp_path), "prompt_suffix": "!", "prompt_length": 200, "response_length": 50}
     task = problems.TaskArgs(**task | changes)
-    rewards = rlvr_arguments.RewardsArgs(trained_model=folder, trained_weight=3.0)
+    rewards = rlvr_arguments.RewardsArgs(trained_model=folder, steps=folder, trained_weight=3.0)
     args = rlvr_arguments.Args(task=task, rewards=rewards)
     found, ids = problems.read_problems(task, policy, "train"), problems.task_ids(task, policy)
     sources = rlvr_policy.load_sources(args, policy, ids, found, torch.device("cpu"))
     said = torch.tensor([[*policy.encode(" It is<|im_start|>4", split_special_tokens=True), 258]])
     prompts = found.batch([0], ids.pad)
-    parts, scores = rlvr_policy.score_responses(sources, found, torch.tensor([0]), prompts, said, policy, ids)
-    torch.testing.assert_close(scores, parts[:, 0] + 3 * parts[:, 1])
+
+    def judged(said: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        written = said != ids.pad
+        return rlvr_policy.score_responses(sources, found, torch.tensor([0]), prompts, said, policy, ids, written)
+
+    parts, scores, token_scores = judged(said)
+    torch.testing.assert_close(scores, parts[:, 0] + 3 * parts[:, 1] + 3 * parts[:, 2])
     row = in_template(expected, judge)
     if theirs is None and task.prompt_format == "plain":  # the response continues the text
         row = policy.encode(found.texts[0] + " It is<|im_start|>4", split_special_tokens=True)
     assert parts[:, 1].tolist() == pytest.approx(said_alone(folder, [row]), abs=1e-5)
+    # Its one line is one step, which is rewarded where the response ends.
+    assert parts[0, 2] == parts[0, 1] and token_scores[0].tolist() == [0] * (said.shape[1] - 1) + [3 * parts[0, 2]]
+    # Of two lines, with an empty one between them, each is judged as a response that ends there.
+    lines = policy.encode("It is\n\n4\n")
+    parts, _, token_scores = judged(torch.tensor([[*lines, 258]]))
+    alone = [judged(torch.tensor([[*lines[:n], 258]]))[0][0, 1] for n in (5, 8)]
+    assert token_scores[0].nonzero()[:, 0].tolist() == [5, 8]
+    torch.testing.assert_close(token_scores[0, [5, 8]], 3 * torch.stack(alone))
+    torch.testing.assert_close(parts[0, 2], sum(alone))
 
 
 def in_template(messages: list[dict[str, str]], tokenizer) -> list[int]:

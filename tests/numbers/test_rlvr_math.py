@@ -17,6 +17,8 @@ from ppo_rlhf.rlvr import asynchronous as rlvr_async
 from ppo_rlhf.rlvr.algebra import (
     ESTIMATORS,
     IN_GROUPS,
+    OF_TOKENS,
+    compute_rewards,
     kl_estimate,
     lower_clip_range,
     mismatch,
@@ -260,6 +262,52 @@ def test_gradient_of_the_kl_in_the_reward(name):
         assert (gradient * true).sum() < 0
     if name == "full":
         close_gradients(gradient_as_loss("full", table("logits")) + gradient, true)
+
+
+@pytest.mark.parametrize("advantage", OF_TOKENS)
+@pytest.mark.parametrize("place", ["where it is earned", "half of it later", "on the last token", "too soon"])
+def test_gradient_of_rewards_of_tokens(place, advantage):
+    """That of their expected sum, wherever they are placed, and whatever a critic says of the text so far.
+
+    Each beginning earns something. A score has a part besides, which belongs to no token. Only what is placed before
+    the token that earns it teaches something else.
+    """
+    logits = table("logits").requires_grad_()
+    earned = torch.stack([numbers(1, 3)[SEQUENCES[:, 0]], numbers(2, 9)], 1)  # (9, 2)
+    scores = earned.sum(1) + numbers(3, 9)
+    logprobs = sequence_logprobs(logits)
+    true = torch.autograd.grad((logprobs.sum(1).exp() * scores).sum(), logits, retain_graph=True)[0]
+    first = {"where it is earned": 1, "half of it later": 0.5, "on the last token": 0, "too soon": 1}[place]
+    token_scores = torch.stack([earned[:, 0] * first, earned[:, 0] * (1 - first) + earned[:, 1]], 1)
+    if place == "too soon":
+        token_scores = token_scores.flip(1)
+    old = {"logprobs": logprobs.detach(), "ref_logprobs": logprobs.detach(), "values": numbers(4, 4)[STATES]}
+    mb = rollout_of(EVERYWHERE, scores=scores, token_scores=token_scores, **old)
+    rewards, *_ = token_rewards(mb, 1.0, "k1")
+    ppo = PpoArgs(advantage=advantage, lam=1.0, whiten_advantages=False, loss="reinforce")
+    advantages, _ = compute_advantages(dataclasses.replace(mb, rewards=rewards), ppo)
+    losses, *_ = token_losses(logprobs, old["logprobs"], advantages, EVERYWHERE, "reinforce", low=0.2, high=0.2)
+    found = -expected_gradient(losses, logits, logits)
+    assert torch.allclose(found, true, atol=1e-9, rtol=0) == (place != "too soon")
+
+
+def test_what_no_token_got_of_a_score_is_on_the_last():
+    """In rows with holes, of which one has no token. On the last token, a whole score is the ordinary one."""
+    kl, scores, some = spoiled(1), numbers(2, ROWS), spoiled(3)
+    at = {"mask": MASK, "kl_coef": 0.3, "name": "k1"}
+    whole, penalty, _ = compute_rewards(scores, kl, torch.zeros_like(kl), **at)
+    found, _, _ = compute_rewards(scores, kl, torch.zeros_like(kl), **at, token_scores=some)
+    last = [4, 1, 3, None, 3, 0]
+    for row, place in enumerate(last):
+        placed = [0.0 if not own else float(x) for own, x in zip(MASK[row], some[row], strict=True)]
+        if place is not None:
+            placed[place] += float(scores[row]) - sum(placed)
+        assert (found - penalty)[row].tolist() == pytest.approx(placed, abs=1e-12)
+    everything = torch.zeros_like(kl)
+    for row, place in enumerate(last):
+        if place is not None:
+            everything[row, place] = scores[row]
+    assert compute_rewards(scores, kl, torch.zeros_like(kl), **at, token_scores=everything)[0].equal(whole)
 
 
 TAUGHT = "true gradient of the sequence KL", "true gradient, prefixes held fixed"  # with gamma 1, and with 0

@@ -335,6 +335,49 @@ def test_what_never_works_is_refused_before_training(name):
         load(name)
 
 
+def of_tokens(prompts, responses, answers, completion_ids):
+    assert completion_ids[-1] == [7, 8, 9, 10]
+    return [json.loads(response) if response[:1] in "[n" else 1.0 for response in responses]
+
+
+OF_TWO = [{"completion_ids": [7, 8], "completion_mask": [True, True]}]
+OF_FOUR = [{"completion_ids": [7, 8, 9, 10], "completion_mask": [True, True, False, True]}]
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("[0, 0.5, 0, -2]", [0, 0.5, 0, -2]),
+        ("[[3, 1], [0, 0.25], [3, 0.5]]", [0.25, 0, 0, 1.5]),
+        ("[[2, 0]]", [0, 0, 0, 0]),
+        ("[]", [0, 0, 0, 0]),
+        ("[1, 2, 3]", "3 rewards for a response of 4 tokens"),
+        ("[0, 0, 0, 0, 1]", "5 rewards for a response of 4 tokens"),
+        ("[[4, 1]]", "a reward for token 4 of a response of 4 tokens"),
+        ("[[-1, 1]]", "a reward for token -1 of a response"),
+        ("[[0, NaN]]", "the reward nan for token 0"),
+        ("[0, 0, 0, Infinity]", "the reward inf for token 3"),
+        ("[[2, 1]]", "a reward for token 2, which the policy did not write"),
+        ("[0, 0, 1, 0]", "a reward for token 2, which the policy did not write"),
+        ("[[0, 1], 2, [1, 1], 0]", "failed: TypeError"),
+        ("[null, 0, 0, 0]", "failed: TypeError"),
+    ],
+)
+def test_a_function_may_reward_tokens(response, expected):
+    """With one number for each, or pairs; next to a response that gets one number, and one that cannot be scored."""
+    score = partial(load("test_verifiers:of_tokens", trial=None), ["p"] * 3, answers=["1"] * 3)
+    texts, rows = ["one", "null", response], OF_TWO * 2 + OF_FOUR
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=rf"^--rewards\.verifier test_verifiers:of_tokens .*{expected}"):
+            score(texts, rows=rows)
+        return
+    values = score(texts, rows=rows)
+    assert values == pytest.approx([1, math.nan, sum(expected)], nan_ok=True)
+    assert rewards.rewards_of_tokens(values, 5).tolist() == [[0] * 5, [0] * 5, [*expected, 0]]
+    with pytest.raises(InputError, match="of_tokens returned rewards of single tokens, but I say so"):
+        load("test_verifiers:of_tokens", trial=None, why_not_tokens="I say so")(["p"], [response], ["1"], OF_FOUR)
+
+
 def test_gradients_that_a_function_switches_off_are_on_again():
     assert load("test_verifiers:without_gradients")(["p"], ["r"], ["1"]) == [1.0]
     assert torch.is_grad_enabled()

@@ -133,7 +133,7 @@ def test_evaluations_sample_several_responses_as_one_at_a_time():
     solve = partial(
         problems.solve,
         held_out,
-        lambda contexts, noise, temperature: ((contexts[:, -1:] + 20 * noise).long(), None),
+        lambda contexts, noise, temperature: ((contexts[:, -1:] + 20 * noise).long(), noise),
         [lambda *texts: [float("1" in text or a + b == "by") for a, text, b in zip(*texts[:3], strict=True)]],
         SimpleNamespace(decode=lambda row, **_: " ".join(map(str, row))),
         problems.TaskIds(pad=PAD, stops=(STOP - 20,)),

@@ -170,10 +170,14 @@ def test_a_think_that_the_template_opened_belongs_to_the_response():
     held_out = problems.read_problems(args.task, tokenizer, "test", limit=1)
     sources = rlvr_policy.load_sources(args, tokenizer, ids, held_out, torch.device("cpu"))
     prompt = problems.render_prompt("?", args.task, tokenizer)
-    said = [score([prompt] * 2, [response, response[1:-1]], ["7"] * 2).tolist() for score, _ in sources.values()]
-    assert said == [[1.0, 0.0]]
+    (score, _), texts = sources["verifier"], ([prompt] * 2, [response, response[1:-1]], ["7"] * 2)
+    assert score(*texts, responses=torch.zeros(2, 1))[0].tolist() == [1.0, 0.0]
     written = torch.tensor([[*in_letters(response), END]])
-    respond = lambda contexts, *_, **__: (written.expand(len(contexts), -1), None)  # noqa: E731
+
+    def respond(contexts: torch.Tensor, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
+        responses = written.expand(len(contexts), -1)
+        return responses, torch.zeros(responses.shape)
+
     alone = Accelerator(cpu=True)
     means, _ = rlvr_metrics.evaluate(args, held_out, respond, tokenizer, ids, alone, with_samples=False)
     assert means["eval/think_answer"] == 1.0

@@ -273,6 +273,46 @@ def test_scores_are_sums_and_correct_rates_are_those_of_the_verifier(run_once):
         assert row["objective/verifiable_correct_rate"] == pytest.approx(verifier)
 
 
+def test_with_the_whole_score_on_the_last_token_a_run_is_the_ordinary_one(run_once):
+    """Bit for bit. Functions that reward tokens get them in evaluations and in sample.py, too."""
+    words = "--ppo.critic_warmup 0 --rewards.kl_coef 0.1 --rewards.verifier own_functions:letters"
+    ordinary = run_once(words)
+    shutil.move("runs", "ordinary")
+    shutil.rmtree("models")
+    assert run_once(f"{words}_at_the_end") == ordinary
+    policy = only(Path.cwd(), "models/*/policy")
+    rows = sample.sample(sample.Args(policy=str(policy), n=3, trust_remote_code=True))
+    assert {row["policy score"] for row in rows} <= {0.0, 1.0}
+
+
+def test_each_line_is_rewarded_where_it_ends(run_once, tiny_tools):
+    """And the last token gets the rest of the score, which is -0.5 where the response doesn't end."""
+    words = "--ppo.critic_warmup 0 --rewards.kl_coef 0.1 --rewards.verifier own_functions:letters "
+    words += "--rewards.steps own_functions:hundredths --rewards.trained_weight 2 "
+    words += "--rewards.missing_stop replace --rewards.missing_stop_penalty 0.5"
+    words += f" --base_model {tiny_tools}/model --task.problems {tiny_tools} --task.response_length 40"
+    rows = run_once(f"{words} --trace_interval 1 --trace_episodes 16")
+    trace = load_file(only(Path.cwd(), "runs/*/traces/0.safetensors"))
+    tokenizer, lines = AutoTokenizer.from_pretrained(tiny_tools / "model"), 0
+    for row, own in enumerate(trace["tokens.mask"]):
+        n, line, count, expected = int(own.sum()), "", 0, []
+        stopped = bool(trace["episodes.stopped"][row])
+        for i, token in enumerate(trace["tokens.ids"][row, :n].tolist()):
+            is_last = i + 1 == n
+            line += "" if is_last and stopped else tokenizer.decode([token])
+            of_line = line.partition("\n")[0] if "\n" in line or is_last else ""
+            expected.append(2 * (len(of_line) / 100 + count) if of_line.strip() else 0)
+            count += bool(of_line.strip())
+            line = line.partition("\n")[2] if "\n" in line else line
+        lines += count
+        total = trace["episodes.verifier"][row] + sum(expected) if stopped else torch.tensor(-0.5)
+        assert trace["episodes.scores"][row].item() == pytest.approx(total.item())
+        expected[-1] += total.item() - sum(expected)
+        found = (trace["tokens.rewards"] + 0.1 * trace["tokens.kl"])[row, :n]
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert lines > 20 and rows[0]["objective/steps_reward"] > 0
+
+
 @pytest.fixture
 def reward_model(critic, tmp_path) -> Path:
     """The folder of a reward model: a critic is of the same form."""
@@ -292,7 +332,7 @@ def test_the_reward_model_scores_a_text_as_if_alone_and_must_be_finite(reward_mo
     responses = torch.tensor([[1, 2, 0], [3, 0, 400], [0, 400, 400]])
     texts, model = {"queries": queries, "responses": responses}, models.load_reward_model(reward_model, torch.float64)
     alone = [model(row[row != 400][None], 400).item() for row in torch.cat([queries, responses], 1)]
-    assert weight == 3.0 and score([], [], [], **texts).tolist() == pytest.approx(alone, rel=1e-9)
+    assert weight == 3.0 and score([], [], [], **texts)[0].tolist() == pytest.approx(alone, rel=1e-9)
     nan = lambda self, tokens, pad_id: torch.full((len(tokens),), math.nan)  # noqa: E731
     monkeypatch.setattr(train_reward.RewardModel, "forward", nan)
     with pytest.raises(InputError, match="the reward model gives scores that are not finite"):

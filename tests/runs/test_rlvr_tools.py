@@ -121,6 +121,20 @@ class WritesTwo(rlvr_tools.SamplerWithTool):
         return responses, logprobs
 
 
+def test_rewards_of_tokens_are_not_for_what_a_tool_wrote(tiny_tools, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*arguments(tiny_tools), "--eval_interval", "0"]
+    tokens = ("--rewards.verifier", "own_functions:one_for_each_token"), "token 5, which the policy did not write"
+    steps = (
+        ("--rewards.steps", "own_functions:hundredths"),
+        "--rewards.steps: lines with a tool's answer are no steps",
+    )
+    for more, message in (tokens, steps):
+        args = train_policy.parse_args(rlvr_tools.PRESETS, [*words, *more])
+        with pytest.raises(InputError, match=message):
+            rlvr_policy.train(args, WritesTwo(tool_functions.load_tool(args.tools.tool, "tools.tool")))
+
+
 def test_masks_and_scores_of_conversations(tiny_tools, tmp_path, monkeypatch):
     """Of sixteen episodes, of which the first two are written by hand; a punishment rises to 1 at 24 tokens."""
     monkeypatch.chdir(tmp_path)

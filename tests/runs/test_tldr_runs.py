@@ -353,7 +353,7 @@ def test_a_monitor_replaces_nothing(all_three):
     names = [name.split("/", 1) for name in metrics_of(run)[0] if name.startswith(("objective/", "eval/"))]
     written = {name for _, name in names}.union(*rows_of(run / "evaluation.jsonl"), *samples_of(run)) - {"step"}
     gold = {"gold_scores", "reference_gold_scores"}
-    assert gold <= written and written - gold == set(tldr_policy.TAKEN) - {"function_score"}  # of other runs
+    assert gold <= written and written - gold == set(tldr_policy.RESERVED) - {"function_score"}  # of other runs
     args = tldr_policy.Args(
         rewards=tldr_policy.RewardsArgs(function="a:b", monitor="own_functions:kl"), base_model="a"
     )

@@ -28,6 +28,7 @@ def invented_groups(seed: int) -> dict[str, torch.Tensor]:
     for name in ("ref_logprobs", "new_logprobs"):
         drawn[name] = drawn["logprobs"] + 0.4 * torch.randn(8, 9, generator=generator).double()
     drawn["scored"] = torch.arange(9) < torch.randint(1, 10, (8, 1), generator=generator)
+    drawn["token_scores"] = torch.randint(0, 2, (8, 9), generator=generator).double()
     drawn |= {"scores": torch.randint(0, 3, (8,), generator=generator).double(), "groups": torch.arange(8) // 4}
     return drawn | {"baselines": torch.rand(8, generator=generator).double()}
 
@@ -35,8 +36,9 @@ def invented_groups(seed: int) -> dict[str, torch.Tensor]:
 def with_algebra(x: dict[str, torch.Tensor], s: dict) -> dict[str, torch.Tensor]:
     """What rlvr/algebra.py makes of the batch with the settings of a derivation."""
     mask = x["scored"]
+    of_tokens = {"token_scores": x["token_scores"]} if s["advantage"] in algebra.OF_TOKENS else {}
     rewards, _, kl = algebra.compute_rewards(
-        x["scores"], x["logprobs"], x["ref_logprobs"], mask, s["kl_coef"], s["kl_estimator"]
+        x["scores"], x["logprobs"], x["ref_logprobs"], mask, s["kl_coef"], s["kl_estimator"], **of_tokens
     )
     more = {"values": x["values"], "baselines": x["baselines"]}
     more |= {"parts": torch.stack([x["scores"], x["baselines"]], 1), "weights": [1.0, 0.5]}
@@ -63,12 +65,13 @@ def episodes_of(x: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], s: 
         n = int(x["scored"][i].sum())
         rows = {name: tensor[i, :n].tolist() for name, tensor in (x | theirs).items() if tensor.dim() == 2}
         names = ("logprobs", "ref_logprobs", "values", "rewards", "scored")
+        of_tokens = {"token_scores": rows["token_scores"]} if s["advantage"] in algebra.OF_TOKENS else {}
         shared = {"kl_coef": s["kl_coef"], "baselines": x["baselines"][i].item(), "tokens": int(x["scored"].sum())}
         score, baseline = x["scores"][i].item(), x["baselines"][i].item()
         episodes.append(
             {
                 "places": list(range(n)),
-                "tokens": {name: rows[name] for name in names} | {"mask": rows["scored"]},
+                "tokens": {name: rows[name] for name in names} | {"mask": rows["scored"]} | of_tokens,
                 "epochs": {name: [rows[name]] for name in ("new_logprobs", "new_values")},
                 "statistics": shared | {"advantage_mean": mean, "advantage_deviation": deviation},
                 "numbers": {"scores": score, "verifier": score, "format": baseline, "groups": int(x["groups"][i])},

@@ -23,6 +23,8 @@ OWN = {  # settings for which a trace has to hold something of its own
     # The teacher is the start, from which the bonus leads away.
     "taught": "--rewards.teacher {world}/model --ppo.advantage reinforce++ --ppo.gamma 0.9 "
     "--ppo.whiten_advantages False --ppo.entropy_coef 0.5",
+    "steps": "--rewards.verifier own_functions:one_for_each_token --rewards.steps own_functions:hundredths "
+    "--rewards.kl_coef 0.1 --rewards.kl_estimator k1 --ppo.lam 0.9",
 }
 
 
@@ -57,7 +59,7 @@ def test_every_number_is_derived_and_a_calculator_finds_it(name, request, tiny_s
         if line.result != "?" and not line.is_read:
             assert evaluated(line.filled) == pytest.approx(float(line.result), abs=unit(line.result)), line
     assert min(checked[name] for name in ("kl", "rewards", "advantages")) > 100
-    assert (checked["returns"] > 100) == (name in ("both", "all_three", "critic"))
+    assert (checked["returns"] > 100) == (name in ("both", "all_three", "critic", "steps"))
 
 
 def evaluated(text: str) -> float:

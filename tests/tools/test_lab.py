@@ -12,7 +12,7 @@ import scipy.stats
 from runs import write_rows
 
 from benchmark import lab
-from benchmark.experiments import arithmetic, posts
+from benchmark.experiments import arithmetic, posts, steps
 from ppo_rlhf.rlvr import arguments as rlvr_arguments, policy as rlvr_policy
 from ppo_rlhf.train_policy import parse_args
 
@@ -44,6 +44,29 @@ def test_arithmetic_is_learned_by_three_methods(tmp_path):
         "gae": "gae",
         "reinforce++": "reinforce++",
     }
+
+
+PROMPT = "Jonas has 20 apples. Then he has 2 times as many. He finds 8. He buys 5. How many apples does Jonas have?\n"
+RIGHT = "20*2=40\n40+8=48\n48+5=53\n#### 53"
+
+
+def test_each_right_line_earns_a_share_wherever_it_is_paid():
+    texts = [RIGHT, "20*2=40\nHe finds 8. 40+8=48\n48+5=54\n#### 54", f"20*2=40\n{RIGHT}", f"{RIGHT}\n20*2=40", ""]
+    prompts, ids = [PROMPT] * 5, [steps.tokenizer_of_sums().encode(text) for text in texts]
+    assert steps.at_the_end(prompts, texts, [""] * 5) == [1.0, 0.5, 0.25, 1.0, 0.0]
+    paid = steps.at_each_step(prompts, texts, ids)
+    assert [sum(share for _, share in pairs) for pairs in paid] == [1.0, 0.5, 0.25, 1.0, 0.0]
+    for own, pairs in zip(ids, paid, strict=True):
+        ends = [i for i, token in enumerate(own) if steps.tokenizer_of_sums().decode([token]) == "\n"]
+        assert {place for place, share in pairs if share} <= {*ends, len(own) - 1}
+
+
+def test_a_true_equation_earns_its_share_again_or_only_once():
+    said = ["20*2=40", "He finds 8. 40+8=47", "9-12=3", "3-1=2", "3-1=2", "#### 2", "2==2", "x+1=2"]
+    earned = [
+        [function(PROMPT, said[: i + 1]) for i in range(8)] for function in (steps.equation, steps.new_equation)
+    ]
+    assert earned == [[0.2, 0, 0, 0.2, 0.2, 0, 0, 0], [0.2, 0, 0, 0.2, 0, 0, 0, 0]]
 
 
 # ---- What is measured ------------------------------------------------------------------------------------------
