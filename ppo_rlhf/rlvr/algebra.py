@@ -48,7 +48,7 @@ class Rollout:
     groups: Tensor | None = None  # (rows,), equal for the responses to one problem; each draw of it has a number
     age: Tensor | None = None  # (rows,), updates since the weights that sampled it; groups may be left over
     # 3. Log-probs and values
-    logprobs: Tensor  # under the old policy of the ratio
+    logprobs: Tensor  # under the policy below the line in the ratio
     ref_logprobs: Tensor | None = None  # the policy's own where there is no reference
     exact_kl: Tensor | None = None  # where the reward needs it, otherwise 0
     values: Tensor | None = None  # 0 without a critic
@@ -129,7 +129,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, name: str)
     """
     d = (logprobs - ref_logprobs).masked_fill(~mask, 0)
     forms = {"k1": (d, 1), "k2": (d**2 / 2, d)}  # value and slope
-    # Two passes of the same policy may round differently. That must not decide about a slope of 1 or -1.
+    # Two passes of the same policy may round differently. Such a difference must not get a slope of 1 or -1.
     forms["abs"] = d.abs(), d.sign() * (d.abs() > ROUNDING)
     # `expm1` is exact where d is near 0, where k3 is a difference of two almost equal numbers.
     inverse_ratio_less_1 = torch.expm1((-d).clamp(max=20))
@@ -178,6 +178,7 @@ def compute_rewards(
 # returns advantages, which are not yet whitened, and the critic's targets if there is a critic. groups (batch,) are
 # equal for responses to one prompt; baselines (batch,) is a number for each row; parts (batch, sources) is what each
 # source of the score says; everything else is (batch, response_length). A row without a valid token counts nowhere.
+# A new one needs an entry in ESTIMATORS, in --ppo.advantage of rlvr/arguments.py, and in report/derivation.toml.
 Estimate = tuple[Tensor, Tensor | None]
 
 
@@ -238,7 +239,7 @@ def by_group(x: Tensor, groups: Tensor, reduce: str = "sum") -> Tensor:
 
 
 def scores_differ(scores: Tensor, live: Tensor, groups: Tensor) -> Tensor:
-    """Which rows are in a group in which the scores of live rows are not all equal. All are (batch,)."""
+    """Which rows are in a group whose live rows, those with a valid token, have different scores. All: (batch,)."""
     # [V34] Scores are all equal if the largest is the smallest. Rounding may make the mean of equal numbers differ
     #       from them, so their deviations from it would not be exactly 0.   core_algos.py#L267-L330
     largest = by_group(scores.masked_fill(~live, -math.inf), groups, "amax")
@@ -246,7 +247,7 @@ def scores_differ(scores: Tensor, live: Tensor, groups: Tensor) -> Tensor:
 
 
 def centred_scores(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A response's sum of rewards minus the mean of its group, the group's size, and the mean: three of (batch,).
+    """Three of (batch,): the sum of a response's rewards minus its group's mean; the group's size; that mean.
 
     The first is exactly 0 in a group of one, and where all are equal.
     """
@@ -299,7 +300,7 @@ def gdpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, parts: Tensor, weight
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor, **_) -> Estimate:
     """R minus the mean of the others in the group, which is n / (n - 1) * (R - mean)."""
-    # [V38] Leave one out.   core_algos.py#L477-L524
+    # [V38] The others' mean leaves one out.   core_algos.py#L477-L524
     centred, size, _ = centred_scores(rewards, mask, groups)
     return to_tokens(centred * size / (size - 1).clamp(min=1), mask), None
 
@@ -352,7 +353,8 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "reinforce++-baseline": reinforce_pp_baseline,
     "remax": remax,
 }
-OF_TOKENS = ("gae", "reinforce++")  # for these it matters which token got a reward
+# For these, rewards of tokens may count. (For remax, too, it matters where they are, but it subtracts a whole score.)
+OF_TOKENS = ("gae", "reinforce++")
 IN_GROUPS = ("grpo", "dr_grpo", "maxrl", "gdpo", "rloo", "opo", "reinforce++-baseline")
 # [V47] These are whitened by default. After GRPO, subtracting the mean over tokens would give an advantage to groups
 #       without a signal. In gdpo and reinforce++-baseline it does so, here as in the originals.
@@ -366,12 +368,12 @@ def whiten(
 
     values, mask: (batch, response_length). reduce: sums a tensor over all processes; by default there is one.
     """
-    # [V44] Statistics of the whole batch on all processes, in float64, so that 1 and 8 processes agree.
+    # [V44] The statistics are those of the whole batch on all processes, in float64, so that 1 and 8 processes agree.
     #       core_algos.py#L215-L263
     count = reduce(widened(mask.sum())).clamp(min=1)
     mean = reduce(widened(values.masked_fill(~mask, 0)).sum()) / count
     centred = (values - mean).masked_fill(~mask, 0)
-    # [V45] [V46] Divided by n, so that one token, or none, gives 0.   torch_functional.py#L322
+    # [V45] [V46] The variance is divided by n, so that one token, or none, gives 0.   torch_functional.py#L322
     variance = reduce((widened(centred) ** 2).sum()) / count
     whitened = centred * torch.rsqrt(variance + 1e-8) + (mean if keep_mean else 0)
     return whitened.masked_fill(~mask, 0).to(values.dtype)

@@ -73,12 +73,13 @@ class ActorCritic(nn.Module):
         self, reference: Reference | None, labels: Tensor, hidden: Tensor, ref_hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of labels (tokens,), exact entropies and KLs there, from final hidden states (tokens, width)."""
-        # [V13] [V15] At the temperature of the sampler, in float32 or better.   dp_actor.py#L259, dp_actor.py#L368
+        # [V13] [V15] Logits are at the sampler's temperature, in float32 or better.
+        #       dp_actor.py#L259, dp_actor.py#L368
         logits = scaled_logits(self.lm_backbone, hidden, self.vocab_size, self.temperature)
         logprobs, entropies = read_logits(logits, labels, entropy_learns=self.entropy_learns)
         if reference is None:
             return logprobs, entropies, torch.zeros_like(logprobs)
-        # [V51] The sum over the vocabulary, a few tokens at a time.
+        # [V51] The KL is a sum over the vocabulary, computed for a few tokens at a time.
         difference = F.log_softmax(logits, dim=1) - F.log_softmax(reference.logits(ref_hidden), dim=1)
         return logprobs, entropies, (logits.softmax(1) * difference).sum(1)
 

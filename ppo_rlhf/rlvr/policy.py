@@ -13,14 +13,15 @@ Each update does eight things, the steps of `train()` below:
     3. log-probs and values of the responses, log-probs of the reference
     4. score: verifiers, punishments of responses that do not end or are too long
     5. per-token rewards: KL penalty on every token, score on the last
-    6. advantages, by one of ESTIMATORS, and returns
+    6. advantages, by one of ESTIMATORS, such as gae (PPO), grpo or rloo, and returns
     7. epochs over minibatches: one of six losses, one of four ways to aggregate it
     8. adapt the KL coefficient and log
 
-`train()` has all steps, and `ppo_update()` below it step 7; the functions of steps 1 to 6 follow in this order. The
-arguments are in rlvr/arguments.py, the formulas of steps 5 to 7 and the tensors that steps hand on in
-rlvr/algebra.py, the networks in rlvr/networks.py, problems and verifiers in rlvr/problems.py and rlvr/rewards.py.
-Logs are those of `train_policy.py`, checkpoints nearly: see `Run`.
+`train()` has all steps, and `ppo_update()` below it step 7; the functions of steps 1 to 6 follow in this order, but
+for step 3, which is in rlvr/networks.py; step 8 is in rlvr/metrics.py. The arguments are in rlvr/arguments.py, the
+formulas of steps 5 to 7 and the tensors that steps hand on in rlvr/algebra.py, problems in rlvr/problems.py,
+verifiers in rlvr/rewards.py, rewards of a solution's lines in rlvr/steps.py. Logs are those of `train_policy.py`;
+checkpoints also hold groups that are left over and the sampler's tensors: see `Run`.
 rlvr/asynchronous.py and rlvr/tools.py run this loop with another `Sampler`. small/grpo.py is one setting of this
 script in a few lines; read it first.
 
@@ -67,7 +68,7 @@ from ppo_rlhf.rlvr.algebra import (
 )
 from ppo_rlhf.rlvr.arguments import PRESETS, Args, PpoArgs, RewardsArgs
 from ppo_rlhf.rlvr.networks import ActorCritic, Reference, load_networks, save_models
-from ppo_rlhf.rlvr.rewards import is_right, load_verifier, overlong_punishment, rewards_of_tokens
+from ppo_rlhf.rlvr.rewards import is_right, load_verifier, overlong_punishment, token_scores_of
 from ppo_rlhf.tldr import classifiers, models, packing
 from ppo_rlhf.tldr.policy import punish_missing_eos, write_evaluation
 from ppo_rlhf.tldr.responses import draw_minibatches, generate_until
@@ -227,8 +228,9 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                         rows=ppo.local_micro_batch_size,
                     )
 
-                # 4. Score. A verifier judges the whole text, so a response has one score: all are (local_batch,).
-                #    But rewards of steps belong to single tokens: token_scores has those parts of the scores.
+                # 4. Score. A verifier judges the whole text, so a response has one score: raw_scores is
+                #    (local_batch,), and parts has a column for each source. Rewards of a solution's lines
+                #    (--rewards.steps) belong to single tokens: token_scores has these parts of the scores.
                 parts, raw_scores, token_scores = score_responses(
                     sources, train_problems, inds, queries, responses, tokenizer, ids, written
                 )
@@ -280,7 +282,7 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
                 rollout = rollout.rows(mine)
 
             # 5. Compute per-token rewards. The score judges the whole response, so it is on the last token, except
-            #    for what belongs to steps. The KL divergence is a sum over tokens, so each pays for its own part.
+            #    for the rewards of lines. The KL divergence is a sum over tokens, so each pays for its own part.
             rewards, non_score_rewards, kl = token_rewards(rollout, controller.value, shaping.kl_estimator)
             rollout = dataclasses.replace(rollout, rewards=rewards, non_score_rewards=non_score_rewards, kl=kl)
 
@@ -288,8 +290,9 @@ def train(args: Args, sampler: Sampler | None = None, timestamp: int | None = No
             #    expect from the text so far. Without one, the mean score of the group shows how well the policy
             #    usually does on this problem. That is good enough where the score comes only at the end.
             batch, sampler_metrics = sampler.correct(rollout)  # the same, if the policy has sampled it
-            baseline = non_score_rewards if args.has_exact_baseline else None
-            raw_advantages, returns = compute_advantages(batch, ppo, source_weights, baseline)
+            # An exact KL costs the same whichever token is drawn, so it says nothing about the token.
+            own_kl = non_score_rewards if args.has_exact_baseline else None
+            raw_advantages, returns = compute_advantages(batch, ppo, source_weights, own_kl)
             advantages = raw_advantages
             if ppo.whitens:
                 reduce = partial(accelerator.reduce, reduction="sum")
@@ -614,8 +617,8 @@ class Sampler:
     # [V14] Only the stop ids of the model's generation config are used: no penalty, no top-k, no top-p.
     #       hf_rollout.py#L94
     def respond(self, contexts: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """The learner's own responses, with padding after the stop id, and their log-probs; NaN where it has not
-        written. Evaluations call this, too.
+        """The learner's own responses, with padding after the stop id, and their log-probs; NaN where a tool has
+        written, 0 after the end. Evaluations call this, too.
         """
         ids = self.ids
         return generate_until(self.lm_backbone, contexts, uniforms, ids.pad, ids.vocab_size, temperature, ids.stops)
@@ -746,7 +749,7 @@ def load_sources(
 
         def judge(*columns: list, responses: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
             values = verifier(*columns)
-            return torch.tensor(values, dtype=torch.float64), rewards_of_tokens(values, responses.shape[1])
+            return torch.tensor(values, dtype=torch.float64), token_scores_of(values, responses.shape[1])
 
         return judge
 
@@ -810,7 +813,7 @@ def compute_advantages(
     """
     advantages, returns = ESTIMATORS[ppo.advantage](
         rollout.rewards,
-        # [V32] The mask of the response, not loss_mask: a token that is left out of the loss still counts here.
+        # [V32] This is not loss_mask: a token that is left out of the loss still counts here.
         rollout.mask,
         rollout.groups,
         values=rollout.values,

@@ -329,7 +329,7 @@ def value_of(value: Any, row: Columns, why_not: str = "") -> float:
     return total
 
 
-def rewards_of_tokens(values: Sequence[float], width: int) -> torch.Tensor:
+def token_scores_of(values: Sequence[float], width: int) -> torch.Tensor:
     """Of verifiers' values, what they give to single tokens: (rows, width), float64; 0 where they don't."""
     rewards = torch.zeros(len(values), width, dtype=torch.float64)
     for row, value in zip(rewards, values, strict=True):

@@ -1,6 +1,7 @@
 """The built-in sampler of rlvr/asynchronous.py, in a process of its own: a Ray actor.
 
-It is sent weights, prompts and noise as numpy arrays and answers with ids and log-probs, as vllm_sampler.py does.
+It is sent weights, prompts and noise as numpy arrays and answers with ids and log-probs, as vllm_sampler.py does. The
+class `Sampler` of rlvr/policy.py, with which the learner asks, is something else.
 """
 
 from collections.abc import Mapping

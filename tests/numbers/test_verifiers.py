@@ -373,7 +373,7 @@ def test_a_function_may_reward_tokens(response, expected):
         return
     values = score(texts, rows=rows)
     assert values == pytest.approx([1, math.nan, sum(expected)], nan_ok=True)
-    assert rewards.rewards_of_tokens(values, 5).tolist() == [[0] * 5, [0] * 5, [*expected, 0]]
+    assert rewards.token_scores_of(values, 5).tolist() == [[0] * 5, [0] * 5, [*expected, 0]]
     with pytest.raises(InputError, match="of_tokens returned rewards of single tokens, but I say so"):
         load("test_verifiers:of_tokens", trial=None, why_not_tokens="I say so")(["p"], [response], ["1"], OF_FOUR)
 
