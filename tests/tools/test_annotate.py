@@ -59,6 +59,7 @@ def test_by_keyboard_alone_the_reader_sees_a_policy_cheat_and_then_a_leash(opene
     page.add_init_script("Math.random = () => 0.5")
     page.reload()
     page.locator("#begin").wait_for(timeout=SECONDS)
+    page.evaluate("pace = 0")
     press_on(page, "begin")
     take_the_pleasant(page, "#left", "#right", until="#left:disabled")
     assert "your 24 choices" in page.locator("#predicts").inner_text()
@@ -78,21 +79,19 @@ def test_by_keyboard_alone_the_reader_sees_a_policy_cheat_and_then_a_leash(opene
         assert page.locator("#to-ward").is_visible() == (leashes[-1][0] == "After: leash 0.3")
         press_on(page, "again")
     (*_, (free, free_kl, model, mine, old), (_, kl, _, mine_with_leash, old_with_leash)) = leashes
-    assert (
-        free == "After: no leash"
-        and free_kl > 3 > kl
-        and model >= 4
-        and old > mine
-        and mine_with_leash > old_with_leash
-    )
+    assert free == "After: no leash" and free_kl > 3 > kl
+    assert model >= 4 and old > mine and mine_with_leash > old_with_leash
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    page.evaluate("pace = 100")  # time to move the leash
+    shown = [page.locator("#new li").all_inner_texts()]
     press_on(page, "guess", "ArrowDown")
     press_on(page, "run")
     page.get_by_text("Update 10 of").wait_for(timeout=SECONDS)
-    without = page.locator("#new li").all_inner_texts()
+    shown.append(page.locator("#new li").all_inner_texts())
     press_on(page, "kl_coef", "End")
     page.locator("#ask:enabled").wait_for(timeout=SECONDS)
-    assert page.locator("#new li").all_inner_texts() != without
+    shown.append(page.locator("#new li").all_inner_texts())
+    assert shown[0] != shown[1] != shown[2] and {len(texts) for texts in shown} == {6}
     coefs = page.evaluate("runs.at(-1).rows.map((row) => row.kl_coef)")
     assert sorted(set(coefs)) == [0, 1] and coefs == sorted(coefs)
     assert page.locator("#vertical").is_visible() and page.locator("#charts .leash").count() == 2
@@ -147,6 +146,7 @@ MORALS = [
     ("wasn't cheated", [(20, 6, 3, 3, 0, 1.5)]),
     ("wasn't cheated", [(20, 6, 0, 0, 0, 1.5)]),
     ("not short enough", [CHEATED, (20, 6, 2, 4, 0.3, 1.4)]),
+    ("came too late", [CHEATED, (20, 6, 2, 4, 0.3, 1.4, 0)]),  # no leash at first
     ("The score is lower than when it cheated, and still you like", [CHEATED, (20, 6, 4, 1, 0.3, 1.54)]),
     ("reward model knows. You like", [CHEATED, (20, 6, 4, 1, 0.3, 1.58)]),  # 1.6 both
     ("wasn't cheated", [CHEATED, (20, 6, 4, 1, 0, 1.4)]),  # There was no leash to thank.
@@ -162,10 +162,10 @@ def test_what_it_says_of_a_run_is_so(opened):
                 scores = GOLD;
                 choices.length = 24;
                 runs.length = 0;
-                for (const [guessed, model, mine, old, kl_coef, score] of told) {
+                for (const [guessed, model, mine, old, kl_coef, score, at_first = kl_coef] of told) {
                     state.guessed = guessed;
                     const verdict = { model, mine, old, done: 6 };
-                    runs.push({ rows: [{ kl_coef, score }], args: { mistakes: 0 }, verdict });
+                    runs.push({ rows: [{ kl_coef: at_first }, { kl_coef, score }], args: { mistakes: 0 }, verdict });
                 }
                 return moral(runs.at(-1));
             }""",
