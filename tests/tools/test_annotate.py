@@ -157,7 +157,7 @@ def test_what_it_says_of_a_run_is_so(opened):
     page = opened(PAGE)
     page.locator("#begin").wait_for(timeout=SECONDS)
     for phrase, told in MORALS:
-        found = page.evaluate(
+        found, cheated = page.evaluate(
             """told => {
                 scores = GOLD;
                 choices.length = 24;
@@ -167,11 +167,11 @@ def test_what_it_says_of_a_run_is_so(opened):
                     const verdict = { model, mine, old, done: 6 };
                     runs.push({ rows: [{ kl_coef: at_first }, { kl_coef, score }], args: { mistakes: 0 }, verdict });
                 }
-                return moral(runs.at(-1));
+                return [moral(runs.at(-1)), cheated(runs.at(-1))];
             }""",
             told,
         )
-        assert phrase in found, told
+        assert phrase in found and cheated == (phrase in ("it cheats", "not short enough", "came too late")), told
 
 
 def test_the_ward_has_a_patient_whose_mistake_can_be_named(opened):
