@@ -1,26 +1,29 @@
-"""Draw the pictures of the pages again, from committed numbers alone; from finished runs, first make the examples.
+"""Draw the pictures of the pages again, from committed files alone; from finished runs, first make the examples.
 
-    python benchmark/pictures.py                # static/*.png and the learning curves of the demos
+    python benchmark/pictures.py                # static/*.png and the learning curves of the demos; needs chromium
     python benchmark/pictures.py --runs runs    # before that, takes the newest run of each demo, with its report
 
-The second also takes static/derivation.png from chapter 1's report, with chromium. The diagrams, static/*.svg, have
-no numbers: edit them.
+The second also takes static/derivation.png from chapter 1's report. The diagrams, static/*.svg, have no numbers: edit
+them.
 """
 
 import hashlib
+import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 import pandas as pd
 import tyro
+from matplotlib import image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from benchmark import lab, pages
 from ppo_rlhf.report import __main__ as report, learning_curves
@@ -357,16 +360,29 @@ PICTURES: dict[str, tuple[str, float, Callable[[Figure], None]]] = {  # its data
     "credit": ("benchmark/results/credit.json", 6.8, draw_credit),
     "atlas": ("docs/reference/atlas.md", 5, draw_atlas),
 }
+
+
+# ---- From pages in a browser -----------------------------------------------------------------------------------
+
 SHOWN = {"episode": 2, "token": 18}  # counted from 0: " splendid", in the middle of a response with a good score
 DERIVATION = ("KL", "reward", "whitened reward", "temporal difference", "advantage", "whitened advantage")
 
 
-def draw_derivation() -> None:
-    """Some lines of a token of chapter 1's example report, of the update on which it opens."""
+@contextmanager
+def browsed(path: Path, width: int) -> Iterator[Page]:
+    """A page in chromium, with two pixels of the picture for each of its own."""
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 830, "height": 1000}, device_scale_factor=2)
-        page.goto((STATIC / "demo/report.html").as_uri())
+        page = browser.new_page(viewport={"width": width, "height": 1000}, device_scale_factor=2)
+        page.add_init_script("Math.random = () => 0.5")  # the seed of the annotator's page
+        page.goto(path.as_uri())
+        yield page
+        browser.close()
+
+
+def draw_derivation() -> None:
+    """Some lines of a token of chapter 1's example report, of the update on which it opens."""
+    with browsed(STATIC / "demo/report.html", width=830) as page:
         page.evaluate("token => choose(token)", SHOWN)
         titles = list(DERIVATION)
         page.evaluate(
@@ -380,19 +396,57 @@ def draw_derivation() -> None:
             titles,
         )
         page.locator("#panel").screenshot(path=STATIC / "derivation.png")
-        browser.close()
+
+
+# The reader likes pleasant sentences, and takes neither text if both are, or none.
+READER = """([left, right]) => {
+    const gold = (id) => GOLD[number_of($(id).firstChild.textContent.split(" ").map((word) => WORDS.indexOf(word)))];
+    while (!$(left).disabled) {
+        const better = gold(right) - gold(left);
+        keys[better > 0 ? "ArrowRight" : better < 0 ? "ArrowLeft" : "ArrowDown"]();
+    }
+}"""
+
+
+ANNOTATOR = (
+    "You like pleasant sentences. A reward model saw 24 of your choices. A language model practises to please it."
+)
+
+
+def draw_annotator() -> None:
+    """What practice makes of the reader's texts without a leash and with one; with the hash of the page."""
+    path = STATIC / "annotate.html"
+    with browsed(path, width=720) as page:
+        page.locator("#begin").click()
+        page.evaluate(READER, ["left", "right"])
+        for go_on in ("#enough", "#again"):
+            page.locator(go_on).click()
+            page.locator("#guess").select_option("1")
+            page.locator("#run").click()
+            page.locator("#ask:enabled").click(timeout=120_000)
+            page.evaluate(READER, ["left2", "right2"])
+        page.locator("#verdict .row").evaluate("buttons => buttons.remove()")
+        page.locator("#so-far").evaluate("(heading, title) => { heading.textContent = title; }", ANNOTATOR)
+        page.locator("#verdict").evaluate("verdict => verdict.style.padding = '12px'")
+        pixels = image.imread(io.BytesIO(page.locator("#verdict").screenshot()))
+    image.imsave(STATIC / "annotate.png", pixels, metadata=told_of(path))
+
+
+def told_of(path: Path) -> dict[str, str | None]:
+    """What a picture says of itself: the hash of what it was drawn from."""
+    return {"Description": hashlib.sha256(path.read_bytes()).hexdigest(), "Software": None}
 
 
 def main(args: Args) -> None:
     if args.runs:
         take_examples(args.runs)
         draw_derivation()
+    draw_annotator()
     for name, (data, height, draw) in PICTURES.items():
         with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=(WIDTH, height), layout="constrained")
             draw(figure)
-            told = {"Description": hashlib.sha256((ROOT / data).read_bytes()).hexdigest(), "Software": None}
-            figure.savefig(STATIC / f"{name}.png", dpi=DPI, metadata=told)
+            figure.savefig(STATIC / f"{name}.png", dpi=DPI, metadata=told_of(ROOT / data))
     for folder, prefix in (("demo", ""), ("demo-tldr", "policy_"), ("demo-rlvr", ""), ("demo-tools", "")):
         rows = pages.table(f"{folder}/{prefix}metrics").to_dict("records")
         settings = json.loads((STATIC / folder / f"{prefix}meta.json").read_text())["args"]
