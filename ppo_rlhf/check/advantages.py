@@ -26,6 +26,7 @@ class Base:
     compute: Callable[..., Tensor]  # of arrays and constants
     names: tuple[Fault, ...] = ()
     constants: int = 2
+    unknown: Tensor | None = None  # entries that depend on values or rewards that are not in the dump
 
 
 # ---- Whitening -------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def token_bases(doctor: Doctor, plain: bool) -> Iterator[Base]:
     if is_after:
         masks.reverse()
     if (doctor.true_mask != mask).any():
-        masks.append((doctor.true_mask, ()))
+        masks += [(doctor.true_mask, ()), (doctor.true_mask | doctor.following(doctor.true_mask), ())]
 
     def values(a: Arrays, change: Callable[[Tensor], Tensor] = lambda v: v) -> Tensor:
         return change(a["values"]) if has_values else torch.zeros(mask.shape, dtype=torch.float64)
@@ -156,13 +157,22 @@ def token_bases(doctor: Doctor, plain: bool) -> Iterator[Base]:
                         names=(*names, *of_f),
                         constants=n,
                     )
-            for shift, name in ((1, "late"), (-1, "early")) if has_values else ():
-                for fill in (shifted, shifted_zero, shifted_edge):
+            first = m & (m.cumsum(1) == 1)
+            for shift, word in ((1, "late"), (-1, "early")):
+                if has_values:
                     yield Base(
                         words=words,
-                        compute=lambda a, *c, g=gae, s=shift, fill=fill: g(a, *c, change=lambda v: fill(v, s)),
-                        names=(*names, *wiring(f"values one token {name}")),
+                        compute=lambda a, *c, g=gae, s=shift: g(a, *c, change=lambda v: v.roll(s, 1)),
+                        names=(*names, *wiring(f"values one token {word}")),
+                        unknown=first if shift > 0 else None,
                     )
+                yield Base(
+                    words=words,
+                    compute=lambda a, *c, g=gae, s=shift, r=rewards: g(a, *c, rewards=lambda a: r(a).roll(s, 1)),
+                    names=(*names, *wiring(f"rewards one token {word}")),
+                    constants=n,
+                    unknown=first if shift > 0 else None,
+                )
             for order in [torch.arange(len(mask)).roll(s) for s in (1, -1)] if has_values and len(mask) > 1 else []:
                 yield Base(
                     words=words,
@@ -200,21 +210,6 @@ SAME_ADVANTAGES = (
     "one step",
     "without lambda",
 )
-
-
-def shifted(x: Tensor, shift: int) -> Tensor:
-    return x.roll(shift, 1)
-
-
-def shifted_zero(x: Tensor, shift: int) -> Tensor:
-    x = x.roll(shift, 1)
-    x[:, 0 if shift > 0 else -1] = 0
-    return x
-
-
-def shifted_edge(x: Tensor, shift: int) -> Tensor:
-    edge = x[:, :1] if shift > 0 else x[:, -1:]
-    return torch.cat([edge, x[:, :-1]] if shift > 0 else [x[:, 1:], edge], 1)
 
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
@@ -386,7 +381,10 @@ class Fit:
     def __init__(self, base: Base, doctor: Doctor, y: Tensor, where: Tensor, labels: Tensor | None):
         """labels: of the tokens (tokens,) that are whitened together; None: the base is the array itself."""
         self.base, self.doctor, self.y, self.where, self.labels = base, doctor, y, where, labels
-        self.size = root_mean_square(y)
+        if base.unknown is not None and labels is not None:
+            self.where = where & ~base.unknown
+            self.y, self.labels = y[self.where[where]], labels[self.where[where]]
+        self.size = root_mean_square(self.y)
         self.constants: tuple[float, ...] = ()
         self.error = float("inf")
 
@@ -414,7 +412,9 @@ class Fit:
                 (self.residual([c - 1e-5 * (i == k) for k, c in enumerate(self.constants)]) - here) / -1e-5
                 for i in range(len(self.constants))
             ]
-            step = torch.linalg.lstsq(torch.stack(slopes, 1), -here.unsqueeze(1), driver="gelsd").solution[:, 0].tolist()
+            step = (
+                torch.linalg.lstsq(torch.stack(slopes, 1), -here.unsqueeze(1), driver="gelsd").solution[:, 0].tolist()
+            )
             before = self.error
             for shrink in (1.0, 0.3):
                 there = tuple(min(max(c + shrink * s, 0.0), 1.0) for c, s in zip(self.constants, step, strict=True))
@@ -450,6 +450,17 @@ def candidates_of(fit: Fit, ways: list) -> Iterator[Candidate]:
             predict=lambda a, f=f: f(base.compute(a, *constants)),
             names=(*names, *of_f, *twice),
             now=f(value),
+            unknown=base.unknown,
+        )
+    if base.unknown is not None and len(ways) > 1:  # what is not known is in the statistics, too
+        there = fit.y, value[fit.where]
+        slope = float(torch.cov(torch.stack(there))[0, 1] / there[1].var().clamp(min=1e-30))
+        constant = float(there[0].mean() - slope * there[1].mean())
+        yield Candidate(
+            words=words + ", then shifted and scaled",
+            predict=lambda a: slope * base.compute(a, *constants) + constant,
+            names=tuple(names),
+            unknown=base.unknown,
         )
 
 
@@ -471,7 +482,11 @@ def explain(
     exact = len(ways) == 1
     whole = None if exact else torch.zeros_like(rows)
     told = doctor.batch.settings
-    starts = [(told.get("gamma", 1.0), told.get("lam", 1.0)), (told.get("gamma", 1.0), told.get("lam", 0.95)), *STARTS]
+    starts = [
+        (told.get("gamma", 1.0), told.get("lam", 1.0)),
+        (told.get("gamma", 1.0), told.get("lam", 0.95)),
+        *STARTS,
+    ]
     doctor.arrays["_target"], doctor.batch.eps["_target"] = target, doctor.batch.eps[array]
     pool: list[tuple[Candidate, Fit]] = []
     best: tuple = (None, float("inf"), False, None, ())
@@ -496,6 +511,8 @@ def explain(
     done = False
     if is_constant(target, where, doctor.batch.eps[array]):
         done = consider(fits_of(list(response_bases(doctor)), whole, 40))
+    if best[2]:  # by mistake, but explained: sums of rewards would explain it, too, where there are no others
+        done = True
     done = done or consider(fits_of(plain, whole, 6))
     if not done and not exact:
         done = consider([fit for labels in (*parts, rows, columns) for fit in fits_of(plain, labels, 2)])
@@ -585,20 +602,26 @@ def check_returns(doctor: Doctor, made: tuple[Base, tuple] | None) -> None:
         if "values" in found:
             candidates.append(Candidate(words=f"{name} + values", predict=lambda a: before(a) + a["values"]))
             for shift, word in ((1, "late"), (-1, "early")):
-                candidates += [
+                candidates.append(
                     Candidate(
                         words=f"{name} + values",
-                        predict=lambda a, f=f, s=shift: before(a) + f(a["values"], s),
+                        predict=lambda a, s=shift: before(a) + a["values"].roll(s, 1),
                         names=wiring(f"returns with values one token {word}"),
+                        unknown=mask & (mask.cumsum(1) == 1) if shift > 0 else doctor.only_last(mask),
                     )
-                    for f in (shifted, shifted_zero, shifted_edge)
-                ]
+                )
         candidates.append(
             Candidate(words=name, predict=before, names=wiring("returns without values") if "values" in found else ())
         )
     if "advantages" in found:
         if "values" in found:
-            same = made is not None and root_mean_square((before(found) - found["advantages"])[where]) < 1e-6
+            whole = found["advantages"][where]
+            is_white = whole.numel() > 1 and abs(float(whole.mean())) < 1e-3 and abs(float(whole.std()) - 1) < 0.02
+            same = (
+                not is_white
+                if made is None
+                else root_mean_square((before(found) - found["advantages"])[where]) < 1e-6
+            )
             candidates.append(
                 Candidate(
                     words="advantages + values",

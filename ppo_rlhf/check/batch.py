@@ -54,6 +54,12 @@ class Candidate:
     names: tuple[Fault, ...] = ()
     now: Tensor | None = None  # of the arrays of the dump, where it is known
 
+    unknown: Tensor | None = None  # entries that depend on what is not in the dump
+
+    @property
+    def is_wrong(self) -> bool:
+        return any(not name.choice for name in self.names)
+
     @property
     def weight(self) -> float:
         """By how much closer it must be than the reference."""
@@ -127,7 +133,11 @@ class Doctor:
     def variants(self, function: str, *more: tuple[str, str, str]) -> list[tuple[Callable, tuple[Fault, ...]]]:
         """Those of a function that can have these shapes: some raise an error unless there are as many rows as tokens."""
         square = self.mask.shape[0] == self.mask.shape[1]
-        return [(f, names) for f, names in variants(function, more) if square or not any("broadcast" in name.name for name in names)]
+        return [
+            (f, names)
+            for f, names in variants(function, more)
+            if square or not any("broadcast" in name.name for name in names)
+        ]
 
     # ---- Judging candidates ------------------------------------------------------------------------------------
 
@@ -137,7 +147,11 @@ class Doctor:
         most, squares = 0.0, 0.0
         for _ in range(DRAWS):
             moved = {
-                name: x * (1 + self.batch.eps.get(name, 2**-23) * torch.empty_like(x).uniform_(-1, 1, generator=self.generator))
+                name: x
+                * (
+                    1
+                    + self.batch.eps.get(name, 2**-23) * torch.empty_like(x).uniform_(-1, 1, generator=self.generator)
+                )
                 for name, x in self.arrays.items()
             }
             difference = (candidate.predict(moved) - middle)[where]
@@ -150,26 +164,33 @@ class Doctor:
         floor = ROUNDING * scale + 1e-12
         return 4 * most + 2 * eps * scale + floor, (squares + own**2) ** 0.5 + floor
 
-    def choose(self, target: str, candidates: Iterable[Candidate], where: Tensor) -> tuple[Candidate | None, float, bool]:
+    def choose(
+        self, target: str, candidates: Iterable[Candidate], where: Tensor
+    ) -> tuple[Candidate | None, float, bool]:
         """The best of the candidates, its largest difference, and whether that is rounding."""
-        truth = self.arrays[target]
-        floor = 3e-7 * root_mean_square(truth[where])
-        best, least = None, float("inf")
+        floor = 3e-7 * root_mean_square(self.arrays[target][where])
+        best: dict[bool, tuple[float, Candidate]] = {}  # without a mistake, and with one
         for candidate in candidates:
-            now = candidate.now if candidate.now is not None else candidate.predict(self.arrays)
-            cost = max(root_mean_square((now - truth)[where]), floor) * candidate.weight
-            if cost < least * (1 - 1e-9):
-                best, least = candidate, cost
-        if best is None:
+            cost = max(root_mean_square(self.gap(target, candidate, where)), floor) * candidate.weight
+            if cost < best.get(candidate.is_wrong, (float("inf"),))[0] * (1 - 1e-9):
+                best[candidate.is_wrong] = cost, candidate
+        if not best:
             return None, float("inf"), False
-        gap = (best.predict(self.arrays) - truth)[where].abs()
+        chosen = min(best.values(), key=lambda entry: entry[0])[1]
+        if chosen.is_wrong and False in best and self.is_near(target, best[False][1], where):
+            chosen = best[False][1]
+        gap = self.gap(target, chosen, where).abs()
         largest = float(gap.max()) if gap.numel() else 0.0
-        return best, largest, largest <= self.noise(target, best, where)[0]
+        return chosen, largest, largest <= self.noise(target, chosen, where)[0]
+
+    def gap(self, target: str, candidate: Candidate, where: Tensor) -> Tensor:
+        now = candidate.now if candidate.now is not None else candidate.predict(self.arrays)
+        return (now - self.arrays[target])[where & ~candidate.unknown if candidate.unknown is not None else where]
 
     def is_near(self, target: str, candidate: Candidate, where: Tensor) -> bool:
         """Whether no other candidate could be much nearer to an array, because of rounding."""
-        gap = root_mean_square((candidate.predict(self.arrays) - self.arrays[target])[where])
-        return gap <= 2 * self.noise(target, candidate, where)[1]
+        gap = root_mean_square(self.gap(target, candidate, where))
+        return gap <= 3 * self.noise(target, candidate, where)[1]
 
     def place(self, target: str, plain: Callable[[Arrays], Tensor] | Tensor, where: Tensor) -> str:
         """The token where an array is farthest from what the reference would give."""
@@ -231,9 +252,11 @@ class Doctor:
         tools = self.arrays.pop("tool_mask", None)
         for name in ("sampler_logprobs", "logprobs"):
             if tools is None and name in self.arrays:  # engines write 0 where they did not sample
-                zero = (self.arrays[name] == 0) & mask & (columns < last.unsqueeze(1))
-                zero = zero[:, 1:] & zero[:, :-1]
-                tools = ~torch.nn.functional.pad(zero, (0, 1)) if zero.any() and not zero.all() else None
+                zero = (self.arrays[name] == 0) & mask
+                other = mask & ~zero
+                between = (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0) & zero
+                between &= between.roll(1, 1) | between.roll(-1, 1)
+                tools = (~between).double() if between.any() else None
         if tools is not None and (mask & (tools < 0.5)).any():
             says.append("the mask includes tokens of tools")
         if "the mask is without the end" in says:
@@ -367,18 +390,21 @@ class Doctor:
     def penalties(self) -> list[Candidate]:
         """KL penalties per token with the coefficient 1, as rewards."""
         found: list[Candidate] = []
-        pairs = [("logprobs", 0, ())]
-        pairs += [
-            ("logprobs", shift, wiring(f"log-probs one token {'late' if shift > 0 else 'early'}"))
-            for shift in (1, -1)
-        ]
-        pairs += [("sampler_logprobs", 0, wiring("KL of the sampler's log-probs"))]
+        sources = [("logprobs", "", 0, ()), ("sampler_logprobs", "", 0, wiring("KL of the sampler's log-probs"))]
+        known = {name.name for finding in self.findings for name in finding.names}
+        for array, kind in (("logprobs", "log-probs"), ("ref_logprobs", "reference log-probs")):
+            for shift, late, other in ((1, "late", "early"), (-1, "early", "late")):
+                # If the array itself is shifted the other way, the rewards are in order.
+                wrong = () if f"{kind} one token {other}" in known else wiring(f"{kind} one token {late}")
+                sources.append(("logprobs", array, shift, wrong))
         forms_of_kl = [
             (name, forms.kl_estimate, wiring(f"{name} as a penalty") if name != "k1" else ())
             for name in ("k1", "k3", "k2", "abs")
         ]
         forms_of_kl += [
-            ("k3", f, names) for f, names in self.variants("kl_estimate") if len(names) == 1 and "k3 up" in names[0].name
+            ("k3", f, names)
+            for f, names in self.variants("kl_estimate")
+            if len(names) == 1 and "k3 up" in names[0].name
         ]
         forms_of_kl += [
             (name, f, names)
@@ -391,27 +417,42 @@ class Doctor:
             for f, names in self.variants("token_rewards")
             if len(names) == 0 or (len(names) == 1 and names[0].name in PENALTIES)
         ]
-        everywhere = torch.ones_like(self.mask)
-        for array, shift, wrong in pairs:
+        masks = [(self.mask, ()), (torch.ones_like(self.mask), wiring("KL on padding"))]
+        masks += [(self.true_mask, ())] if (self.true_mask != self.mask).any() else []
+        for array, shifted, shift, wrong in sources:
             if not {array, "ref_logprobs"} <= self.arrays.keys():
                 continue
+            edge = self.only_last(self.mask) if shift < 0 else self.mask & (self.mask.cumsum(1) == 1)
             for name, estimate, of_name in forms_of_kl:
-                for shape, of_shape in shapes if not shift else shapes[:1]:
-                    for mask, of_mask in ((self.mask, ()), (everywhere, wiring("KL on padding"))):
-                        if of_mask and of_shape:
-                            continue
+                for (shape, of_shape), (mask, of_mask) in itertools.product(shapes, masks):
+                    if len(wrong) + len(of_shape) + len(of_mask) > 1 or (shift and (of_shape or of_mask)):
+                        continue
 
-                        def predict(
-                            a: Arrays, array=array, shift=shift, estimate=estimate, name=name, shape=shape, mask=mask
-                        ) -> Tensor:
-                            d = estimate(a[array].roll(shift, 1), a["ref_logprobs"], mask, name)
-                            nothing = torch.zeros_like(d)
-                            return shape(nothing[:, 0], d, nothing, mask, kl_coef=1.0, score_at="last")
+                    def predict(
+                        a: Arrays,
+                        array: str = array,
+                        shifts: tuple[int, int] = (
+                            shift * (shifted == "logprobs"),
+                            shift * (shifted == "ref_logprobs"),
+                        ),
+                        estimate: Callable = estimate,
+                        name: str = name,
+                        shape: Callable = shape,
+                        mask: Tensor = mask,
+                    ) -> Tensor:
+                        new, ref = a[array].roll(shifts[0], 1), a["ref_logprobs"].roll(shifts[1], 1)
+                        d = estimate(new, ref, mask, name)
+                        nothing = torch.zeros_like(d)
+                        return shape(nothing[:, 0], d, nothing, mask, kl_coef=1.0, score_at="last")
 
-                        words = with_signs(KL_FORMS[name].format(array))
-                        found.append(
-                            Candidate(words=words, predict=predict, names=(*wrong, *of_name, *of_shape, *of_mask))
+                    found.append(
+                        Candidate(
+                            words=with_signs(KL_FORMS[name].format(array)),
+                            predict=predict,
+                            names=(*wrong, *of_name, *of_shape, *of_mask),
+                            unknown=edge if shift else None,
                         )
+                    )
         return found
 
     def score_places(self) -> list[Candidate]:
@@ -434,10 +475,14 @@ class Doctor:
             if at == "last" or not names
         ]
         f = forms.token_rewards
-        functions += [
-            (f, "last", before, wiring("score on the token before the last")),
-            (f, "last", two_after, wiring("score two after the last token")),
-        ]
+        starts = mask & (mask.cumsum(1) == 1)
+        for m, name in (
+            (before, "score on the token before the last"),
+            (two_after, "score two after the last token"),
+            (starts, "score on the first token"),
+        ):
+            functions.append((forms.token_rewards, "last", m, wiring(name)))
+        f = forms.token_rewards
         if (self.true_mask != mask).any():
             functions += [(f, "last", self.true_mask, ()), (f, "next", self.true_mask, ())]
         found = []
@@ -495,9 +540,12 @@ class Doctor:
         results = []
         for (i, p), (j, s) in itertools.product(enumerate(parts[0]), enumerate(parts[1])):
             columns = torch.stack([p, s, constant] if shift else [p, s], 1)
-            gram, right = columns.T @ columns, columns.T @ y
-            solution = torch.linalg.pinv(gram, rtol=1e-12, hermitian=True) @ right
-            error = root_mean_square(y - columns @ solution)
+            known = y
+            if penalties[i].unknown is not None:
+                there = (~penalties[i].unknown[where]).to(y.dtype)
+                columns, known = columns * there.unsqueeze(1), y * there
+            solution = torch.linalg.pinv(columns.T @ columns, rtol=1e-12, hermitian=True) @ (columns.T @ known)
+            error = root_mean_square(known - columns @ solution)
             weight = Candidate(
                 words="", predict=penalties[i].predict, names=(*penalties[i].names, *places[j].names)
             ).weight
@@ -517,7 +565,7 @@ class Doctor:
                 return
             coefficient, scale = coefficient / scale, 1.0
         size = float(penalty.predict(self.arrays).abs().max()) * abs(coefficient)
-        has_penalty, has_score = size > 1e-7, bool(place.words) and abs(scale) > 1e-9
+        has_penalty, has_score = size > 1e-7, bool(place.words) and abs(scale) > 1e-3
         coefficient = nice(coefficient, told)
         if not has_penalty:
             names = [name for name in names if name not in penalty.names]
@@ -556,7 +604,7 @@ class Doctor:
             return coefficient * penalty.predict(a) + scale * place.predict(a)
 
         if not shift:
-            yield Candidate(words=words, predict=predict, names=tuple(names))
+            yield Candidate(words=words, predict=predict, names=tuple(names), unknown=penalty.unknown)
             return
         for region in (self.mask, self.mask | self.following(self.mask)):
             for f, of_f in self.variants("whiten"):
