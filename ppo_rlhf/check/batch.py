@@ -583,7 +583,9 @@ class Doctor:
             names += wiring(
                 "KL twice" if abs(abs(coefficient) - 2 * told) < 0.02 * told else "another KL coefficient"
             )
-        if not has_score and float(self.arrays["scores"].abs().max()) > 0:
+        if penalty.unknown is not None and not has_penalty:
+            return
+        if not has_score and penalty.unknown is None and float(self.arrays["scores"].abs().max()) > 0:
             names += wiring("without the score")
         rounded = nice(scale, 1.0)
         if has_score and abs(rounded - 1) > 1e-3:
