@@ -107,7 +107,8 @@ def update(arrays: Arrays, functions: dict[str, Callable], wiring: dict[str, Cal
     new = found["logprobs"] + 0.2 * torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     found["new_logprobs"] = new.clamp(max=-1e-4)
     found["loss"] = f["policy_loss"](found["new_logprobs"], old, found["advantages"], mask)
-    found["kl_coef"] = torch.tensor(KL_COEF, dtype=torch.float64)
+    settings = {"kl_coef": KL_COEF} | ({"gamma": GAMMA, "lam": LAM} if kind == "critic" else {"gamma": GAMMA})
+    found |= {name: torch.tensor(value, dtype=torch.float32) for name, value in settings.items()}
     for name in ("logprobs", "new_logprobs", "dumped_advantages"):
         if f"dump_{name}" in wiring:
             found[name] = wiring[f"dump_{name}"](found[name], found)
@@ -177,7 +178,7 @@ def corpus() -> Iterator[tuple[str, str, Arrays]]:
         yield "", words, cast(right, dtype)
         of_kind = ("group_advantages", "policy_loss") if kind == "grpo" else functions
         cases: list[tuple[str, dict, dict]] = [
-            (fault.title, {fault.function: fault}, {}) for name in of_kind for fault in faults.of(name)
+            (fault.title, {fault.function: fault.compiled}, {}) for name in of_kind for fault in faults.of(name)
         ]
         cases += [(name, {}, change) for name, change in (OF_GROUPS if kind == "grpo" else WIRING).items()]
         for name, functions_, change in cases:
@@ -195,7 +196,7 @@ def differs(a: Arrays, b: Arrays) -> bool:
 
 def cast(arrays: Arrays, dtype: str) -> Arrays:
     kind = getattr(torch, dtype)
-    return {name: (x.to(kind) if x.is_floating_point() else x).contiguous().clone() for name, x in arrays.items()}
+    return {name: (x.to(kind) if x.dtype == torch.float64 else x).contiguous().clone() for name, x in arrays.items()}
 
 
 def named(arrays: Arrays) -> tuple[bool, list[str]]:

@@ -402,9 +402,9 @@ class Fit:
                 break
         return self
 
-    def refine(self) -> Fit:
+    def refine(self, steps: int = 8) -> Fit:
         """Go on by Gauss and Newton's method, and take numbers with few digits if they are as good."""
-        for _ in range(8):
+        for _ in range(steps):
             if not self.constants or self.error < 1e-6 * self.size:
                 break
             here = self.residual(self.constants)
@@ -504,6 +504,8 @@ def explain(
 
     def fits_of(bases: list[Base], labels: Tensor | None, most: int) -> list[Fit]:
         fits = [Fit(base, doctor, y, where, labels).start(starts if base.constants else [()]) for base in bases]
+        if labels is whole and bases and any(base.names for base in bases):  # mistakes: any of them may be near
+            fits = [fit.refine(2) for fit in fits]
         fits.sort(key=lambda fit: (fit.error + 1e-6 * fit.size) * 1.5 ** len(fit.base.names))
         return [fit.refine() for fit in fits[:most]]
 

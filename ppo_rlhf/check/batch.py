@@ -546,6 +546,8 @@ class Doctor:
                 columns, known = columns * there.unsqueeze(1), y * there
             solution = torch.linalg.pinv(columns.T @ columns, rtol=1e-12, hermitian=True) @ (columns.T @ known)
             error = root_mean_square(known - columns @ solution)
+            if penalties[i].unknown is not None and float((columns[:, 0] * solution[0]).abs().max()) < 1e-7:
+                continue  # it would explain nothing but what it leaves out
             weight = Candidate(
                 words="", predict=penalties[i].predict, names=(*penalties[i].names, *places[j].names)
             ).weight
@@ -572,7 +574,6 @@ class Doctor:
             names += (
                 wiring("without a penalty")
                 if told
-                and penalty.words == ""
                 and {"logprobs", "ref_logprobs"} <= self.arrays.keys()
                 and not self.same_reference()
                 else ()

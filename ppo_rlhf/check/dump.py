@@ -4,6 +4,7 @@ batch.toml has the names. Responses are the last columns of the token ids, and e
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +136,7 @@ def arranged(raw: Mapping[str, Any]) -> Batch:
     order = {alias: number for number, alias in enumerate(CANONICAL)}
     for given in sorted(raw, key=lambda name: order.get(plain(name), 0)):
         name = CANONICAL.get(plain(given))
-        if given == "format":  # of a safetensors file
+        if plain(given) in ("format", "prompt_mask"):
             continue
         if name is None or name in found:
             unread.append(given)
@@ -203,9 +204,10 @@ def setting(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = next((x for x in value if x is not None), None)
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def pad_of(batch: Batch) -> int:

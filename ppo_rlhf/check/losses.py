@@ -39,12 +39,12 @@ def check_ratio(doctor: Doctor) -> None:
             if largest <= rounding
             else f"the ratio to logprobs is from {written(float(ratio.min()), 3)} to {written(float(ratio.max()), 3)}"
         )
-        asks = largest > rounding and not names and "first" not in doctor.batch.settings
+        if largest > rounding and not names and "first" not in doctor.batch.settings:
+            words += "; before the first step, it must be 1"
         doctor.add(
             "new_logprobs",
             words,
-            names=list(names or (wiring("the ratio is not 1") if asks else ())),
-            asks=asks,
+            names=list(names),
             where=doctor.place("new_logprobs", found["logprobs"], mask) if names else "",
         )
         if "ratio" in found:

@@ -40,6 +40,9 @@ def rows_of(batch: Batch) -> tuple[Tensor, Tensor, int]:
     last = torch.where(batch.mask, columns, -1).amax(1, keepdim=True)
     text[:, -width:] &= columns <= last + 1
     context = tokens.shape[1] - width
+    # Contexts may be padded anywhere; the last token before the response must be text.
+    order = text[:, :context].byte().argsort(dim=1, stable=True)
+    tokens, text = (torch.cat([x[:, :context].gather(1, order), x[:, context:]], dim=1) for x in (tokens, text))
     if not context:  # prompts are in the same columns: the first token is read, not predicted
         tokens, text = (torch.nn.functional.pad(x, (1, 0)) for x in (tokens, text))
         context = 1
