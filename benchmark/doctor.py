@@ -62,14 +62,28 @@ def rollout(rows: int = 16) -> Arrays:
         "logprobs": found.logprobs.detach().masked_fill(~found.mask, 0),
         "ref_logprobs": made.ref_logprobs.detach().masked_fill(~found.mask, 0),
         "values": (0.3 * noise.cumsum(1)),
-        "scores": torch.tensor([r.count(" and") + len(r) / 20 + 0.1 * (i % 3) for i, r in enumerate(made.responses)], dtype=torch.float64),
+        "scores": torch.tensor(
+            [r.count(" and") + len(r) / 20 + 0.1 * (i % 3) for i, r in enumerate(made.responses)], dtype=torch.float64
+        ),
         "groups": torch.arange(rows) // GROUP,
     }
 
 
 def update(arrays: Arrays, functions: dict[str, Callable], wiring: dict[str, Callable], kind: str) -> Arrays:
     """The arrays of one update. functions: in place of those of forms.py; wiring: what is done to an argument."""
-    f = {name: functions.get(name, getattr(forms, name)) for name in ("kl_estimate", "token_rewards", "gae", "whiten", "group_advantages", "policy_loss", "reward_to_go", "value_loss")}
+    f = {
+        name: functions.get(name, getattr(forms, name))
+        for name in (
+            "kl_estimate",
+            "token_rewards",
+            "gae",
+            "whiten",
+            "group_advantages",
+            "policy_loss",
+            "reward_to_go",
+            "value_loss",
+        )
+    }
     change = lambda name, x: wiring[name](x, arrays) if name in wiring else x  # noqa: E731
     found = dict(arrays)
     found["mask"] = mask = change("mask", found["mask"])
@@ -101,13 +115,19 @@ def update(arrays: Arrays, functions: dict[str, Callable], wiring: dict[str, Cal
         whitened = change("whitened", raw) if "whitened" in wiring else f["whiten"](raw, mask) * mask
         found |= {"rewards": rewards, "advantages": whitened * mask}
         if kind == "critic":
-            found["returns"] = change("returns", raw + values) if "returns" not in wiring else wiring["returns"](raw, found)
+            found["returns"] = (
+                change("returns", raw + values) if "returns" not in wiring else wiring["returns"](raw, found)
+            )
         else:
             del found["values"]
-    new = found["logprobs"] + 0.2 * torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    new = found["logprobs"] + 0.2 * torch.randn(
+        mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     found["new_logprobs"] = new.clamp(max=-1e-4)
     found["loss"] = f["policy_loss"](found["new_logprobs"], old, found["advantages"], mask)
-    settings = {"kl_coef": KL_COEF} | ({"gamma": GAMMA, "lam": LAM} if kind == "critic" else {"gamma": GAMMA})
+    settings = {"kl_coef": KL_COEF, "step": 5} | (
+        {"gamma": GAMMA, "lam": LAM} if kind == "critic" else {"gamma": GAMMA}
+    )
     found |= {name: torch.tensor(value, dtype=torch.float32) for name, value in settings.items()}
     for name in ("logprobs", "new_logprobs", "dumped_advantages"):
         if f"dump_{name}" in wiring:
@@ -145,7 +165,9 @@ WIRING: dict[str, dict[str, Callable]] = {  # by their names in ppo_rlhf/check/b
         "gae_rewards": lambda x, a: forms.token_rewards(a["scores"], 0 * x, 0 * x, a["mask"], 0.0)
     },
     "whitened per process": {
-        "whitened": lambda x, a: torch.cat([forms.whiten(y, m) for y, m in zip(x.chunk(2), a["mask"].chunk(2), strict=True)])
+        "whitened": lambda x, a: torch.cat(
+            [forms.whiten(y, m) for y, m in zip(x.chunk(2), a["mask"].chunk(2), strict=True)]
+        )
     },
     "returns of whitened advantages": {"returns": lambda raw, a: a["advantages"] + a["values"]},
     "returns without values": {"returns": lambda raw, a: raw},
@@ -163,7 +185,12 @@ OF_GROUPS: dict[str, dict[str, Callable]] = {
     "normalised twice": {"advantages": lambda x, a: (x - x.mean()) / x.std()},
     "without a baseline": {"advantages": lambda x, a: a["scores"]},
 }
-SETTINGS = (("float32", 16, "critic"), ("bfloat16", 16, "critic"), ("float32", 16, "no critic"), ("float32", 1, "critic"))
+SETTINGS = (
+    ("float32", 16, "critic"),
+    ("bfloat16", 16, "critic"),
+    ("float32", 16, "no critic"),
+    ("float32", 1, "critic"),
+)
 OF_GROUP_SETTINGS = (("float32", 16, "grpo"), ("bfloat16", 16, "grpo"))
 
 
@@ -191,7 +218,15 @@ def corpus() -> Iterator[tuple[str, str, Arrays]]:
 
 
 def differs(a: Arrays, b: Arrays) -> bool:
-    return a.keys() != b.keys() or any((x - b[name]).abs().nan_to_num(1)[a["mask"] | b["mask"] if x.ndim == 2 and x.shape == a["mask"].shape else ...].max() > 1e-3 for name, x in a.items() if x.is_floating_point())
+    return a.keys() != b.keys() or any(
+        (x - b[name])
+        .abs()
+        .nan_to_num(1)[a["mask"] | b["mask"] if x.ndim == 2 and x.shape == a["mask"].shape else ...]
+        .max()
+        > 1e-3
+        for name, x in a.items()
+        if x.is_floating_point()
+    )
 
 
 def cast(arrays: Arrays, dtype: str) -> Arrays:

@@ -40,6 +40,15 @@ def whiteners(doctor: Doctor) -> list[tuple[str, Callable[[Tensor], Tensor], tup
         if any(name.name == "not the rewards" for name in names):
             continue
         found.append((", then whitened", lambda a, f=f: f(a, mask), names))
+    first = mask & (mask.cumsum(1) == 1)
+    for f, names in doctor.variants("whiten"):
+        if all(name.choice for name in names) and WIRING["whitened per row"] not in names:
+
+            def over_rows(a: Tensor, f: Callable = f) -> Tensor:
+                each = a.masked_fill(~first, 0).sum(1, keepdim=True)
+                return spread(f(each, mask.any(1, keepdim=True))[:, 0], mask)
+
+            found.append((", then whitened over responses", over_rows, (*names, *wiring("whitened over responses"))))
     further = mask | doctor.following(mask)
     for f, names in doctor.variants("whiten"):
         if all(name.choice for name in names) and WIRING["whitened per row"] not in names:
@@ -327,6 +336,7 @@ def response_bases(doctor: Doctor) -> Iterator[Base]:
                         )
                 if of_order:
                     continue
+                yield from in_another_order(doctor, what, total, words, groups)
                 for name in ("maxrl", "opo"):
 
                     def compute(a: Arrays, t=total, g=groups, n=name) -> Tensor:
@@ -347,9 +357,38 @@ def response_bases(doctor: Doctor) -> Iterator[Base]:
             )
 
 
+def in_another_order(
+    doctor: Doctor, what: str, total: Callable[[Arrays], Tensor], words: str, groups: Tensor
+) -> Iterator[Base]:
+    """Means or deviations of groups that are given to rows in another order: repeated as a whole, not one by one."""
+    sizes = groups.unique(return_counts=True)[1]
+    if len(sizes) < 2 or sizes.min() != sizes.max() or sizes[0] < 2:
+        return
+    firsts = [int((groups == g).nonzero()[0]) for g in groups.unique()]
+    tiled = torch.tensor(firsts).repeat(int(sizes[0]))
+    same = torch.arange(len(groups))
+    for mean_order, std_order in ((tiled, same), (same, tiled), (tiled, tiled)):
+        for eps in (None, 1e-6, 1e-4, 1e-8):
+
+            def compute(a: Arrays, m: Tensor = mean_order, s: Tensor = std_order, eps: float | None = eps) -> Tensor:
+                x = total(a)
+                centred = forms.group_advantages(x, groups, None, "dr_grpo")
+                std = (algebra.by_group(centred**2, groups) / (sizes[0] - 1)).sqrt()
+                x = x - (x - centred)[m]
+                return spread(x if eps is None else x / (std[s] + eps), doctor.mask)
+
+            form = "score - mean" if eps is None else "(score - mean) / std"
+            yield Base(
+                words=f"{form} of {what} in {words}",
+                compute=compute,
+                names=wiring("statistics of groups in another order"),
+                constants=0,
+            )
+
+
 OTHER_GROUPS = ("by position", "interleaved", "every group", "over the batch", "always", "never")
 ESTIMATOR_WORDS = {
-    "grpo": "(score - mean) / (std + 1e-6)",
+    "grpo": "(score - mean) / std",
     "dr_grpo": "score - mean",
     "rloo": "score - mean of the others",
 }

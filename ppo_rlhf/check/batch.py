@@ -250,13 +250,10 @@ class Doctor:
         ):
             says.append("the mask includes the prompt")
         tools = self.arrays.pop("tool_mask", None)
-        for name in ("sampler_logprobs", "logprobs"):
-            if tools is None and name in self.arrays:  # engines write 0 where they did not sample
-                zero = (self.arrays[name] == 0) & mask
-                other = mask & ~zero
-                between = (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0) & zero
-                between &= between.roll(1, 1) | between.roll(-1, 1)
-                tools = (~between).double() if between.any() else None
+        if tools is None and {"sampler_logprobs", "logprobs"} <= self.arrays.keys():
+            # Engines write 0 where they did not sample.
+            zero = (self.arrays["sampler_logprobs"] == 0) & mask & (self.arrays["logprobs"] < -0.1)
+            tools = 1 - zero.double() if zero.any() else None
         if tools is not None and (mask & (tools < 0.5)).any():
             says.append("the mask includes tokens of tools")
         if "the mask is without the end" in says:
@@ -355,7 +352,8 @@ class Doctor:
     def check_sampler(self) -> None:
         if not {"logprobs", "sampler_logprobs"} <= self.arrays.keys():
             return
-        gap = (self.arrays["sampler_logprobs"] - self.arrays["logprobs"])[self.mask].nan_to_num(0)
+        sampled = self.mask & (self.arrays["sampler_logprobs"] != 0)
+        gap = (self.arrays["sampler_logprobs"] - self.arrays["logprobs"])[sampled]
         if not gap.numel():
             return
         words = f"logprobs + noise of {written(root_mean_square(gap), 2)} nats" if gap.any() else "equal to logprobs"
@@ -535,26 +533,24 @@ class Doctor:
     ) -> Iterator[Candidate]:
         """Penalty and score with the coefficients that fit best. shift: rewards may be whitened, too."""
         y = self.arrays["rewards"][where]
-        constant = torch.ones_like(y)
-        parts = [[c.predict(self.arrays)[where] for c in group] for group in (penalties, places)]
+        parts = [torch.stack([c.predict(self.arrays)[where] for c in group]) for group in (penalties, places)]
+        weights = torch.tensor([place.weight for place in places], dtype=y.dtype)
         results = []
-        for (i, p), (j, s) in itertools.product(enumerate(parts[0]), enumerate(parts[1])):
-            columns = torch.stack([p, s, constant] if shift else [p, s], 1)
-            known = y
-            if penalties[i].unknown is not None:
-                there = (~penalties[i].unknown[where]).to(y.dtype)
-                columns, known = columns * there.unsqueeze(1), y * there
-            solution = torch.linalg.pinv(columns.T @ columns, rtol=1e-12, hermitian=True) @ (columns.T @ known)
-            error = root_mean_square(known - columns @ solution)
-            if penalties[i].unknown is not None and float((columns[:, 0] * solution[0]).abs().max()) < 1e-7:
-                continue  # it would explain nothing but what it leaves out
-            weight = Candidate(
-                words="", predict=penalties[i].predict, names=(*penalties[i].names, *places[j].names)
-            ).weight
-            results.append((error * weight, i, j, solution))
+        for i, penalty in enumerate(penalties):
+            there = torch.ones_like(y) if penalty.unknown is None else (~penalty.unknown[where]).to(y.dtype)
+            terms = [parts[0][i].expand_as(parts[1]), parts[1], *([torch.ones_like(parts[1])] if shift else [])]
+            columns, known = torch.stack(terms, 2) * there.unsqueeze(1), y * there  # (places, entries, terms)
+            right = columns.mT @ known.unsqueeze(1)
+            solutions = torch.linalg.pinv(columns.mT @ columns, rtol=1e-12, hermitian=True) @ right
+            errors = (known - (columns @ solutions).squeeze(2)).square().mean(1).sqrt() * weights * penalty.weight
+            size = float((parts[0][i] * there).abs().max())
+            for j, (error, solution) in enumerate(zip(errors.tolist(), solutions[..., 0].tolist(), strict=True)):
+                # One that leaves something out must explain the rest.
+                if penalty.unknown is None or abs(solution[0]) * size > 1e-7:
+                    results.append((error, i, j, solution))
         results.sort(key=lambda result: result[0])
         for _, i, j, solution in results[:12]:
-            coefficient, scale = float(solution[0]), float(solution[1])
+            coefficient, scale, *_ = solution
             yield from self.reward(penalties[i], places[j], coefficient, scale, shift)
 
     def reward(
@@ -573,9 +569,7 @@ class Doctor:
             names = [name for name in names if name not in penalty.names]
             names += (
                 wiring("without a penalty")
-                if told
-                and {"logprobs", "ref_logprobs"} <= self.arrays.keys()
-                and not self.same_reference()
+                if told and {"logprobs", "ref_logprobs"} <= self.arrays.keys() and not self.same_reference()
                 else ()
             )
         elif coefficient < 0:
