@@ -30,7 +30,7 @@ QUERIES = ("Mara gladly helped the", "Bruno and the", "Hanna gave Mara a", "Ther
 GAMMA, LAM, KL_COEF, TEMPERATURE = 0.99, 0.9, 0.1, 0.7
 GROUP = 4  # responses to a prompt
 INVISIBLE = {
-    "values at the response tokens": "the dump's values are the shifted ones, and what follows from them is consistent",
+    "values at the response tokens": "the dump has the shifted values, and what follows from them is consistent",
     "whitened twice in the same way": "the second time changes nothing but rounding",
     "gamma applied twice": "the advantages are those of another lambda, unless the dump has lambda",
     "returns of one lambda": "where gamma and lambda are 1, most recursions agree",

@@ -4,11 +4,12 @@
     python -m ppo_rlhf.check adapter.py --quiet           # only what is wrong
     python -m ppo_rlhf.check adapter.py --case gae:18     # the numbers of one case
     python -m ppo_rlhf.check --list                # functions, and the known faults with their numbers
+    python -m ppo_rlhf.check --batch dump.pt       # explains the arrays of a batch of any trainer, and names mistakes
     python -m ppo_rlhf.check --exercise 7          # writes a broken function, and says later whether it is fixed
 
 The adapter's code runs in a process of its own, which is stopped if a call takes longer than two minutes. Exit
-status: 0 if everything matches, 1 if something does not, 2 if nothing is wrong but a function cannot be called, or
-if the adapter cannot be used or ends its process.
+status: 0 if everything matches (in a batch: no fault), 1 if something does not, 2 if nothing is wrong but a function
+cannot be called, or if the adapter or dump cannot be used, or the adapter ends its process.
 """
 
 import argparse

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_rlhf.check import dump, forms
-from ppo_rlhf.check.batch import WIRING, Arrays, Candidate, Doctor, nice, root_mean_square, wiring
+from ppo_rlhf.check import forms
+from ppo_rlhf.check.batch import WIRING, Arrays, Candidate, Doctor, root_mean_square, wiring
 from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
@@ -105,7 +105,8 @@ def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tens
                 return forms.token_rewards(a["scores"], old, ref, mask, coefficient, at)
 
             yield (
-                f"rewards with the score at the {'end' if at == 'last' else 'step after it'} and a KL coefficient of {coefficient:g}",
+                f"rewards with the score at the {'end' if at == 'last' else 'step after it'} "
+                f"and a KL coefficient of {coefficient:g}",
                 made,
                 (),
             )
@@ -205,7 +206,7 @@ def token_bases(doctor: Doctor, plain: bool) -> Iterator[Base]:
         )
         yield Base(
             words=words,
-            compute=lambda a, *c, r=rewards: forms.gae(r(a), values(a), everywhere, *(c if n == 2 else (*c, 1.0)))[0],
+            compute=lambda a, gamma=1.0, lam=1.0, r=rewards: forms.gae(r(a), values(a), everywhere, gamma, lam)[0],
             names=wiring("bootstrapped from padding"),
             constants=n,
         )
@@ -248,7 +249,7 @@ def groupings(doctor: Doctor) -> list[tuple[str, Tensor, tuple[Fault, ...]]]:
     if told is not None:
         found.append(("the dump's groups", told.long(), ()))
     if prompts is not None and len(prompts.unique()) < rows:
-        found.append(("groups of one prompt", prompts, () if told is None else ()))
+        found.append(("groups of one prompt", prompts, ()))
     if size > 1 and rows % size == 0 and told is None:
         found.append((f"groups of {size} rows", torch.arange(rows) // size, ()))
     is_known = bool(found) and not (
@@ -319,7 +320,7 @@ def response_bases(doctor: Doctor) -> Iterator[Base]:
                                 "eps" in fault.name
                                 or "std" in fault.name
                                 or "d by" in fault.name
-                                or "d" == fault.name
+                                or fault.name == "d"
                                 for fault in of_f
                             )
                         ):

@@ -26,7 +26,6 @@ from ppo_rlhf.check import dump, faults, forms
 from ppo_rlhf.check.dump import Batch
 from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import KL_FORMS, with_signs, written
-from ppo_rlhf.rlvr import algebra
 
 TABLES = faults.tomllib.loads(Path(__file__).with_name("batch.toml").read_text())
 WIRING = {name: faults.read("wiring", name, entry) for name, entry in TABLES["wiring"].items()}
@@ -131,7 +130,7 @@ class Doctor:
         self.true_mask = self.mask
 
     def variants(self, function: str, *more: tuple[str, str, str]) -> list[tuple[Callable, tuple[Fault, ...]]]:
-        """Those of a function that can have these shapes: some raise an error unless there are as many rows as tokens."""
+        """Those that can have these shapes: some raise an error unless there are as many rows as tokens."""
         square = self.mask.shape[0] == self.mask.shape[1]
         return [
             (f, names)
@@ -227,13 +226,13 @@ class Doctor:
         padded = short & (last < width - 2)
         rows = torch.arange(len(mask))
         at_end, before_end = tokens[rows, last.clamp(min=0)], tokens[rows, (last - 1).clamp(min=0)]
-        if padded.any() and (text_after.sum(1) <= 1).all() and one_more.sum() * 2 > short.sum():
-            says.append("the mask is without the end")
-        elif short.any() and pad in ends and not torch.isin(at_end[short], torch.tensor(sorted(ends))).any():
+        end_ids = torch.tensor(sorted(ends), dtype=tokens.dtype)
+        one_is_left = padded.any() and (text_after.sum(1) <= 1).all() and one_more.sum() * 2 > short.sum()
+        if one_is_left or (short.any() and pad in ends and not torch.isin(at_end[short], end_ids).any()):
             says.append("the mask is without the end")
         over = mask & ~batch.is_text[:, -width:] if batch.settings["has_attention"] else torch.zeros_like(mask)
         twice = (at_end == pad) & (mask.sum(1) > 1)
-        known = torch.isin(before_end, torch.tensor(sorted(ends))) if ends else torch.zeros_like(short)
+        known = torch.isin(before_end, end_ids)
         filled = [
             x[rows, last.clamp(min=0)][short].unique().numel() == 1
             for x in (self.arrays.get("logprobs"), self.arrays.get("ref_logprobs"))
@@ -261,7 +260,7 @@ class Doctor:
         elif "the mask is one too long" in says:
             self.true_mask = mask & (columns != last.unsqueeze(1)) if not over.any() else mask & ~over
         row = int(short.byte().argmax()) if short.any() else 0
-        ended = torch.isin(at_end, torch.tensor(sorted(ends))).sum() if ends else None
+        ended = torch.isin(at_end, end_ids).sum() if ends else None
         count = f"; {ended} of them end with an end token" if ended is not None else ""
         self.add(
             "mask",
@@ -338,7 +337,8 @@ class Doctor:
         gap[:, 0 if shift < 0 else -1] = -1
         row, column = divmod(int(gap.argmax()), gap.shape[1])
         values = [written(float(x[row, column]), 4) for x in (self.arrays[name], self.arrays[other], other_there)]
-        return f"row {row}, token {column}: {values[0]}; {other} has {values[1]} there, and {values[2]} at token {column + shift}"
+        place = f"row {row}, token {column}: {values[0]}"
+        return f"{place}; {other} has {values[1]} there, and {values[2]} at token {column + shift}"
 
     def rows_fit(self, x: Tensor, y: Tensor) -> bool:
         """Whether most rows of x are those of y in another order."""
@@ -504,27 +504,21 @@ class Doctor:
 
     def check_rewards(self) -> None:
         rewards, mask = self.arrays["rewards"], self.mask
-        where = torch.ones_like(mask)
+        step_after = mask | self.following(mask)
         nothing = Candidate(words="", predict=lambda a: torch.zeros_like(rewards))
         penalties = [nothing, *self.penalties()]
         places = [nothing, *self.score_places()] if "scores" in self.arrays else [nothing]
         if "scores" not in self.arrays:
             self.rewards_without_scores(penalties)
             return
-        for where, shift in (
-            (where, False),
-            (mask | self.following(mask), False),
-            (mask, True),
-            (mask | self.following(mask), True),
-        ):
+        for where, shift in ((mask | True, False), (step_after, False), (mask, True), (step_after, True)):
             best, gap, explained = self.choose("rewards", self.sums(penalties, places, where, shift), where)
             if explained:
                 break
         if not explained:
-            where = mask | self.following(mask)
-            best, gap, _ = self.choose("rewards", self.sums(penalties, places, where, False), where)
+            best, gap, _ = self.choose("rewards", self.sums(penalties, places, step_after, False), step_after)
             lacks = "" if "ref_logprobs" in self.arrays and "logprobs" in self.arrays else "logprobs and ref_logprobs"
-            self.unexplained("rewards", best, gap, lacks, where)
+            self.unexplained("rewards", best, gap, lacks, step_after)
             return
         self.explained("rewards", best, gap, self.reference_rewards(best), where)
 
@@ -615,7 +609,7 @@ class Doctor:
         return float((self.arrays["logprobs"] - self.arrays["ref_logprobs"])[self.mask].abs().max()) < 1e-5
 
     def reference_rewards(self, best: Candidate) -> Callable[[Arrays], Tensor] | None:
-        """What the reference would give: k1 with the dump's coefficient or the one found, and the score at the end."""
+        """What the reference would give: k1 with the dump's coefficient or one that fits, and the score at the end."""
         found = self.arrays
         if not {"logprobs", "ref_logprobs"} <= found.keys():
             return lambda a: forms.token_rewards(a["scores"], 0 * a["rewards"], 0 * a["rewards"], self.mask)
@@ -769,7 +763,8 @@ def lines_of(doctor: Doctor) -> Iterator[str]:
         if finding.lacks:
             yield f"Not explained: {finding.array}. It would need {finding.lacks}."
         if finding.unexplained:
-            yield f"Not explained: {finding.array}; {finding.unexplained}{f' ({finding.where})' if finding.where else ''}."
+            where = f" ({finding.where})" if finding.where else ""
+            yield f"Not explained: {finding.array}; {finding.unexplained}{where}."
         for name in finding.names:
             kind = "Perhaps" if finding.asks else "Choice" if name.choice else "Fault"
             where = f" Seen best at {finding.where}." if finding.where and not name.choice else ""

@@ -98,7 +98,7 @@ def plain(name: str) -> str:
 
 
 def as_tensor(value: Any, *, left: bool = False) -> Tensor | None:
-    """A tensor of numbers, of lists too, with NaN after (left: before) the shorter ones; of texts, numbers for them."""
+    """A tensor, of lists too, with NaN after (left: before) the shorter ones; texts become numbers."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, bool | int | float):

@@ -139,7 +139,6 @@ def check_loss(doctor: Doctor) -> None:
         return
     if assumed:
         found["new_logprobs"] = found["logprobs"]
-    advantages = found["advantages"]
     where = mask if found["loss"].ndim == 2 else torch.ones((), dtype=torch.bool)
     plain = list(policy_losses(doctor))
     best, gap, ok = doctor.choose("loss", plain, where)
@@ -167,16 +166,8 @@ def check_loss(doctor: Doctor) -> None:
                 ]
         best, gap, ok = doctor.choose("loss", [*plain, *more], where)
     if not ok:
-        lacks = (
-            "new_logprobs"
-            if assumed
-            else ""
-            if found["loss"].ndim == 2
-            else "losses by token: one number fits many formulas"
-        )
-        doctor.add("loss", lacks=lacks) if lacks and not assumed or assumed else doctor.unexplained(
-            "loss", best, gap, "", where
-        )
+        by_token = "" if found["loss"].ndim else "losses by token, because one number fits many formulas"
+        doctor.unexplained("loss", best, gap, "new_logprobs" if assumed else by_token, where)
     else:
         names = list(best.names)
         ratio = (found["new_logprobs"] - found.get("logprobs", found["new_logprobs"]))[mask].abs()
@@ -185,7 +176,6 @@ def check_loss(doctor: Doctor) -> None:
         doctor.add("loss", best.words, gap=gap, names=names)
     if "gradient" in found and ok:
         check_gradient(doctor, best)
-    del advantages
 
 
 def check_gradient(doctor: Doctor, best: Candidate) -> None:

@@ -1,8 +1,9 @@
-"""`check --batch`: healthy dumps are explained, mistakes are named, and what cannot be explained is not called healthy."""
+"""`check --batch`: what is healthy is explained, mistakes are named, and what has no explanation is not healthy."""
 
 import json
 import math
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -266,6 +267,17 @@ def test_a_bad_file_ends_in_one_line(name, content, message, tmp_path, monkeypat
         assert message in error_line(command.main)
     else:
         assert command.main() == 0
+
+
+def test_the_page_shows_what_is_printed():
+    page = (corpus.ROOT / "docs/check.md").read_text().split("## Functions")[0]
+    shown = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    for change, expected in zip((corpus.OF_GROUPS["normalised twice"], {}), shown, strict=True):
+        arrays = arrays_of("grpo", **change)
+        kept = ("query_responses", "mask", "scores", "groups", "advantages")
+        found = batch.examine(dump.arranged({name: arrays[name] for name in kept}))
+        printed = [" ".join(line.split()) for line in batch.lines_of(found)]
+        assert " ".join(" ".join(printed).split()).endswith(" ".join(expected.split()))
 
 
 def test_the_command_ends_with_1_if_there_is_a_fault(tmp_path, monkeypatch, capsys):
