@@ -457,7 +457,10 @@ class Fit:
             )
             before = self.error
             for shrink in (1.0, 0.3):
-                there = tuple(min(max(c + shrink * s, 0.0), 1.0) for c, s in zip(self.constants, step, strict=True))
+                there = tuple(
+                    min(max(c + shrink * s, least), 1.0)
+                    for c, s, least in zip(self.constants, step, (0.5, 0.0), strict=False)
+                )
                 self.start([there])
                 if self.error < before:
                     break

@@ -546,6 +546,9 @@ class Doctor:
         for _, i, j, solution in results[:12]:
             coefficient, scale, *_ = solution
             yield from self.reward(penalties[i], places[j], coefficient, scale, shift)
+            told = self.batch.settings.get("kl_coef")
+            if told and not shift and abs(coefficient - told) < 0.3 * told:  # rounding may make it another one
+                yield from self.reward(penalties[i], places[j], told, scale, shift)
 
     def reward(
         self, penalty: Candidate, place: Candidate, coefficient: float, scale: float, shift: bool
@@ -609,7 +612,7 @@ class Doctor:
         return float((self.arrays["logprobs"] - self.arrays["ref_logprobs"])[self.mask].abs().max()) < 1e-5
 
     def reference_rewards(self, best: Candidate) -> Callable[[Arrays], Tensor] | None:
-        """What the reference would give: k1 with the dump's coefficient or one that fits, and the score at the end."""
+        """What the reference gives: k1 with the dump's coefficient or one that fits, and the score at the end."""
         found = self.arrays
         if not {"logprobs", "ref_logprobs"} <= found.keys():
             return lambda a: forms.token_rewards(a["scores"], 0 * a["rewards"], 0 * a["rewards"], self.mask)
