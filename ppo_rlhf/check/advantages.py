@@ -1,4 +1,4 @@
-"""Which formula made the advantages and returns of a dump: see batch.py."""
+"""Which formula made the advantages and returns of a dump: see doctor.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.check import forms
-from ppo_rlhf.check.batch import WIRING, Arrays, Candidate, Doctor, root_mean_square, wiring
+from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, root_mean_square, wiring
 from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra

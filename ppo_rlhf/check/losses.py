@@ -1,4 +1,4 @@
-"""Which formula made the losses of a dump, and whether ratios are what they must be: see batch.py."""
+"""Which formula made the losses of a dump, and whether ratios are what they must be: see doctor.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.check import forms
-from ppo_rlhf.check.batch import Arrays, Candidate, Doctor, root_mean_square, wiring
+from ppo_rlhf.check.doctor import Arrays, Candidate, Doctor, root_mean_square, wiring
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
 

@@ -1,4 +1,4 @@
-"""Log-probs of a dump, computed again with the model: see batch.py."""
+"""Log-probs of a dump, computed again with the model: see doctor.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppo_rlhf.check import forms
-from ppo_rlhf.check.batch import WIRING, Batch, Doctor, Fault, Finding, root_mean_square, wiring
+from ppo_rlhf.check.doctor import WIRING, Doctor, Finding, root_mean_square, wiring
+from ppo_rlhf.check.dump import Batch
+from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.train_policy import InputError
 
