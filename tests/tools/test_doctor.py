@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 import re
 import sys
 from pathlib import Path
@@ -249,7 +248,7 @@ def test_rows_that_hold_several_episodes_are_cut():
         ("dump.safetensors", None, "there is no such file"),
         ("dump.npz", b"", "a dump is a .safetensors"),
         ("dump.safetensors", b"no tensors", "cannot be read as .safetensors"),
-        ("dump.pt", pickle.dumps(Path("x")), "cannot be read as .pt"),
+        ("dump.pt", Path("x"), "cannot be read as .pt"),
         ("dump.jsonl", b"{", "cannot be read as .jsonl"),
         ("dump.jsonl", b"[1]\n", "arrays by name"),
         ("dump.jsonl", b'{"mask": [1, 1]}\n', "token ids are missing"),
@@ -260,7 +259,9 @@ def test_rows_that_hold_several_episodes_are_cut():
 )
 def test_a_bad_file_ends_in_one_line(name, content, message, tmp_path, monkeypatch, capsys):
     path = tmp_path / name
-    if content is not None:
+    if isinstance(content, Path):  # an object, which loading would build
+        torch.save({"mask": content}, path)
+    elif content is not None:
         path.write_bytes(content)
     monkeypatch.setattr(sys, "argv", ["check", "--batch", str(path)])
     if message:
