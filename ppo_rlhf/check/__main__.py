@@ -4,11 +4,12 @@
     python -m ppo_rlhf.check adapter.py --quiet           # only what is wrong
     python -m ppo_rlhf.check adapter.py --case gae:18     # the numbers of one case
     python -m ppo_rlhf.check --list                # functions, and the known faults with their numbers
+    python -m ppo_rlhf.check --batch dump.pt       # explains the arrays of a batch of any trainer, and names mistakes
     python -m ppo_rlhf.check --exercise 7          # writes a broken function, and says later whether it is fixed
 
 The adapter's code runs in a process of its own, which is stopped if a call takes longer than two minutes. Exit
-status: 0 if everything matches, 1 if something does not, 2 if nothing is wrong but a function cannot be called, or
-if the adapter cannot be used or ends its process.
+status: 0 if everything matches (in a batch: no fault), 1 if something does not, 2 if nothing is wrong but a function
+cannot be called, or if the adapter or dump cannot be used, or the adapter ends its process.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 
 import ppo_rlhf
-from ppo_rlhf.check import cases, diagnosis, faults, forms
+from ppo_rlhf.check import batch, cases, diagnosis, dump, faults, forms
 from ppo_rlhf.check.calls import Answer
 from ppo_rlhf.check.diagnosis import Report
 from ppo_rlhf.train_policy import InputError, run_script
@@ -246,6 +247,11 @@ def main() -> int:
     parser.add_argument(
         "--case", metavar="NAME:N", help="print the arguments and numbers of one case, such as gae:18"
     )
+    parser.add_argument("--batch", type=Path, metavar="FILE", help="explain the arrays of a dumped batch")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="with --batch: the policy, to recompute log-probs"
+    )
+    parser.add_argument("--reference", type=Path, metavar="FOLDER", help="with --batch: the reference model")
     parser.add_argument("--exercise", type=int, metavar="N", help="write broken function N, or check your correction")
     args = parser.parse_args()
     if args.list:
@@ -253,6 +259,11 @@ def main() -> int:
         return 0
     if args.exercise is not None:
         return exercise(args.exercise)
+    if args.batch is not None:
+        doctor = batch.examine(dump.read(args.batch), args.model, args.reference)
+        for line in batch.lines_of(doctor):
+            print(WRAPPER.fill(line).removeprefix("  "))
+        return 1 if doctor.wrong else 0
     if args.adapter is None:
         parser.error("name an adapter, or --list or --exercise N")
     if not args.adapter.is_file():

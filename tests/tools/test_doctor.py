@@ -1,0 +1,291 @@
+"""`check --batch`: what is healthy is explained, mistakes are named, and what has no explanation is not healthy."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import error_line
+from safetensors.torch import save_file
+
+from benchmark import doctor as corpus
+from ppo_rlhf.check import __main__ as command, batch, dump
+
+HEALTHY = [(rows, kind, dtype) for dtype, rows, kind in (*corpus.SETTINGS, *corpus.OF_GROUP_SETTINGS)]
+
+
+def arrays_of(kind="critic", rows=8, dtype="float32", **change):
+    arrays = {name: x[:rows] for name, x in corpus.rollout().items()}
+    wiring = {key: change[key] for key in change}
+    return corpus.cast(corpus.update(arrays, {}, wiring, kind), dtype)
+
+
+def verdict(arrays, model=None):
+    """Whether something is wrong, the names of faults and choices, and what is not explained."""
+    found = batch.examine(dump.arranged(arrays), model)
+    names = {fault.name for f in found.findings for fault in f.names}
+    return found.wrong, names, {f.array for f in found.findings if f.lacks or f.unexplained}
+
+
+# ---- Healthy dumps ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "kind", "dtype"), HEALTHY)
+def test_a_healthy_dump_is_explained_in_every_array(rows, kind, dtype):
+    wrong, _, open_ = verdict(arrays_of(kind, rows, dtype))
+    assert not wrong and not open_
+
+
+def slow_gae(rewards, values, lengths, gamma, lam):
+    """By definition: the sum of (gamma lam)^k delta_{t+k} over the tokens of each row."""
+    advantages = torch.zeros_like(rewards)
+    for row, n in enumerate(lengths):
+        v = [*values[row, :n].tolist(), 0.0]
+        deltas = [float(rewards[row, t]) + gamma * v[t + 1] - v[t] for t in range(n)]
+        for t in range(n):
+            advantages[row, t] = sum((gamma * lam) ** k * deltas[t + k] for k in range(n - t))
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.973, 0.61)])
+def test_the_constants_of_gae_are_found(gamma, lam):
+    """The numbers are those of a sum by definition, whitened by numpy's formula with n - 1."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = [5, 9, 3, 7]
+    mask = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
+    rewards, values = (torch.randn(4, 9, generator=draw, dtype=torch.float64) * mask for _ in range(2))
+    raw = slow_gae(rewards, values, lengths, gamma, lam)
+    white = (raw - raw[mask].mean()) / (raw[mask].var() + 1e-8).sqrt()
+    made = {
+        "response_ids": torch.arange(36).reshape(4, 9),
+        "response_mask": mask.long(),
+        "token_level_rewards": rewards,
+    }
+    made |= {"values": values, "advantages": white * mask, "returns": (raw + values) * mask}
+    found = batch.examine(
+        dump.arranged({name: x.float() if x.is_floating_point() else x for name, x in made.items()})
+    )
+    words = {f.array: f.words for f in found.findings}
+    assert words["advantages"] == f"GAE with gamma {gamma:g}, lambda {lam:g} of rewards and values, then whitened"
+    assert words["returns"] == "advantages before they were whitened + values"
+    (choice,) = (fault for f in found.findings for fault in f.names)
+    assert choice.choice and choice.name.endswith("with n minus 1")  # with either epsilon
+
+
+@pytest.mark.parametrize("lost", ["rewards", "scores", "values", "ref_logprobs", "logprobs", "advantages"])
+def test_a_missing_array_is_no_fault(lost):
+    arrays = arrays_of()
+    del arrays[lost]
+    wrong, _, _ = verdict(arrays)
+    assert not wrong
+
+
+# ---- Mistakes --------------------------------------------------------------------------------------------------
+
+# Two names for the same numbers.
+ALSO = {"bootstrapped from padding": "steps over masked tokens", "log-probs of another row": "the ratio is not 1"}
+
+
+@pytest.mark.parametrize("name", [*list(corpus.WIRING)[::3], *corpus.OF_GROUPS])
+def test_a_mistake_in_what_a_function_is_given_is_named(name):
+    is_grpo = name in corpus.OF_GROUPS
+    changes = corpus.OF_GROUPS[name] if is_grpo else corpus.WIRING[name]
+    wrong, names, _ = verdict(arrays_of("grpo" if is_grpo else "critic", **changes))
+    assert wrong and names & {name, ALSO.get(name, name)}
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "kl_estimate: k3 upside down",
+        "token_rewards: score on every token",
+        "whiten: over padding",
+        "gae: next value 0",
+    ],
+)
+def test_a_mistake_of_the_book_is_named(title):
+    (fault,) = (fault for fault in corpus.faults.FAULTS if fault.title == title)
+    arrays = {name: x[:8] for name, x in corpus.rollout().items()}
+    functions = {fault.function: fault.compiled}
+    if fault.function == "kl_estimate":
+        functions = {"kl_estimate": lambda new, ref, mask, _: fault.compiled(new, ref, mask, "k3")}
+    wrong, names, _ = verdict(corpus.cast(corpus.update(arrays, functions, {}, "critic"), "float32"))
+    assert wrong and fault.name in names
+
+
+def test_two_mistakes_are_both_named():
+    changes = corpus.WIRING["KL with the wrong sign"] | corpus.WIRING["returns of whitened advantages"]
+    _, names, _ = verdict(arrays_of(**changes))
+    assert {"KL with the wrong sign", "returns of whitened advantages"} <= names
+
+
+def test_the_loss_is_explained_and_its_gradient():
+    arrays = arrays_of()
+    leaf = arrays["new_logprobs"].double().requires_grad_()
+    mask, old, advantages = arrays["mask"], arrays["logprobs"].double(), arrays["advantages"].double()
+    ratio = (leaf - old).exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))[mask].sum() / mask.sum()
+    (slope,) = torch.autograd.grad(loss, leaf)
+    assert verdict(arrays | {"loss": loss.detach(), "gradient": slope})[:2] == (False, set())
+    leaky = slope + 0.01 * mask
+    assert "advantages are not detached" in verdict(arrays | {"loss": loss.detach(), "gradient": leaky})[1]
+    free = (-advantages * (leaf.detach() - old).exp())[mask].mean()
+    assert "the clip never acts" in verdict(arrays | {"loss": free})[1]
+
+
+# ---- With the model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda a: a["logprobs"], None),
+        (lambda a: a["logprobs"].roll(1, 1), "log-probs one token late"),
+        (lambda a: a["logprobs"].roll(-1, 1), "log-probs one token early"),
+        (lambda a: a["logprobs"] + 0.1 * (a["values"] > 0), "log-probs of other weights"),
+        (lambda a: a["ref_logprobs"], "log-probs of the reference"),
+    ],
+)
+def test_the_model_shows_what_is_wrong_with_log_probs(change, name):
+    arrays = arrays_of(rows=4)
+    arrays["logprobs"] = change(arrays).contiguous()
+    arrays = {key: arrays[key] for key in ("query_responses", "mask", "logprobs", "ref_logprobs")}
+    arrays |= {"temperature": torch.tensor(0.7), "step": torch.tensor(3)}
+    wrong, names, _ = verdict(arrays, corpus.MODEL)
+    assert wrong == bool(name) and (not name or name in names)
+
+
+def test_the_model_shows_another_temperature():
+    arrays = arrays_of(rows=4)
+    arrays = {key: arrays[key] for key in ("query_responses", "mask", "logprobs")} | {
+        "temperature": torch.tensor(1.0)
+    }
+    wrong, names, _ = verdict(arrays, corpus.MODEL)
+    assert wrong and names == {"log-probs at another temperature"}
+
+
+# ---- What cannot be explained ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rewards", "advantages", "returns"])
+def test_an_array_of_noise_is_not_called_healthy(name):
+    arrays = arrays_of()
+    arrays[name] = torch.randn(arrays[name].shape, generator=torch.Generator().manual_seed(4)) * arrays["mask"]
+    wrong, _, open_ = verdict(arrays)
+    assert wrong and name in open_
+
+
+def test_what_a_dump_lacks_is_said():
+    arrays = arrays_of()
+    del arrays["values"], arrays["returns"]
+    assert verdict(arrays)[::2] == (False, {"advantages"})
+
+
+# ---- Files and names -------------------------------------------------------------------------------------------
+
+
+def write(path: Path, arrays) -> Path:
+    if path.suffix == ".safetensors":
+        save_file(arrays, path)
+    elif path.suffix == ".pt":
+        torch.save(arrays, path)
+    else:
+        rows = len(arrays["mask"])
+        found = [
+            {name: (x[i] if x.ndim else x).tolist() for name, x in arrays.items() if name != "loss"}
+            for i in range(rows)
+        ]
+        if path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in found))
+        else:
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(found), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", [".safetensors", ".pt", ".jsonl", ".parquet"])
+def test_every_kind_of_file_says_the_same(kind, tmp_path):
+    arrays = arrays_of(**corpus.WIRING["KL with the wrong sign"])
+    found = batch.examine(dump.read(write(tmp_path / f"dump{kind}", arrays)))
+    assert [fault.name for f in found.findings for fault in f.names] == ["KL with the wrong sign"]
+
+
+def test_names_of_others_are_read():
+    """verl's names, whole rows with an attention mask; TRL's padding mask, and prompts apart."""
+    arrays = arrays_of()
+    width = arrays["mask"].shape[1]
+    tokens, mask = arrays["query_responses"], arrays["mask"]
+    verl = {"prompts": tokens[:, :-width], "responses": tokens[:, -width:], "response_mask": mask.long()}
+    verl |= {"old_log_probs": arrays["logprobs"], "ref_log_prob": arrays["ref_logprobs"], "values": arrays["values"]}
+    scores = torch.zeros(mask.shape).masked_scatter(corpus.last(mask), arrays["scores"])
+    verl |= {"token_level_scores": scores, "token_level_rewards": arrays["rewards"]}
+    verl |= {"advantages": arrays["advantages"], "returns": arrays["returns"]}
+    trl = {"prompt_ids": tokens[:, :-width], "completion_ids": tokens[:, -width:], "padding_mask": ~mask}
+    trl |= {"old_per_token_logps": arrays["logprobs"], "scores": arrays["scores"], "rewards": arrays["rewards"]}
+    trl |= {"ref_per_token_logps": arrays["ref_logprobs"], "values": arrays["values"]}
+    trl |= {"advantages": arrays["advantages"], "returns": arrays["returns"]}
+    assert verdict(verl) == verdict(trl) == (False, set(), set())
+
+
+def test_rows_that_hold_several_episodes_are_cut():
+    arrays = arrays_of(rows=4)
+    names = ("mask", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+    width = arrays["mask"].shape[1]
+    packed = {name: arrays[name].reshape(1, -1) for name in names}
+    packed |= {"responses": arrays["query_responses"][:, -width:].reshape(1, -1)}
+    packed["segments"] = torch.arange(1, 5).repeat_interleave(width).unsqueeze(0)
+    wrong, _, open_ = verdict(packed)
+    assert not wrong and not open_
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("dump.safetensors", None, "there is no such file"),
+        ("dump.npz", b"", "a dump is a .safetensors"),
+        ("dump.safetensors", b"no tensors", "cannot be read as .safetensors"),
+        ("dump.pt", Path("x"), "cannot be read as .pt"),
+        ("dump.jsonl", b"{", "cannot be read as .jsonl"),
+        ("dump.jsonl", b"[1]\n", "arrays by name"),
+        ("dump.jsonl", b'{"mask": [1, 1]}\n', "token ids are missing"),
+        ("dump.jsonl", b'{"tokens": [1, 2]}\n', "a mask (rows, tokens) is missing"),
+        ("dump.jsonl", b'{"tokens": [1], "mask": [1, 1]}\n', "they must fit"),
+        ("dump.jsonl", b'{"tokens": [1, 2], "mask": [1, 1], "values": [1, 2, 3, 4], "rewards": 2}\n', ""),
+    ],
+)
+def test_a_bad_file_ends_in_one_line(name, content, message, tmp_path, monkeypatch, capsys):
+    path = tmp_path / name
+    if isinstance(content, Path):  # an object, which loading would build
+        torch.save({"mask": content}, path)
+    elif content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["check", "--batch", str(path)])
+    if message:
+        assert message in error_line(command.main)
+    else:
+        assert command.main() == 0
+
+
+def test_the_page_shows_what_is_printed():
+    page = (corpus.ROOT / "docs/check.md").read_text().split("## Functions")[0]
+    shown = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    for change, expected in zip((corpus.OF_GROUPS["normalised twice"], {}), shown, strict=True):
+        arrays = arrays_of("grpo", **change)
+        kept = ("query_responses", "mask", "scores", "groups", "advantages")
+        found = batch.examine(dump.arranged({name: arrays[name] for name in kept}))
+        printed = [" ".join(line.split()) for line in batch.lines_of(found)]
+        assert " ".join(" ".join(printed).split()).endswith(" ".join(expected.split()))
+
+
+def test_the_command_ends_with_1_if_there_is_a_fault(tmp_path, monkeypatch, capsys):
+    for change, status in ((None, 0), ("KL twice", 1)):
+        path = write(tmp_path / "dump.pt", arrays_of(**(corpus.WIRING[change] if change else {})))
+        monkeypatch.setattr(sys, "argv", ["check", "--batch", str(path)])
+        assert command.main() == status
+        printed = capsys.readouterr().out
+        assert ("Fault in rewards: KL twice." in printed) == bool(change)
+        assert "lambda 0.9" in printed and not math.isnan(status)
