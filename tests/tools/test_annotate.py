@@ -197,7 +197,7 @@ def test_the_ward_has_a_patient_whose_mistake_can_be_named(opened):
             assert answer.startswith("Yes." if button == correct else "It was: " if button == give_up else "No.")
         assert (correct.inner_text() in answer) == (button == give_up)
         assert page.locator("#diagnoses button:enabled").count() == 0
-        assert "named {} of {} ".format(*counts) in named.inner_text()
+        assert "first try: {} of {} ".format(*counts) in named.inner_text()
 
 
 def test_its_picture_is_of_this_page():
