@@ -526,6 +526,7 @@ def test_it_is_a_guest_in_a_program(model, tmp_path, capfd):
     torch.manual_seed(5)
     threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
     logging.set_verbosity_warning()
+    logging.enable_progress_bar()  # which a script in a test before may have switched off
     expected = torch.random.get_rng_state()
     capfd.readouterr()
     numbers = {
