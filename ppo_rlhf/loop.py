@@ -45,9 +45,11 @@ from ppo_rlhf.loop_inputs import (
     Text,
     as_a_guest,
     in_arguments_of_loop,
+    listed,
     name_of,
     place_rewards,
     plain,
+    read_mask,
     read_scores,
     refuse,
     token_rows,
@@ -313,9 +315,7 @@ class PPO:
         if len(contexts) != len(tokens):
             raise InputError(f"there are {len(contexts)} queries and {len(tokens)} responses; each needs its own")
         if mask is not None:
-            if [len(row) for row in mask] != own.sum(1).tolist():
-                raise InputError("mask must have one entry for each token of each response")
-            own = padded([[int(bool(entry)) for entry in row] for row in mask], 0).bool().to(own.device)
+            own = padded(read_mask(mask, own.sum(1).tolist()), 0).bool().to(own.device)
         if not own.any(1).all():
             raise InputError("in each response, mask must have a token of the policy")
         self._check_length(contexts.shape[1] + tokens.shape[1])
@@ -542,7 +542,10 @@ class PPO:
     # ---- Keep --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` of a PPO that was made in the same way needs to go on with the same numbers."""
+        """What `load_state_dict` of a PPO that was made in the same way needs to go on with the same numbers.
+
+        Its tensors are not copies, so the next step changes them: store it, or keep `copy.deepcopy` of it.
+        """
         self._check_whole()
         return {
             "actor_critic": self.actor_critic.state_dict(),
@@ -568,6 +571,13 @@ class PPO:
                 raise InputError(
                     f"the state is of a PPO that was made in another way: {name} differs in {min(wrong)}"
                 )
+        now = self.actor_critic.state_dict().items()
+        is_own = any(x.data_ptr() == state["actor_critic"][key].data_ptr() for key, x in now)
+        if is_own and (self.broken or state["maker"] != self.maker):
+            raise InputError(
+                "the state's tensors are those of this PPO, which a step has changed since; give a state that was "
+                "stored, or copied by copy.deepcopy, before the step"
+            )
         with input_errors("the state's optimizer is another one"):
             # The copy keeps the two from sharing their moments. PyTorch looks at it before it changes anything.
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -631,14 +641,16 @@ class PPO:
         """The longest response to each query of this process, and the longest to any of all, in tokens."""
         given = self.task.response_length if response_length is None else response_length
         given = given.tolist() if hasattr(given, "tolist") else given  # of torch or numpy
-        lengths = [*given] if isinstance(given, Iterable) else [given] * batch
+        each = isinstance(given, Iterable)
+        # TRL's LengthSampler returns numbers of NumPy.
+        lengths = [plain(length) for length in listed(given, "response_length")] if each else [given] * batch
         with in_arguments_of_loop():
-            for length in set(lengths):
+            for length in {repr(length): length for length in lengths}.values():
                 checked(dataclasses.replace(self.task, response_length=length))
         if len(lengths) != batch:
             raise InputError(f"response_length has {len(lengths)} numbers for {batch} queries")
         # Random numbers depend on how many there are, which must not depend on what is in one process.
-        return lengths, max(gather_object([max(lengths)])) if isinstance(given, Iterable) else given
+        return lengths, max(gather_object([max(lengths)])) if each else given
 
     def _check_length(self, length: int) -> None:
         networks = (self.actor_critic.lm_backbone, self.actor_critic.critic.lm_backbone, self.reference.lm_backbone)

@@ -31,7 +31,8 @@ Reward = float | tuple[int, float]  # of a token; or the index of a token in its
 
 def token_rows(rows: Sequence[Text | Chat], what: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each row; of queries with what the tokenizer puts before them."""
-    each = [] if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) else [*rows]
+    no_list = isinstance(rows, str | Mapping) or not isinstance(rows, Iterable) or getattr(rows, "ndim", 1) == 0
+    each = [] if no_list else [*rows]
     if not each:
         raise InputError(
             f"{what} must be a list with a text, messages or a list of token ids for each episode, such as the "
@@ -68,7 +69,8 @@ def token_ids(row: Text | Chat, what: str, tokenizer: PreTrainedTokenizerBase, s
 
 def listed(numbers: Any, what: str) -> list[Any]:
     """What is in a list, a tensor, a column or a generator."""
-    if isinstance(numbers, str | bytes | Mapping | set | frozenset) or not isinstance(numbers, Iterable):
+    no_list = isinstance(numbers, str | bytes | Mapping | set | frozenset) or not isinstance(numbers, Iterable)
+    if no_list or getattr(numbers, "ndim", 1) == 0:  # a tensor of one number
         raise InputError(f"{what} must be a list of numbers, not a {type(numbers).__name__}")
     return [number.detach() if isinstance(number, Tensor) else number for number in numbers]
 
@@ -89,6 +91,14 @@ def read_scores(scores: Any, batch: int) -> Tensor:
     if len(numbers) != batch:
         raise InputError(f"there are {len(numbers)} scores for {batch} responses")
     return torch.tensor(numbers, dtype=torch.float64)
+
+
+def read_mask(mask: Any, lengths: list[int]) -> list[list[int]]:
+    """1 for each token of the policy's, 0 for others. lengths: tokens of each response."""
+    rows = [listed(row, f"mask of response {number}") for number, row in enumerate(listed(mask, "mask"), 1)]
+    if [len(row) for row in rows] != lengths:
+        raise InputError("mask must have one entry for each token of each response")
+    return [[int(finite(entry, "an entry of mask") != 0) for entry in row] for row in rows]
 
 
 def place_rewards(mask: Tensor, lengths: list[int], rewards: Any) -> Tensor:
@@ -125,7 +135,8 @@ def pairs_of(given: Any, length: int, what: str) -> list[tuple[int, Any]]:
     if entries and len(entries) != length:
         raise InputError(f"{what}: there are {len(entries)} for {length} tokens; each needs its own, or give pairs")
     # A token of somebody else has 0 in such a list, which is no reward.
-    return [(index, reward) for index, reward in enumerate(entries) if reward != 0]
+    numbers = [finite(reward, f"{what}: that of {index}") for index, reward in enumerate(entries)]
+    return [(index, reward) for index, reward in enumerate(numbers) if reward != 0]
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------

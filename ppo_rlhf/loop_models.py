@@ -235,6 +235,8 @@ def check_what_learns(policy: PreTrainedModel, adapters: nn.Module | None) -> No
             f"{others[0]} learns, but isn't of LoRA: with adapters, the reference is the policy without them, so "
             f"nothing else may learn (bias, modules_to_save)"
         )
+    if len(adapters.active_adapters) > 1:
+        raise InputError(f"adapters {adapters.active_adapters} are in use; set_adapter one of them")
     if hasattr(policy.get_output_embeddings(), "lora_A"):
         raise InputError("the output layer has an adapter, which would not be read; leave it out of target_modules")
 

@@ -367,9 +367,17 @@ def save_policy_and_critic(
 
 
 def save_adapters(folder: Path, adapters: nn.Module) -> None:
-    """Save low-rank adapters as peft does, but without a path of this machine and without its empty model card."""
-    adapters.save_pretrained(folder)
+    """Save low-rank adapters as peft does, but without a path of this machine and without its empty model card.
+
+    Only those in use are saved, directly in the folder, whatever their name is.
+    """
+    (name,) = adapters.active_adapters
+    adapters.save_pretrained(folder, selected_adapters=[name])
     (folder / "README.md").unlink()
+    if name != "default":
+        for file in (folder / name).iterdir():
+            file.replace(folder / file.name)
+        (folder / name).rmdir()
     config = json.loads((folder / "adapter_config.json").read_text())
     if Path(config["base_model_name_or_path"] or "").is_dir():
         write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": None})

@@ -396,6 +396,17 @@ def test_a_model_of_peft_is_taken_as_it_is_and_its_adapters_go_on_from_their_fol
     first, of_second = (read(one.batch(QUERIES, ["abc"] * 4)) for one in (ppo, second))
     assert_close(first, of_second, rtol=1e-12, atol=1e-12)
     refused = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "adapter")
+    # Of two adapters, the one in use learns and is saved, whatever its name is.
+    again.load_adapter(tmp_path / "adapter", "mine", is_trainable=True)
+    again.set_adapter("mine")
+    third = PPO(again, tokenizer=tokenizer, critic=tmp_path / "critic", **SIZES)
+    third.step(third.generate(QUERIES), SCORES)
+    third.save(tmp_path / "third")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    alone = PeftModel.from_pretrained(base, tmp_path / "third/adapter", is_trainable=True)
+    fourth = PPO(alone, tokenizer=tokenizer, critic=tmp_path / "third/critic", **SIZES)
+    of_third, of_fourth = (read(one.batch(QUERIES, ["abc"] * 4)) for one in (third, fourth))
+    assert_close(of_third, of_fourth, rtol=1e-12, atol=1e-12)
     assert "no weight of the model learns" in error_line(PPO, refused, tokenizer=tokenizer)
     assert "adapters already; leave lora out" in error_line(PPO, again, tokenizer=tokenizer, lora=config)
 
@@ -475,6 +486,17 @@ def test_a_state_has_the_reference_and_moments_that_are_not_shared(model):
     assert same(weights_of(plain.actor_critic), weights_of(other.actor_critic))
 
 
+def test_a_state_that_the_next_step_has_changed_is_no_earlier_state(model):
+    ppo = PPO(model, **SIZES)
+    state = ppo.state_dict()
+    ppo.load_state_dict(state)
+    copied = copy.deepcopy(state)
+    expected = ppo.step(ppo.generate(QUERIES), SCORES)
+    assert "which a step has changed" in error_line(ppo.load_state_dict, state) and ppo.steps == 1
+    ppo.load_state_dict(copied)
+    assert ppo.step(ppo.generate(QUERIES), SCORES) == expected
+
+
 # ---- What a person's loop needs --------------------------------------------------------------------------------
 
 
@@ -484,6 +506,8 @@ def test_each_query_has_a_length_of_its_own_and_the_reference_the_same_random_nu
     assert ppo.reference_responses(QUERIES) == batch.responses
     ppo.draws = 0
     cut = ppo.generate(QUERIES, torch.tensor(lengths))
+    ppo.draws = 0
+    assert ppo.generate(QUERIES, list(np.array(lengths))).responses == cut.responses  # as TRL's LengthSampler draws
     whole = zip(batch.response_ids, lengths, strict=True)
     assert cut.response_ids == [ids[:length] for ids, length in whole] and max(map(len, batch.response_ids)) == 6
     assert ppo.reference_responses(QUERIES, lengths) == cut.responses
@@ -599,7 +623,8 @@ def test_nothing_goes_on_after_half_an_update_but_from_a_state_of_before(
     model, tmp_path, spoil, error, words, optimizer_steps
 ):
     ppo, whole = PPO(model, **SIZES), PPO(model, **SIZES)
-    state, batch = copy.deepcopy(ppo.state_dict()), ppo.generate(QUERIES)
+    own = ppo.state_dict()
+    state, batch = copy.deepcopy(own), ppo.generate(QUERIES)
     expected = whole.step(whole.generate(QUERIES), SCORES)
     spoil(ppo, batch)
     before = weights_of(ppo.actor_critic)
@@ -616,6 +641,7 @@ def test_nothing_goes_on_after_half_an_update_but_from_a_state_of_before(
         ppo.state_dict,
     ):
         assert "step 0 did not come to its end" in error_line(call)
+    assert "which a step has changed" in error_line(ppo.load_state_dict, own)
     assert not (tmp_path / "mine").exists()
     fresh = ppo if spoil in (weights_change, values_are_lost) else PPO(model, **SIZES)  # without the hook
     fresh.load_state_dict(state)
@@ -631,6 +657,9 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
     with_adapters.add_adapter(LoraConfig(fan_in_fan_out=True))
     get_peft_model(of_peft, LoraConfig(fan_in_fan_out=True))  # changes the model itself
     not_json.config.note = object()
+    of_two = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(fan_in_fan_out=True))
+    of_two.add_adapter("other", LoraConfig(fan_in_fan_out=True))
+    of_two.base_model.set_adapter(["default", "other"])
     other = ppo.batch(QUERIES, [[1] * 7, [2, 3, 4], [5], [6, 7]], [[1] * 7, [1, 0, 0], [1], [1, 1]])
     state = ppo.state_dict()
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 29, "n_positions": 8, "eos_token_id": 28}
@@ -680,6 +709,19 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "rewards of response 3: that of 0 is nan": partial(ppo.step, other, rewards=[[], [], [(0, math.nan)], []]),
         "rewards of response 4: that of 1 is nan": partial(ppo.step, other, rewards=[[], [], [], [0.0, math.nan]]),
         "pairs of an index and a number": partial(ppo.step, other, rewards=[[(0.5, 1.0)], [], [], []]),
+        "rewards of response 4: that of 0 is no number": partial(
+            ppo.step, other, rewards=[[], [], [], torch.tensor([[0, 1.0], [1, 1.0]])]
+        ),
+        "scores must be a list of numbers, not a Tensor": partial(ppo.step, batch, torch.tensor(1.0)),
+        "rewards of response 1 must be a list of numbers, not a Tensor": partial(
+            ppo.step, batch, rewards=torch.ones(4)
+        ),
+        "mask of response 1 must be a list": partial(ppo.batch, ["a"], ["b"], [1]),
+        "an entry of mask is no number": partial(ppo.batch, ["a"], ["b"], [[[1, 0]]]),
+        "each episode, such as": partial(ppo.generate, torch.tensor(1)),
+        "response_length [2]: Input": partial(ppo.generate, QUERIES[:1], [[2]]),
+        "response_length must be a list": partial(ppo.generate, QUERIES[:1], {2: 3}),
+        "adapters ['default', 'other'] are in use": partial(PPO, of_two, tokenizer=tokenizer),
         "top_p: the ratio and the KL": partial(ppo.generate, QUERIES, top_p=0.9),
         "PPO has no argument top_k: the ratio and the KL": partial(PPO, model, top_k=5),
         "max_new_tokens: it is response_length": partial(ppo.generate, QUERIES, max_new_tokens=5),
