@@ -550,6 +550,7 @@ class PPO:
         return {
             "actor_critic": self.actor_critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_name": type(self.optimizer).__name__,
             "kl_coef": self.controller.value,
             "steps": self.steps,
             "draws": self.draws,
@@ -561,9 +562,11 @@ class PPO:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state. Raises an InputError, before anything changes, if it is that of another kind of PPO."""
         reference = None if self.reference.adapters else self.reference.lm_backbone
-        wanted = {"actor_critic", "optimizer", "kl_coef", "steps", "draws", "maker", "reference"}
+        wanted = {"actor_critic", "optimizer", "optimizer_name", "kl_coef", "steps", "draws", "maker", "reference"}
         if missing := wanted - state.keys():
             raise InputError(f"the state lacks {min(missing)}; give what state_dict returns")
+        if (name := type(self.optimizer).__name__) != state["optimizer_name"]:
+            raise InputError(f"the state is of the optimizer {state['optimizer_name']}, not {name}")
         for name, module in (("actor_critic", self.actor_critic), ("reference", reference)):
             own = {} if module is None else module.state_dict()
             shapes, theirs = ({key: x.shape for key, x in weights.items()} for weights in (own, state[name]))

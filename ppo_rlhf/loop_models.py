@@ -262,6 +262,8 @@ def make_critic(
         return models.with_new_head(copy.deepcopy(policy.base_model), args.seed), None
     if isinstance(critic, RewardModel):
         as_if_loaded_here(critic.lm_backbone)
+        if critic.lm_backbone.get_input_embeddings().num_embeddings < vocabulary_size(tokenizer):
+            raise InputError("critic has fewer token embeddings than the tokenizer has ids")
         return models.critic_that_learns(critic.to(dtype)), None
     if not isinstance(critic, str | Path):
         raise InputError(

@@ -42,6 +42,7 @@ from ppo_rlhf import loop
 from ppo_rlhf.loop import PPO, Batch
 from ppo_rlhf.tldr import models, packing, policy
 from ppo_rlhf.train_policy import InputError
+from ppo_rlhf.train_reward import RewardModel
 
 SIZES = {"dtype": "float64", "response_length": 6, "lr": 1e-2, "kl_coef": 0.3, "nminibatches": 2, "noptepochs": 2}
 QUERIES = ["a cat", "the dog sat", "b", "on a mat"]
@@ -731,6 +732,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "number 1 is no chat": partial(ppo.generate, [[{"role": "user", "content": "a"}]]),
         "value_gradient is about": partial(PPO, model, value_gradient=False),
         "critic is a Linear": partial(PPO, model, critic=torch.nn.Linear(1, 1)),
+        "fewer token embeddings than": partial(PPO, model, critic=RewardModel(tiny_models("gpt2", 3).base_model)),
         "lora is a int": partial(PPO, model, lora=4),
         "neither of LoraArgs nor": partial(PPO, model, lora={"rang": 4}),
         "with lora, the reference is": partial(PPO, model, lora={"rank": 2}, reference=model),
@@ -742,6 +744,9 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
             ppo.load_state_dict, {name: entry for name, entry in state.items() if name != "draws"}
         ),
         "state's optimizer is another one": partial(PPO(model, critic="shared", **SIZES).load_state_dict, state),
+        "of the optimizer AdamW, not SGD": partial(
+            PPO(model, optimizer=partial(torch.optim.SGD, lr=0.1), **SIZES).load_state_dict, state
+        ),
         "actor_critic differs in": partial(PPO(model, lora=ADAPTERS, **SIZES).load_state_dict, state),
         "cannot be saved: NotADirectoryError": partial(ppo.save, f"{model}/config.json/mine"),
         "no argument learning_rate": partial(PPO, model, learning_rate=1e-5),
