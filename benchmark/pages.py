@@ -155,7 +155,7 @@ def engines(words: str) -> list[float]:
     return [row["difference"] for row in facts("engines/engines")["checks"] if words in row["name"]]
 
 
-FUNCTIONS = [table, by_seed, shown, starred, of, differences, against, stale_against, p_value, ablation, gained]
+FUNCTIONS = [table, by_seed, shown, starred, of, less, differences, against, stale_against, p_value, ablation, gained]
 FUNCTIONS += [end_of_curve, best_of_n, facts, rate, times, commits, engines]
 WIDTH = 128
 
