@@ -136,6 +136,42 @@ def test_the_loss_is_explained_and_its_gradient():
     assert "the clip never acts" in verdict(arrays | {"loss": free})[1]
 
 
+@pytest.mark.parametrize(
+    ("form", "name", "is_fault"),
+    [
+        (lambda a, r, m: torch.minimum(-a * r, -a * r.clamp(0.8, 1.2))[m].mean(), "the smaller loss", True),
+        (lambda a, r, m: torch.maximum(a * r, a * r.clamp(0.8, 1.2))[m].mean(), "of the wrong sign", True),
+        (lambda a, r, m: torch.maximum(-a / r, -a / r.clamp(1 / 1.2, 1.25))[m].mean(), "ratio upside down", True),
+        (lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum(), "sum", True),
+        (
+            lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum() / m.numel(),
+            "divided by the width",
+            False,
+        ),
+        (
+            lambda a, r, m: torch.stack(
+                [torch.maximum(-x * y, -x * y.clamp(0.8, 1.2))[z].mean() for x, y, z in zip(a, r, m, strict=True)]
+            ).mean(),
+            "mean of row means",
+            False,
+        ),
+        (lambda a, r, m: (a * r).sum() * 0 + 0.1234567, None, False),
+    ],
+)
+def test_one_number_shows_which_loss_it_is(form, name, is_fault):
+    arrays = arrays_of(rows=16)
+    a, ratio = arrays["advantages"].double(), (arrays["new_logprobs"].double() - arrays["logprobs"].double()).exp()
+    wrong, names, open_ = verdict(arrays | {"loss": form(a, ratio, arrays["mask"]).float()})
+    assert (wrong, open_) == (is_fault, set() if name else {"loss"})
+    assert name in names if name else not names
+
+
+def test_a_number_that_many_losses_give_is_said_to_be_one():
+    """In bfloat16, one digit more or less changes the formula that is nearest."""
+    found = batch.examine(dump.arranged(arrays_of(rows=16, dtype="bfloat16")))
+    assert "formulas with a mistake fit as well" in next(f.words for f in found.findings if f.array == "loss")
+
+
 # ---- With the model --------------------------------------------------------------------------------------------
 
 
