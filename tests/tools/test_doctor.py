@@ -145,7 +145,7 @@ def test_the_loss_is_explained_and_its_gradient():
         (lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum(), "sum", True),
         (
             lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum() / m.numel(),
-            "divided by the width",
+            "divided by the width, mean over padding",
             False,
         ),
         (
@@ -163,7 +163,7 @@ def test_one_number_shows_which_loss_it_is(form, name, is_fault):
     a, ratio = arrays["advantages"].double(), (arrays["new_logprobs"].double() - arrays["logprobs"].double()).exp()
     wrong, names, open_ = verdict(arrays | {"loss": form(a, ratio, arrays["mask"]).float()})
     assert (wrong, open_) == (is_fault, set() if name else {"loss"})
-    assert name in names if name else not names
+    assert {*name.split(", ")} <= names if name else not names
 
 
 def test_a_number_that_many_losses_give_is_said_to_be_one():
@@ -215,13 +215,13 @@ def test_the_model_shows_what_is_wrong_with_log_probs(change, name):
 
 @pytest.mark.parametrize("reader", ["bfloat16", "autocast", "stale"])
 def test_rounding_is_told_from_stale_weights(reader):
-    """Each moves log-probs by about 0.02 nats, and only the first two are near what the model gives in bfloat16."""
+    """Each moves log-probs by 0.01 to 0.02 nats, and only the first two are near what the model gives in bfloat16."""
     arrays = arrays_of(rows=8)
     model = recompute.load(corpus.MODEL)
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weights in model.parameters() if reader == "stale" else ():
-            weights += 0.02 * weights.std().nan_to_num(0) * torch.randn(weights.shape, generator=draw)
+            weights += 0.01 * weights.std().nan_to_num(0) * torch.randn(weights.shape, generator=draw)
     model = model.bfloat16() if reader == "bfloat16" else model
     with torch.autocast("cpu", torch.bfloat16, enabled=reader == "autocast"), torch.no_grad():
         for row, mask in enumerate(arrays["mask"]):
