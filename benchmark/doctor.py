@@ -97,7 +97,7 @@ def update(arrays: Arrays, functions: dict[str, Callable], wiring: dict[str, Cal
     score = change("score", f["token_rewards"](scores, nothing, nothing, change("score_mask", mask), 0.0))
     rewards = penalty + score
     if kind == "grpo":
-        advantages = f["group_advantages"](found["scores"], change("groups", found["groups"]), None, "grpo")
+        advantages = f["group_advantages"](scores, change("groups", found["groups"]), None, "grpo")
         advantages = change("advantages", advantages).unsqueeze(1) * mask
         for name in ("values", "ref_logprobs"):
             del found[name]
@@ -181,6 +181,7 @@ WIRING: dict[str, dict[str, Callable]] = {  # by their names in ppo_rlhf/check/b
 OF_GROUPS: dict[str, dict[str, Callable]] = {
     "groups over the wrong rows": {"groups": lambda x, a: torch.arange(len(x)) % (len(x) // GROUP)},
     "statistics of the batch": {"groups": lambda x, a: 0 * x},
+    "score of another row": {"scores": lambda x, a: x.roll(1)},
     "advantages of another row": {"advantages": lambda x, a: x.roll(1)},
     "normalised twice": {"advantages": lambda x, a: (x - x.mean()) / x.std()},
     "without a baseline": {"advantages": lambda x, a: a["scores"]},

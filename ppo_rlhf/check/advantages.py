@@ -297,37 +297,38 @@ def response_bases(doctor: Doctor) -> Iterator[Base]:
         totals.append(
             ("sums of rewards", lambda a: a["rewards"].masked_fill(~(mask | doctor.following(mask)), 0).sum(1))
         )
-    orders = [(lambda x: x, ())]
-    if len(mask) > 1:
-        orders += [(lambda x, s=s: x.roll(s, 0), wiring("advantages of another row")) for s in (1, -1)]
+    orders: list[tuple[int, int, tuple[Fault, ...]]] = [
+        (0, 0, ())
+    ]  # by how many rows scores and advantages are moved
+    for shift in (1, -1) if len(mask) > 1 else ():
+        orders.append((0, shift, wiring("advantages of another row")))
+        orders.append((shift, 0, wiring("score of another row")))
     for what, total in totals:
-        for order, of_order in orders:
+        for before, after, of_order in orders:
             yield Base(
                 words=what,
-                compute=lambda a, t=total, o=order: spread(o(t(a)), mask),
+                compute=lambda a, t=total, s=before + after: spread(t(a).roll(s), mask),
                 names=(*of_order, *wiring("without a baseline")),
                 constants=0,
             )
             for words, groups, of_groups in groupings(doctor):
                 for name in ("grpo", "dr_grpo", "rloo"):
                     for f, of_f in doctor.variants("group_advantages", *EPSILONS):
-                        if of_f and (of_order or any(bad in fault.name for fault in of_f for bad in OTHER_GROUPS)):
+                        if any(bad in fault.name for fault in of_f for bad in OTHER_GROUPS):
+                            continue
+                        if of_order and not all(fault.choice for fault in of_f):
                             continue
                         if (
                             of_f
                             and name != "grpo"
                             and any(
-                                "eps" in fault.name
-                                or "std" in fault.name
-                                or "d by" in fault.name
-                                or fault.name == "d"
-                                for fault in of_f
+                                "eps" in fault.name or "std" in fault.name or "divi" in fault.name for fault in of_f
                             )
                         ):
                             continue
 
-                        def compute(a: Arrays, f=f, t=total, g=groups, n=name, o=order) -> Tensor:
-                            return spread(o(f(t(a), g, None, n)), mask)
+                        def compute(a: Arrays, f=f, t=total, g=groups, n=name, b=before, s=after) -> Tensor:
+                            return spread(f(t(a).roll(b), g, None, n).roll(s), mask)
 
                         yield Base(
                             words=f"{ESTIMATOR_WORDS[name]} of {what} in {words}",
@@ -555,7 +556,8 @@ def explain(
     plain = list(token_bases(doctor, True))
     done = False
     if is_constant(target, where, doctor.batch.eps[array]):
-        done = consider(fits_of(list(response_bases(doctor)), whole, 40))
+        bases = list(response_bases(doctor))  # as they are, and up to whitening, where many are the same
+        done = consider(fits_of(bases, None, 12) + fits_of(bases, whole, 30))
     if best[2]:  # by mistake, but explained: sums of rewards would explain it, too, where there are no others
         done = True
     done = done or consider(fits_of(plain, whole, 6))

@@ -182,6 +182,12 @@ class Doctor:
         largest = float(gap.max()) if gap.numel() else 0.0
         return chosen, largest, largest <= self.noise(target, chosen, where)[0]
 
+    def fitting(self, target: str, candidates: Iterable[Candidate], where: Tensor) -> list[Candidate]:
+        """The candidates that are as near to an array as rounding lets them be, the plainest first."""
+        near = sorted(((float(self.gap(target, c, where).abs().max()), n, c) for n, c in enumerate(candidates)))[:40]
+        fits = [c for gap, _, c in near if gap <= self.noise(target, c, where)[0]]
+        return sorted(fits, key=lambda candidate: candidate.weight)
+
     def gap(self, target: str, candidate: Candidate, where: Tensor) -> Tensor:
         now = candidate.now if candidate.now is not None else candidate.predict(self.arrays)
         return (now - self.arrays[target])[where & ~candidate.unknown if candidate.unknown is not None else where]

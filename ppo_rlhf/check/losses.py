@@ -8,13 +8,20 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ppo_rlhf.check import forms
+from ppo_rlhf.check import faults, forms
 from ppo_rlhf.check.doctor import Arrays, Candidate, Doctor, root_mean_square, wiring
+from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
 
 RANGES = [(0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3), (3e-4, 4e-4)]
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+MODES: dict[str, tuple[Fault, ...]] = {
+    "token-mean": (),
+    "seq-mean-token-mean": tuple(fault for fault in faults.of("policy_loss") if fault.choice),
+    "seq-mean-token-sum": wiring("a sum over tokens"),
+    "seq-mean-token-sum-norm": wiring("divided by the width"),
+}
+NEVER = wiring("the clip never acts")
 FAR = 0.3  # nats per token: farther than an update moves a policy
 COEFFICIENTS = [digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 4, 5)]
 
@@ -79,7 +86,8 @@ def policy_losses(doctor: Doctor) -> Iterator[Candidate]:
     old = "logprobs" if "logprobs" in doctor.arrays else "new_logprobs"
     for low, high in clip_ranges(doctor):
         for kind in ("ppo", "gspo", "cispo", "reinforce"):
-            for mode in ("",) if by_token else MODES:
+            of_kind = wiring("another loss") if kind != "ppo" else ()
+            for mode, of_mode in MODES.items() if not by_token else [("", ())]:
 
                 def predict(a: Arrays, kind=kind, mode=mode, low=low, high=high) -> Tensor:
                     losses, _, _ = algebra.token_losses(
@@ -88,29 +96,30 @@ def policy_losses(doctor: Doctor) -> Iterator[Candidate]:
                     return losses if by_token else forms.aggregate(losses, mask, mode)
 
                 yield Candidate(
-                    words=f"{kind} with the bounds {low:g} and {high:g}, {mode}".strip(", "), predict=predict
+                    words=f"{kind} with the bounds {low:g} and {high:g}, {mode}".strip(", "),
+                    predict=predict,
+                    names=(*of_kind, *of_mode),
                 )
         for f, names in doctor.variants("policy_loss") if not by_token else ():
-            if len(names) == 1 and not any(n.name in ("whitens",) for n in names):
-                names = wiring("the clip never acts") if names[0].name == "without a clip" else names
+            if all(name.choice for name in names):  # as above
+                continue
+            names = tuple(NEVER[0] if name.name == "without a clip" else name for name in names)
 
-                def predict(a: Arrays, f=f, low=low, high=high) -> Tensor:
-                    return f(a["new_logprobs"], a[old], a["advantages"], mask, low, high)
+            def predict(a: Arrays, f=f, low=low, high=high) -> Tensor:
+                return f(a["new_logprobs"], a[old], a["advantages"], mask, low, high)
 
-                yield Candidate(
-                    words=f"ppo with the bounds {low:g} and {high:g}, token-mean", predict=predict, names=names
-                )
-        for mode in MODES if not by_token else ():
+            yield Candidate(words=f"ppo with the bounds {low:g} and {high:g}", predict=predict, names=names)
+        for mode, of_mode in MODES.items() if not by_token else ():
 
             def unclipped(a: Arrays, mode=mode) -> Tensor:
                 return forms.aggregate(-a["advantages"] * (a["new_logprobs"] - a[old]).exp(), mask, mode)
 
-            yield Candidate(words=f"-A * ratio, {mode}", predict=unclipped, names=wiring("the clip never acts"))
+            yield Candidate(words=f"-A * ratio, {mode}", predict=unclipped, names=(*NEVER, *of_mode))
         if by_token:
             yield Candidate(
                 words="-A * ratio",
                 predict=lambda a: -a["advantages"] * (a["new_logprobs"] - a[old]).exp(),
-                names=wiring("the clip never acts"),
+                names=NEVER,
             )
 
 
@@ -119,7 +128,7 @@ def additions(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor],
     found, mask = doctor.arrays, doctor.mask
     penalised = any(f.array == "rewards" and " * (" in f.words for f in doctor.findings)
     if "ref_logprobs" in found:
-        for name, mode in itertools.product(("k3", "k1", "k2"), MODES[:2]):
+        for name, mode in itertools.product(("k3", "k1", "k2"), list(MODES)[:2]):
             yield (
                 f"{name}, {mode}",
                 lambda a, n=name, m=mode: forms.aggregate(
@@ -131,6 +140,24 @@ def additions(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor],
         yield "the critic's loss", lambda a: forms.value_loss(a["new_values"], a["values"], a["returns"], mask), ()
 
 
+def with_additions(doctor: Doctor, losses: list[Candidate]) -> Iterator[Candidate]:
+    """Losses of the policy with a KL or the critic's loss, whose coefficient is a number with one digit."""
+    loss = doctor.arrays["loss"]
+    coefficients = [c for c in [doctor.batch.settings.get("kl_coef")] if c] + COEFFICIENTS
+    for base, (words, extra, names) in itertools.product(losses, additions(doctor)):
+        if base.is_wrong and NEVER[0] not in base.names:
+            continue
+        size, rest = float(extra(doctor.arrays)), float(loss - base.predict(doctor.arrays))
+        for c in coefficients:
+            if size and abs(c * size - rest) < 2e-5 * max(abs(float(loss)), abs(c * size)):
+                yield Candidate(
+                    words=f"{base.words}, + {c:g} * {words}",
+                    predict=lambda a, b=base, e=extra, c=c: b.predict(a) + c * e(a),
+                    names=(*base.names, *names),
+                )
+                break
+
+
 def check_loss(doctor: Doctor) -> None:
     found, mask = doctor.arrays, doctor.mask
     assumed = "new_logprobs" not in found
@@ -140,41 +167,29 @@ def check_loss(doctor: Doctor) -> None:
     if assumed:
         found["new_logprobs"] = found["logprobs"]
     where = mask if found["loss"].ndim == 2 else torch.ones((), dtype=torch.bool)
-    plain = list(policy_losses(doctor))
-    best, gap, ok = doctor.choose("loss", plain, where)
-    if not ok and found["loss"].ndim == 0:
-        more = []
-        coefficients = [c for c in [doctor.batch.settings.get("kl_coef")] if c] + COEFFICIENTS
-        for base in plain:
-            if base.names and "clip never" not in base.names[0].name:
-                continue
-            rest = found["loss"] - base.predict(found)
-            for words, extra, names in additions(doctor):
-                size = float(extra(found))
-                close = [
-                    c
-                    for c in coefficients
-                    if size and abs(c * size - float(rest)) < 2e-5 * max(abs(float(found["loss"])), abs(c * size))
-                ]
-                more += [
-                    Candidate(
-                        words=f"{base.words}, + {c:g} * {words}",
-                        predict=lambda a, b=base, e=extra, c=c: b.predict(a) + c * e(a),
-                        names=(*base.names, *names),
-                    )
-                    for c in close[:1]
-                ]
-        best, gap, ok = doctor.choose("loss", [*plain, *more], where)
-    if not ok:
+    ratio = (found["new_logprobs"] - found.get("logprobs", found["new_logprobs"]))[mask].abs()
+    forms_of_loss = [c for c in policy_losses(doctor) if float(ratio.max()) >= 1e-4 or NEVER[0] not in c.names]
+    fits = doctor.fitting("loss", forms_of_loss, where)
+    if not fits and found["loss"].ndim == 0:
+        fits = doctor.fitting("loss", with_additions(doctor, forms_of_loss), where)
+    if not fits:
+        best, gap, _ = doctor.choose("loss", forms_of_loss, where)
         by_token = "" if found["loss"].ndim else "losses by token, because one number fits many formulas"
         doctor.unexplained("loss", best, gap, "new_logprobs" if assumed else by_token, where)
     else:
-        names = list(best.names)
-        ratio = (found["new_logprobs"] - found.get("logprobs", found["new_logprobs"]))[mask].abs()
-        if float(ratio.max()) < 1e-4:
-            names = [n for n in names if n.name not in ("the clip never acts",)]
-        doctor.add("loss", best.words, gap=gap, names=names)
-    if "gradient" in found and ok:
+        best = fits[0]
+        gap = float(doctor.gap("loss", best, where).abs().max())
+        is_reference = best.words == forms_of_loss[0].words and not best.names
+        others = [c for c in fits if c.is_wrong]
+        if is_reference:  # a mistake that changes nothing here is none
+            value = best.predict(found)
+            others = [c for c in others if (c.predict(found) - value).abs().max() > 1e-5 * value.abs().max()]
+        names = dict.fromkeys(name for c in others for name in c.names if not name.choice and name not in best.names)
+        words = f"{best.words}; {len(others)} formulas with a mistake fit as well" if names else best.words
+        doctor.add("loss", words, gap=gap, names=list(best.names))
+        if names and not is_reference:
+            doctor.add("loss", names=list(names)[:3], asks=True)
+    if "gradient" in found and fits:
         check_gradient(doctor, best)
 
 

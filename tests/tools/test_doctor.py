@@ -12,7 +12,7 @@ from runs import error_line
 from safetensors.torch import save_file
 
 from benchmark import doctor as corpus
-from ppo_rlhf.check import __main__ as command, batch, dump
+from ppo_rlhf.check import __main__ as command, batch, dump, recompute
 
 HEALTHY = [(rows, kind, dtype) for dtype, rows, kind in (*corpus.SETTINGS, *corpus.OF_GROUP_SETTINGS)]
 
@@ -136,6 +136,61 @@ def test_the_loss_is_explained_and_its_gradient():
     assert "the clip never acts" in verdict(arrays | {"loss": free})[1]
 
 
+@pytest.mark.parametrize(
+    ("form", "name", "is_fault"),
+    [
+        (lambda a, r, m: torch.minimum(-a * r, -a * r.clamp(0.8, 1.2))[m].mean(), "the smaller loss", True),
+        (lambda a, r, m: torch.maximum(a * r, a * r.clamp(0.8, 1.2))[m].mean(), "of the wrong sign", True),
+        (lambda a, r, m: torch.maximum(-a / r, -a / r.clamp(1 / 1.2, 1.25))[m].mean(), "ratio upside down", True),
+        (lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum(), "sum", True),
+        (
+            lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum() / m.numel(),
+            "divided by the width, mean over padding",
+            False,
+        ),
+        (
+            lambda a, r, m: torch.stack(
+                [torch.maximum(-x * y, -x * y.clamp(0.8, 1.2))[z].mean() for x, y, z in zip(a, r, m, strict=True)]
+            ).mean(),
+            "mean of row means",
+            False,
+        ),
+        (lambda a, r, m: (a * r).sum() * 0 + 0.1234567, None, False),
+    ],
+)
+def test_one_number_shows_which_loss_it_is(form, name, is_fault):
+    arrays = arrays_of(rows=16)
+    a, ratio = arrays["advantages"].double(), (arrays["new_logprobs"].double() - arrays["logprobs"].double()).exp()
+    wrong, names, open_ = verdict(arrays | {"loss": form(a, ratio, arrays["mask"]).float()})
+    assert (wrong, open_) == (is_fault, set() if name else {"loss"})
+    assert {*name.split(", ")} <= names if name else not names
+
+
+def test_a_number_that_many_losses_give_is_said_to_be_one():
+    """In bfloat16, one digit more or less changes the formula that is nearest."""
+    found = batch.examine(dump.arranged(arrays_of(rows=16, dtype="bfloat16")))
+    assert "formulas with a mistake fit as well" in next(f.words for f in found.findings if f.array == "loss")
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (
+            lambda x, s: (x / (s.std(1, keepdim=True) + 1e-4)).flatten().roll(1),
+            {"advantages of another row", "epsilon 1e-4"},
+        ),
+        (lambda x, s: x / (s.std() + 1e-4), {"deviation of the batch", "epsilon 1e-4"}),
+    ],
+)
+def test_rows_in_another_order_and_the_deviation_of_the_batch(change, names):
+    """With 1e-4 added to the deviation, as TRL does."""
+    arrays = arrays_of("grpo", rows=16)
+    scores = arrays["scores"].view(4, 4)
+    made = change(scores - scores.mean(1, keepdim=True), scores)
+    wrong, found, _ = verdict(arrays | {"advantages": made.flatten()})
+    assert wrong == ("advantages of another row" in names) and names <= found
+
+
 # ---- With the model --------------------------------------------------------------------------------------------
 
 
@@ -156,6 +211,30 @@ def test_the_model_shows_what_is_wrong_with_log_probs(change, name):
     arrays |= {"temperature": torch.tensor(0.7), "step": torch.tensor(3)}
     wrong, names, _ = verdict(arrays, corpus.MODEL)
     assert wrong == bool(name) and (not name or name in names)
+
+
+@pytest.mark.parametrize("reader", ["bfloat16", "autocast", "stale"])
+def test_rounding_is_told_from_stale_weights(reader):
+    """Each moves log-probs by 0.01 to 0.02 nats, and only the first two are near what the model gives in bfloat16."""
+    arrays = arrays_of(rows=8)
+    model = recompute.load(corpus.MODEL)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weights in model.parameters() if reader == "stale" else ():
+            weights += 0.01 * weights.std().nan_to_num(0) * torch.randn(weights.shape, generator=draw)
+    model = model.bfloat16() if reader == "bfloat16" else model
+    with torch.autocast("cpu", torch.bfloat16, enabled=reader == "autocast"), torch.no_grad():
+        for row, mask in enumerate(arrays["mask"]):
+            tokens = arrays["query_responses"][row]
+            text = tokens[: -len(mask)][tokens[: -len(mask)] != tokens.max()]
+            response = tokens[-len(mask) :][mask]
+            logits = model(torch.cat([text, response]).unsqueeze(0)).logits[0, len(text) - 1 : -1].float() / 0.7
+            arrays["logprobs"][row, mask] = logits.log_softmax(1).gather(1, response.unsqueeze(1))[:, 0]
+    arrays = {key: arrays[key] for key in ("query_responses", "mask", "logprobs")} | {
+        "temperature": torch.tensor(0.7)
+    }
+    kind = "weights" if reader == "stale" else "numerics"
+    assert verdict(arrays, corpus.MODEL)[:2] == (True, {f"log-probs of other {kind}"})
 
 
 def test_the_model_shows_another_temperature():
