@@ -19,9 +19,7 @@ from ppo_rlhf.train_policy import InputError
 
 TEMPERATURES = [1.0, 0.7, 0.5, 0.6, 0.8, 0.9, 1.2, 1.5, 2.0]
 LARGEST_K = 1000
-NEARER = (
-    0.9  # if another precision is as much nearer, that is the reason: two ways to round share 0.7 of their errors
-)
+NEARER = 0.9  # of the difference: another precision that is nearer is the reason; engines share half of their errors
 FINER = 0.25  # of the errors of bfloat16: a smaller difference is one of engines, or of weights that hardly differ
 
 
@@ -94,12 +92,8 @@ def compare(doctor: Doctor, name: str, folder: Path, model: PreTrainedModel | No
     weights = next(model.parameters()).dtype
     temperature = refined(logits, responses, there, mask, told or 1.0, told)
     first = forms.token_logprobs(logits, responses, temperature)
-    rounded = [
-        forms.token_logprobs(other, responses, temperature)
-        for other in other_precisions(model, tokens, text, context)
-    ]
-    scatter = root_mean_square((rounded[0] - first)[mask])
-    nearest = min(root_mean_square((there - other)[mask]) for other in rounded)
+    rounded = forms.token_logprobs(other_precision(model, tokens, text, context), responses, temperature)
+    scatter = root_mean_square((rounded - first)[mask])
     eps = max(batch.eps[name] * float(there[mask].abs().max()), 1e-5)
     limit = 2 * eps + 1e-4 + (6 * scatter if weights != torch.float32 else 0)
     finding = Finding(array=name, words=f"the model's, {words}", gap=gap, names=list(names))
@@ -115,7 +109,7 @@ def compare(doctor: Doctor, name: str, folder: Path, model: PreTrainedModel | No
     )
     if same and doctor.batch.settings.get("step") != 0:
         kind = "log-probs of the reference"
-    elif not names and (nearest < NEARER * rms or rms < FINER * scatter):
+    elif not names and (root_mean_square((there - rounded)[mask]) < NEARER * rms or rms < FINER * scatter):
         kind = "log-probs of other numerics"
         finding.words = (
             f"the model's, {words}, with noise of {written(rms, 2)} nats, where bfloat16 has {written(scatter, 2)}"
@@ -226,12 +220,8 @@ def nuclei(
         )
 
 
-def other_precisions(model: PreTrainedModel, tokens: Tensor, text: Tensor, context: int) -> list[Tensor]:
-    """Logits of the model in bfloat16, and in float32 with products in bfloat16; in float32, if it is in bfloat16."""
+def other_precision(model: PreTrainedModel, tokens: Tensor, text: Tensor, context: int) -> Tensor:
+    """Logits of the model in bfloat16, or in float32 if it is in bfloat16."""
     kind = next(model.parameters()).dtype
     other = copy.deepcopy(model).to(torch.bfloat16 if kind == torch.float32 else torch.float32)
-    found = [logits_of(other, tokens, text, context)]
-    if kind == torch.float32:
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(logits_of(model, tokens, text, context))
-    return [logits.double() for logits in found]
+    return logits_of(other, tokens, text, context).double()
