@@ -112,7 +112,10 @@ class Batch:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Batch:
         """The batch again, for a PPO whose state was stored after the batch was made, and before the next step."""
-        return cls(**state | {"rollout": Rollout(**state["rollout"])})
+        try:
+            return cls(**state | {"rollout": Rollout(**state["rollout"])})
+        except (TypeError, KeyError) as error:
+            raise InputError(f"this is no state of a batch: {error}") from error
 
 
 class PPO:
@@ -179,9 +182,11 @@ class PPO:
         refuse(others, "PPO")
         if not isinstance(model, str | Path) and tokenizer is None:
             raise InputError("a loaded model needs its tokenizer: PPO(model, tokenizer=tokenizer)")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+            raise InputError("tokenizer must be a loaded one: AutoTokenizer.from_pretrained(...)")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InputError(f"max_grad_norm is {max_grad_norm}; it must be above 0")
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
             raise InputError(
                 "optimizer must be a function that makes one: partial(torch.optim.Adam, betas=(0.9, 0.95))"
             )
@@ -421,6 +426,8 @@ class PPO:
         goes on but load_state_dict, with a state from before it.
         """
         self._check_whole()
+        if not torch.is_grad_enabled():
+            raise InputError("step needs gradients, which torch.no_grad or inference_mode has switched off")
         given, placed = self._checked(batch, scores, rewards)
         args, ppo, device = self.args, self.args.ppo, self.accelerator.device
         rollout = Rollout(**{name: tensor.to(device) for name, tensor in vars(batch.rollout).items()})
@@ -563,7 +570,7 @@ class PPO:
         """Go on from a state. Raises an InputError, before anything changes, if it is that of another kind of PPO."""
         reference = None if self.reference.adapters else self.reference.lm_backbone
         wanted = {"actor_critic", "optimizer", "optimizer_name", "kl_coef", "steps", "draws", "maker", "reference"}
-        if missing := wanted - state.keys():
+        if missing := wanted - (state.keys() if isinstance(state, Mapping) else set()):
             raise InputError(f"the state lacks {min(missing)}; give what state_dict returns")
         if (name := type(self.optimizer).__name__) != state["optimizer_name"]:
             raise InputError(f"the state is of the optimizer {state['optimizer_name']}, not {name}")

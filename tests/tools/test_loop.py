@@ -692,6 +692,11 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         "of the same PPO": partial(PPO(model, **SIZES).step, batch, SCORES),
         "no argument batch_size": partial(PPO, model, batch_size=8),
         "a function that makes one": partial(PPO, model, optimizer=ppo.optimizer),
+        "must be a function that makes": partial(PPO, model, optimizer=3),
+        "tokenizer must be a loaded one": partial(PPO, model, tokenizer="gpt2"),
+        "the state lacks actor_critic": partial(ppo.load_state_dict, None),
+        "no state of a batch: 'rollout'": partial(Batch.from_state_dict, {}),
+        "torch.no_grad or inference_mode": partial(torch.no_grad()(ppo.step), batch, SCORES),
         "list of numbers: only one": partial(ppo.step, batch, [torch.ones(2)] * 4),
         "kl_horizon inf": partial(PPO, model, kl_horizon=math.inf),
         "max_grad_norm is -1": partial(PPO, model, max_grad_norm=-1.0),
@@ -745,7 +750,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(model, tin
         ),
         "state's optimizer is another one": partial(PPO(model, critic="shared", **SIZES).load_state_dict, state),
         "of the optimizer AdamW, not SGD": partial(
-            PPO(model, optimizer=partial(torch.optim.SGD, lr=0.1), **SIZES).load_state_dict, state
+            PPO(model, optimizer=partial(torch.optim.SGD, lr=0.1)).load_state_dict, state
         ),
         "actor_critic differs in": partial(PPO(model, lora=ADAPTERS, **SIZES).load_state_dict, state),
         "cannot be saved: NotADirectoryError": partial(ppo.save, f"{model}/config.json/mine"),
