@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import re
-import textwrap
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -163,8 +162,8 @@ def test_the_code_on_the_first_page_runs(tiny_world, monkeypatch):
 
 def wrapped(name: str, **theirs: Callable) -> list[float]:
     """What chapter 1 gets of another library's function, by the wrapper that the page shows."""
-    (block,) = re.findall(r"```python\n(  def from_trl.*?)```", TEXTS[ROOT / "docs/running.md"], re.DOTALL)
-    exec(textwrap.dedent(block), names := dict(theirs))
+    (block,) = re.findall(r"```python\n(def from_trl.*?)```", TEXTS[ROOT / "docs/running.md"], re.DOTALL)
+    exec(block, names := dict(theirs))
     return train_policy.call(names[name], ["ab", "c"], ["d", "efg"]).tolist()
 
 
