@@ -1401,10 +1401,20 @@ def saved_args(kind: type[Args], folder: Path) -> Args:
     meta = read_meta(folder)
     if meta.get("script", kind.exp_name) != kind.exp_name:  # by default, experiments have the names of scripts
         raise InputError(f"--resume {folder}: it is a run of {meta['script']}; resume it with that script")
-    args = from_json(kind, json.dumps(meta["args"]), f"{folder / 'meta.json'} of another version: ")
+    root = folder.absolute().parents[1]
+    known = meta["args"] if root == Path.cwd() else below(root, meta["args"])
+    args = from_json(kind, json.dumps(known), f"{folder / 'meta.json'} of another version: ")
     if missing := flatten(dataclasses.asdict(args)).keys() - flatten(meta["args"]).keys():
         raise InputError(f"{folder / 'meta.json'} of another version lacks --{min(missing)}")
     return args
+
+
+def below(root: Path, value: Any) -> Any:
+    """Arguments of a run; a relative path that exists below its root, the folder of runs/, is meant from there."""
+    if isinstance(value, dict):
+        return {name: below(root, part) for name, part in value.items()}
+    is_path = isinstance(value, str) and bool("/" in value or Path(value).suffix)
+    return str(root / value) if is_path and os.path.exists(root / value) else value
 
 
 def check_same_arguments(saved: Args, args: Args, may_change: set[str]) -> None:
@@ -2029,6 +2039,9 @@ class Run:
         previous = read_meta(self.folder) if args.resume else {}
         if previous.get("finished") and not self.checkpoints():
             raise InputError(f"{self.folder} is finished, and its checkpoints are gone, so it cannot be resumed")
+        weights = checksums(args)
+        if changed := [name for name, sum in previous.get("weights", {}).items() if weights.get(name, sum) != sum]:
+            raise InputError(f"--{changed[0]}: its weights are not those with which {self.folder} began")
         self.started = time.monotonic() - previous.get("wall_time", 0.0)
         gpu = accelerator.device.type == "cuda"
         # The arguments are next to the results of the run.   train_policy.py#L422-L436
@@ -2037,6 +2050,7 @@ class Run:
             "script": type(args).exp_name,  # by default, experiments have the names of scripts
             "args": dataclasses.asdict(args),
             "sizes": sizes,
+            "weights": weights,
             "num_processes": accelerator.num_processes,
             "threads": torch.get_num_threads(),
             "device": f"{accelerator.device.type}: {torch.cuda.get_device_name() if gpu else platform.machine()}",
@@ -2321,6 +2335,19 @@ def checksum(folder: Path, state: dict[str, Any]) -> str:
         digest = hashlib.file_digest(tensors, "sha256")
     digest.update(json.dumps(state).encode())
     return digest.hexdigest()
+
+
+def checksums(args: Args) -> dict[str, str]:
+    """The SHA-256 of the weights in each folder that an argument names, such as base_model."""
+    found = {}
+    for name, value in flatten(dataclasses.asdict(args)).items():
+        if isinstance(value, str) and os.path.isfile(f"{value}/config.json"):
+            digest = hashlib.sha256()
+            for path in sorted(Path(value).glob("*.safetensors")):
+                with path.open("rb") as weights:
+                    digest.update(hashlib.file_digest(weights, "sha256").digest())
+            found[name] = digest.hexdigest()
+    return found
 
 
 def as_cell(value: Any) -> str:

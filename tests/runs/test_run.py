@@ -1,11 +1,14 @@
 """The folder of a run (`Run` of train_policy.py, whose text is that of train_reward.py): logs and checkpoints."""
 
 import csv
+import dataclasses
 import json
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +16,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from runs import error_line, metrics_of, samples_of
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from ppo_rlhf import train_policy, train_reward
-from ppo_rlhf.train_policy import AdamTensorFlowStyle, Args, Run
+from ppo_rlhf.train_policy import AdamTensorFlowStyle, Args, RewardsArgs, Run, TaskArgs
 
 pytestmark = pytest.mark.usefixtures("in_a_fresh_folder")
 
@@ -125,6 +129,37 @@ def test_a_resumed_run_goes_on_with_the_time_before(monkeypatch):
     assert resumed.seconds() == 67.5
     resumed.save_meta()
     assert json.loads((run.folder / "meta.json").read_text())["wall_time"] == 67.5
+
+
+def test_a_resumed_run_needs_the_weights_with_which_it_began(tiny_world):
+    model = shutil.copytree(tiny_world / "model", Path("model"))
+    args = Args(base_model=str(model))
+    run = Run(args, Accelerator(cpu=True), {})
+    run.open_logs(0, {})
+    resume = partial(Run, dataclasses.replace(args, resume=str(run.folder)), Accelerator(cpu=True), {})
+    resume()
+    weights = load_file(model / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1e-3
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert error_line(resume) == f"--base_model: its weights are not those with which {run.folder} began"
+
+
+def test_paths_of_a_run_are_looked_for_beside_it_and_then_in_the_current_folder(tmp_path, monkeypatch):
+    """Texts that are no paths, such as a full stop, stay what they are."""
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for path in (here / "here.jsonl", here / "both.jsonl", beside / "both.jsonl", beside / "models/mine/reward"):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(beside)
+    task = TaskArgs(query_dataset="both.jsonl", end_text=".")
+    run = Run(Args(task=task, rewards=RewardsArgs(trained_model="models/mine/reward")), Accelerator(cpu=True), {})
+    run.open_logs(0, {})
+    assert train_policy.saved_args(Args, run.folder) == run.args
+    monkeypatch.chdir(here)
+    args = train_policy.saved_args(Args, run.folder)
+    assert args.task == dataclasses.replace(task, query_dataset=str(beside / "both.jsonl"))
+    assert args.rewards.trained_model == str(beside / "models/mine/reward")
+    shutil.rmtree(beside / "both.jsonl")
+    assert train_policy.saved_args(Args, run.folder).task == task
 
 
 @pytest.mark.parametrize("meta", [[], {}, {"args": {}, "wall_time": "a minute"}])
