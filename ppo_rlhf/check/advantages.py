@@ -23,7 +23,7 @@ from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
 
-STARTS = [(1.0, 0.95), (0.98, 0.8)]  # gamma, lambda
+STARTS = [(1.0, 1.0), (1.0, 0.95), (0.98, 0.8)]  # gamma, lambda
 SHIFTS = ((1, "late"), (-1, "early"))
 PLACES = (("last", "end"), ("next", "step after it"))  # of the score
 Names = tuple[Fault, ...]
@@ -227,7 +227,6 @@ def bases_of(doctor: Doctor, what: str, rewards: Callable[[Arrays], Tensor], of_
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
 
-
 EPSILONS = tuple((f"epsilon {e} in place of 1e-6", "1e-6", e) for e in ("1e-8", "1e-5", "0.0"))
 ESTIMATORS = {  # the formula, and its mistakes; grpo has choices, too
     "grpo": ("(score - mean) / std", ("raw score of a group of one", "not centred", "divided by the variance")),
@@ -259,18 +258,18 @@ def groupings(doctor: Doctor) -> list[tuple[str, Tensor, Names]]:
         found.append(("the dump's groups", told.long(), ()))
     if prompts is not None and len(prompts.unique()) < len(rows):
         found.append(("groups of one prompt", prompts, ()))
-    if size > 1 and len(rows) % size == 0 and told is None:
-        found.append((f"groups of {size} rows", rows // size, ()))
-    is_known = any(len(groups.unique()) > 1 for _, groups, _ in found)
+    is_known = any(len(groups.unique()) > 1 for _, groups, _ in found) or 1 < size < len(rows)
+    labels = [x for x in (prompts, told) if x is not None]
     for n in (n for n in range(2, len(rows)) if len(rows) % n == 0):
-        # The same prompt may be drawn twice, which makes two groups.
-        in_turn, apart = rows // n, rows % (len(rows) // n)
-        is_free = told is None and not size
-        for words, groups, is_usual in (("", in_turn, is_free), (f" that are {len(rows) // n} apart", apart, False)):
-            labels = [x for x in (prompts, told) if x is not None]
+        count = len(rows) // n
+        is_usual = prompts is not None or (told is None and size in (0, n))
+        for words, groups, is_usual_here in (
+            (f"groups of {n} rows", rows // n, is_usual),
+            (f"groups of {n} rows that are {count} apart", rows % count, prompts is not None),
+        ):
+            # The same prompt may be drawn twice, which makes two groups.
             fits = all(len(x[groups == g].unique()) == 1 for x in labels for g in groups.unique())
-            names = () if fits and (is_usual or prompts is not None) else wiring("groups over the wrong rows")
-            found.append((f"groups of {n} rows{words}", groups, names))
+            found.append((words, groups, () if fits and is_usual_here else wiring("groups over the wrong rows")))
     names = wiring("statistics of the batch" if is_known else "a baseline of the batch")
     return [*found, ("the whole batch", torch.zeros_like(rows), names)]
 
@@ -315,33 +314,30 @@ def response_bases(doctor: Doctor) -> Iterator[Base]:
     """Estimators that compare a response with others, the same on all of its tokens."""
     found, mask = doctor.arrays, doctor.mask
     further = mask | doctor.following(mask)
-    totals: dict[str, Callable[[Arrays], Tensor]] = {
-        "scores": lambda a: a["scores"],
-        "sums of rewards": lambda a: a["rewards"].masked_fill(~further, 0).sum(1),
-    }
+    totals: dict[str, Callable[[Arrays], Tensor]] = {}
+    if "scores" in found:
+        totals["scores"] = itemgetter("scores")
+    if "rewards" in found:
+        totals["sums of rewards"] = lambda a: a["rewards"].masked_fill(~further, 0).sum(1)
     orders: list[tuple[int, int, Names]] = [(0, 0, ())]  # by how many rows scores and advantages are moved
     for shift in (1, -1):
         orders.append((0, shift, wiring("advantages of another row")))
         orders.append((shift, 0, wiring("score of another row")))
 
-    def base(words: str, what: str, f: Callable, names: Names, before: int = 0, after: int = 0) -> Base:
-        return Base(
-            words=words,
-            predict=lambda a: spread(f(totals[what](a).roll(before)).roll(after), mask),
-            names=names,
-        )
+    def base(words: str, total: Callable, f: Callable, names: Names, before: int = 0, after: int = 0) -> Base:
+        predict = lambda a: spread(f(total(a).roll(before)).roll(after), mask)  # noqa: E731
+        return Base(words=words, predict=predict, names=names)
 
-    for what in (name for name, array in (("scores", "scores"), ("sums of rewards", "rewards")) if array in found):
+    for what, total in totals.items():
         for before, after, names in orders:
-            yield base(what, what, same, (*names, *wiring("without a baseline")), before, after)
+            yield base(what, total, same, (*names, *wiring("without a baseline")), before, after)
         for words, groups, of_groups in groupings(doctor):
             for formula, f, of_f in estimators(doctor, groups):
                 for before, after, names in orders if all(name.choice for name in of_f) else orders[:1]:
                     names = (*names, *of_groups, *of_f)
-                    yield base(f"{formula} of {what} in {words}", what, f, names, before, after)
+                    yield base(f"{formula} of {what} in {words}", total, f, names, before, after)
         if "baselines" in found:
-            predict = lambda a, what=what: spread(totals[what](a) - a["baselines"], mask)  # noqa: E731
-            yield Base(words=f"{what} - baselines", predict=predict)
+            yield base(f"{what} - baselines", lambda a, total=total: total(a) - a["baselines"], same, ())
 
 
 # ---- Fitting ---------------------------------------------------------------------------------------------------
@@ -360,22 +356,26 @@ def affine(y: Tensor, a: Tensor, labels: Tensor) -> Tensor:
     return y - a * torch.where(scale > 1e-24, per_label(a * y) / scale.clamp(min=1e-24), 0)
 
 
+def as_told(doctor: Doctor, constants: tuple[float, ...]) -> tuple[float, ...]:
+    """Gamma and lambda of the dump, or these where it does not have them."""
+    return tuple(doctor.batch.settings.get(key, c) for key, c in zip(("gamma", "lam"), constants, strict=False))
+
+
 class Fit:
     """The constants with which a base is nearest to an array, up to whitening, and how near that is."""
 
     def __init__(self, doctor: Doctor, base: Base, target: Tensor, where: Tensor, labels: Tensor | None):
         """labels: equal for tokens that are whitened together; None: the base is the array itself."""
-        self.base, self.arrays, self.told = base, doctor.arrays, doctor.batch.settings
+        self.doctor, self.base = doctor, base
         self.where = where if base.unknown is None else where & ~base.unknown
         self.y, self.labels = target[self.where], None if labels is None else labels[self.where]
         self.near = 1e-6 * root_mean_square(self.y)
         self.constants: tuple[float, ...] = ()
         self.error = float("inf")
-        gamma, lam = self.told.get("gamma", 1.0), self.told.get("lam")
-        self.start([(gamma, lam or 1.0), (gamma, lam or 0.95), *STARTS])
+        self.start([*(as_told(doctor, start) for start in STARTS), *STARTS])
 
     def residual(self, constants: Sequence[float]) -> Tensor:
-        a = self.base.predict(self.arrays, *constants)[self.where]
+        a = self.base.predict(self.doctor.arrays, *constants)[self.where]
         return self.y - a if self.labels is None else affine(self.y, a, self.labels)
 
     def start(self, starts: Sequence[tuple[float, ...]]) -> None:
@@ -393,16 +393,11 @@ class Fit:
             before = self.error
             if before < self.near:
                 break
-            step = self.newton()
-            for shrink in (1.0, 0.3):
-                there = [c + shrink * s for c, s in zip(self.constants, step, strict=True)]
-                bounded = (min(max(c, least), 1.0) for c, least in zip(there, (0.5, 0.0), strict=False))
-                self.start([tuple(bounded)])
-                if self.error < before:
-                    break
+            there = [c + step for c, step in zip(self.constants, self.newton(), strict=True)]
+            self.start([tuple(min(max(c, least), 1.0) for c, least in zip(there, (0.5, 0.0), strict=False))])
             if not self.error < before * (1 - 1e-4):
                 break
-        told = tuple(self.told.get(key, c) for key, c in zip(("gamma", "lam"), self.constants, strict=False))
+        told = as_told(self.doctor, self.constants)
         for constants in [told] + [tuple(round(c, digits) for c in self.constants) for digits in (2, 3, 4)]:
             error = root_mean_square(self.residual(constants)) if constants != self.constants else self.error
             if error <= max(1.03 * self.error, self.near):
@@ -421,11 +416,10 @@ class Fit:
 
 def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[Made]:
     """The candidates of a fit, one for each way to whiten."""
-    base, told = fit.base, doctor.batch.settings
-    names = list(base.names)
-    for value, key, name in zip(fit.constants, ("gamma", "lam"), ("another gamma", "another lambda"), strict=False):
-        if key in told and abs(value - told[key]) > 2e-3:
-            names += wiring(name)
+    base, names = fit.base, list(fit.base.names)
+    told = as_told(doctor, fit.constants)
+    for value, other, name in zip(fit.constants, told, ("another gamma", "another lambda"), strict=False):
+        names += wiring(name) if abs(value - other) > 2e-3 else ()
     words = base.words.format(*(written(c, 4) for c in fit.constants))
     adds_values = array == "returns" and "values" in doctor.arrays
     value = base.predict(doctor.arrays, *fit.constants)
@@ -515,8 +509,7 @@ def check_advantages(doctor: Doctor) -> Made | None:
 
 def reference(doctor: Doctor, best: Made) -> Callable[[Arrays], Tensor] | None:
     """The advantages without the mistakes, with the same constants."""
-    told = doctor.batch.settings
-    constants = [told.get(key, c) for key, c in zip(("gamma", "lam"), best.constants, strict=False)]
+    constants = as_told(doctor, best.constants)
     formula = best.base.words.split(" of ")[0]
     of_responses = (b for b in response_bases(doctor) if not b.names and b.words.split(" of ")[0] == formula)
     right = next(token_bases(doctor) if best.constants else of_responses, None)

@@ -15,6 +15,8 @@ import pyarrow.parquet
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ppo_rlhf.check import faults
 from ppo_rlhf.train_policy import InputError
@@ -35,16 +37,19 @@ class Batch:
     tokens: Tensor  # (rows, context + width), the responses in the last columns
     mask: Tensor  # (rows, width) bool
     is_text: Tensor  # (rows, context + width) bool: no padding
-    arrays: dict[str, Tensor]
     eps: dict[str, float]  # relative rounding of each array, by its dtype
     settings: dict[str, Any]
-    has_context: bool
+    arrays: dict[str, Tensor] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)  # names that mean nothing here
     not_finite: list[str] = field(default_factory=list)  # arrays with NaN or infinity where the mask is True
 
     @property
     def responses(self) -> Tensor:
         return self.tokens[:, -self.mask.shape[1] :]
+
+    @property
+    def has_context(self) -> bool:
+        return self.tokens.shape[1] > self.mask.shape[1]
 
 
 def read(path: Path) -> Batch:
@@ -117,13 +122,15 @@ def as_tensor(value: Any, *, left: bool = False) -> Tensor | None:
         value = [x.tolist() for x in value]
     try:
         if not all(isinstance(row, Sequence) for row in value):
-            return torch.tensor([float("nan") if x is None else x for x in value], dtype=torch.float64)
-        width = max(map(len, value))
-        rows = [[float("nan") if x is None else float(x) for x in row] for row in value]
-        fill = [[float("nan")] * (width - len(row)) for row in rows]
-        return torch.tensor([f + r if left else r + f for r, f in zip(rows, fill, strict=True)], dtype=torch.float64)
+            return numbers(value)
+        side = "left" if left else "right"
+        return pad_sequence([numbers(row) for row in value], True, padding_value=math.nan, padding_side=side)
     except (TypeError, ValueError):
         return None
+
+
+def numbers(values: Sequence[Any]) -> Tensor:
+    return torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float64)
 
 
 def rounding(x: Tensor) -> float:
@@ -153,8 +160,7 @@ def renamed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], str]:
 def arranged(raw: Mapping[str, Any]) -> Batch:
     """Names, shapes and dtypes as the doctor needs them."""
     found, unread, name_of_ids = renamed(raw)
-    settings = {name: setting(found.pop(name)) for name in SETTINGS.split() if name in found}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    settings = {name: x for name in SETTINGS.split() if (x := setting(found.pop(name, None))) is not None}
     read = {name: as_tensor(value, left=name == "queries") for name, value in found.items()}
     tensors = {name: x.detach().cpu() for name, x in read.items() if x is not None}
     eps = {name: rounding(x) for name, x in tensors.items()}
@@ -170,16 +176,14 @@ def arranged(raw: Mapping[str, Any]) -> Batch:
         tokens=ids.nan_to_num(-1).long(),
         mask=mask,
         is_text=~ids.isnan(),
-        arrays={},
         eps=eps,
         settings=settings | {"context_length": int(context), "ids_name": name_of_ids, "has_attention": has_attention},
-        has_context=ids.shape[1] > mask.shape[1],
         unread=unread + [name for name, x in read.items() if x is None],
     )
     if has_attention:
         batch.is_text &= attention > 0.5
     else:  # a token of the padding id is text where the mask counts it: it may be the end token, too
-        counts = torch.nn.functional.pad(mask, (ids.shape[1] - mask.shape[1], 0))
+        counts = pad(mask, (ids.shape[1] - mask.shape[1], 0))
         batch.is_text &= (batch.tokens >= 0) & ((batch.tokens != pad_of(batch)) | counts)
     for name, x in tensors.items():
         if name not in OF_SHAPE:
@@ -247,7 +251,7 @@ def put(batch: Batch, name: str, x: Tensor) -> None:
     if x.shape == (rows, 1) and width > 1:
         x = x.squeeze(1)
     if x.shape == (rows, width - 1):
-        x = torch.nn.functional.pad(x, (1, 0))  # of the tokens from the second on
+        x = pad(x, (1, 0))  # of the tokens from the second on
     is_by_token = x.ndim == 2 and len(x) == rows and x.shape[1] >= width
     if not is_by_token and x.shape != (rows,):
         raise InputError(f"{name} is {tuple(x.shape)}; the mask is {(rows, width)}")
@@ -272,10 +276,8 @@ def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if segments is None:
         return tensors
     pieces = [(row, segments[row] == n) for row in range(len(segments)) for n in segments[row].unique() if n > 0]
-    width = max(int(columns.sum()) for _, columns in pieces)
 
     def cut(x: Tensor) -> Tensor:
-        rows = [x[row][columns] for row, columns in pieces]
-        return torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=float("nan")) for row in rows])
+        return pad_sequence([x[row][columns] for row, columns in pieces], batch_first=True, padding_value=math.nan)
 
     return {name: cut(x) if x.shape == segments.shape else x for name, x in tensors.items()}
