@@ -10,15 +10,15 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_rlhf.check import forms
-from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, root_mean_square, wiring
+from ppo_rlhf.check import faults, forms
+from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, nice, root_mean_square, wiring
 from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
@@ -26,6 +26,7 @@ from ppo_rlhf.rlvr import algebra
 STARTS = [(1.0, 1.0), (1.0, 0.95), (0.98, 0.8)]  # gamma, lambda
 SHIFTS = ((1, "late"), (-1, "early"))
 PLACES = (("last", "end"), ("next", "step after it"))  # of the score
+BOOK = {fault.name: fault for fault in faults.of("group_advantages")}
 Names = tuple[Fault, ...]
 Way = tuple[str, Callable[[Tensor], Tensor], Names]  # to whiten: what is said of it, the function, and its mistakes
 
@@ -38,7 +39,7 @@ class Base(Candidate):
 
     @property
     def is_divided(self) -> bool:
-        return self.words.startswith("(score")
+        return self.words.startswith("(score") and " / " in self.words
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -227,14 +228,6 @@ def bases_of(doctor: Doctor, what: str, rewards: Callable[[Arrays], Tensor], of_
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
 
-EPSILONS = tuple((f"epsilon {e} in place of 1e-6", "1e-6", e) for e in ("1e-8", "1e-5", "0.0"))
-ESTIMATORS = {  # the formula, and its mistakes; grpo has choices, too
-    "grpo": ("(score - mean) / std", ("raw score of a group of one", "not centred", "divided by the variance")),
-    "dr_grpo": ("score - mean", ("raw score of a group of one", "not centred")),
-    "rloo": ("score - mean of the others", ("raw score of a group of one", "not centred", "rloo with itself")),
-}
-
-
 def prompts_of(doctor: Doctor) -> Tensor | None:
     """A number for each row, equal where prompts are; None where the dump has no prompts."""
     batch = doctor.batch
@@ -248,96 +241,258 @@ def prompts_of(doctor: Doctor) -> Tensor | None:
     return torch.tensor([found.index(x) for x in found]) if any(found) else None
 
 
-def groupings(doctor: Doctor) -> list[tuple[str, Tensor, Names]]:
+def partition(groups: Tensor) -> Tensor:
+    return groups.unsqueeze(1) == groups
+
+
+def groupings(doctor: Doctor) -> list[tuple[str, Tensor, tuple[str, ...]]]:
     """Which responses may have been compared."""
     rows = torch.arange(len(doctor.mask))
     prompts, told = prompts_of(doctor), doctor.arrays.get("groups")
     size = int(doctor.batch.settings.get("group_size", 0))
-    found: list[tuple[str, Tensor, Names]] = []
+    found: list[tuple[str, Tensor, tuple[str, ...]]] = []
     if told is not None:
         found.append(("the dump's groups", told.long(), ()))
     if prompts is not None and len(prompts.unique()) < len(rows):
         found.append(("groups of one prompt", prompts, ()))
-    is_known = any(len(groups.unique()) > 1 for _, groups, _ in found) or 1 < size < len(rows)
+    known = [groups for _, groups, _ in found if len(groups.unique()) > 1]
     labels = [x for x in (prompts, told) if x is not None]
-    for n in (n for n in range(2, len(rows)) if len(rows) % n == 0):
-        count = len(rows) // n
+
+    def add(words: str, groups: Tensor, is_usual: bool) -> None:
+        if any((partition(groups) == partition(other)).all() for _, other, _ in found):
+            return
+        # The same prompt may be drawn twice, which makes two groups, unless the dump says what the groups are.
+        fits = all(len(x[groups == g].unique()) == 1 for x in labels for g in groups.unique())
+        fits = fits and (told is None or len(groups.unique()) == len(told.unique()))
+        found.append((words, groups, () if fits and is_usual else ("groups over the wrong rows",)))
+
+    for n in range(2, len(rows)):
         is_usual = prompts is not None or (told is None and size in (0, n))
-        for words, groups, is_usual_here in (
-            (f"groups of {n} rows", rows // n, is_usual),
-            (f"groups of {n} rows that are {count} apart", rows % count, prompts is not None),
-        ):
-            # The same prompt may be drawn twice, which makes two groups.
-            fits = all(len(x[groups == g].unique()) == 1 for x in labels for g in groups.unique())
-            found.append((words, groups, () if fits and is_usual_here else wiring("groups over the wrong rows")))
-    names = wiring("statistics of the batch" if is_known else "a baseline of the batch")
-    return [*found, ("the whole batch", torch.zeros_like(rows), names)]
+        add(f"groups of {n} rows", rows // n, is_usual)
+        if len(rows) % n == 0:
+            add(f"groups of {n} rows that are {len(rows) // n} apart", rows % (len(rows) // n), prompts is not None)
+    for groups in known[:1] or [rows // size] * (1 < size < len(rows)):
+        for shift in (1, -1):
+            add("groups of rows that are moved by one", groups.roll(shift), False)
+    is_known = bool(known) or 1 < size < len(rows)
+    name = "statistics of the batch" if is_known else "a baseline of the batch"
+    return [*found, ("the whole batch", torch.zeros_like(rows), (name,))]
 
 
-def estimators(doctor: Doctor, groups: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor], Names]]:
-    """Formulas that make advantages (rows,) of scores (rows,)."""
-    for name, (words, own) in ESTIMATORS.items():
-        for f, names in doctor.variants("group_advantages", *EPSILONS):
-            if all(fault.name in own or (fault.choice and name == "grpo") for fault in names):
-                yield words, partial(f, groups=groups, name=name), names
-    sizes = groups.unique(return_counts=True)[1]
-    if len(sizes) > 1 and sizes.min() == sizes.max() > 1:
-        for words, f in in_another_order(groups, int(sizes[0])):
-            yield words, f, wiring("statistics of groups in another order")
-    for name in ("maxrl", "opo"):
-        yield name, partial(of_algebra, groups=groups, mask=doctor.mask, name=name), wiring("another estimator")
+Table = dict[str, tuple[Tensor, tuple[str, ...]]]  # numbers for each response, by what they are, and their mistakes
 
 
-def of_algebra(scores: Tensor, groups: Tensor, mask: Tensor, name: str) -> Tensor:
-    """Advantages (rows,) of an estimator of chapter 3."""
-    rewards = torch.where(Doctor.only_last(mask), scores.unsqueeze(1), 0.0)
-    return of_first(algebra.ESTIMATORS[name](rewards, mask, groups)[0], mask)
+def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
+    """What scores (rows,) are compared with."""
+    n, total = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
+    mean, others = total / n, (n - 1).clamp(min=1)
+    weighted = algebra.by_group(x * lengths, groups) / algebra.by_group(lengths, groups)
+    return {
+        "score - mean": (x - mean, ()),
+        "score - mean of the others": ((x - mean) * n / others, ()),
+        "score - mean weighted by length": (x - weighted, ("another estimator",)),
+        "score": (x, ("not centred",)),
+        "score - sum of the others / n": (x - (total - x) / n, ("a mean of the others divided by n",)),
+        "score - sum / (n - 1)": (x - total / others, ("a mean divided by n minus 1",)),
+        "score - sum of the others": (x - (total - x), ("a sum as a baseline",)),
+        "(score - mean) (n / (n - 1))^2": ((x - mean) * (n / others) ** 2, ("n / (n - 1) twice",)),
+        "score - maximum": (x - algebra.by_group(x, groups, "amax"), ("an extreme as a baseline",)),
+        "score - minimum": (x - algebra.by_group(x, groups, "amin"), ("an extreme as a baseline",)),
+        "score - mean of the batch": (x - x.mean(), ("statistics of the batch",)),
+    } | {f"score - mean of {words}": (x - mean[of], names) for words, of, names in other_groups(groups)}
 
 
-def in_another_order(groups: Tensor, size: int) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Means or deviations of groups that are given to rows in another order: repeated as a whole, not one by one."""
-    right = torch.arange(len(groups))
-    tiled = torch.tensor([int((groups == g).nonzero()[0]) for g in groups.unique()]).repeat(size)
-
-    def advantages(x: Tensor, of_mean: Tensor, of_std: Tensor, eps: float | None) -> Tensor:
-        mean = algebra.by_group(x, groups) / size
-        std = (algebra.by_group((x - mean) ** 2, groups) / (size - 1)).sqrt()
-        return x - mean[of_mean] if eps is None else (x - mean[of_mean]) / (std[of_std] + eps)
-
-    for of_mean, of_std in ((tiled, right), (right, tiled), (tiled, tiled)):
-        for eps in (None, 1e-6, 1e-4, 1e-8):
-            words = ESTIMATORS["dr_grpo" if eps is None else "grpo"][0]
-            yield words, partial(advantages, of_mean=of_mean, of_std=of_std, eps=eps)
+def other_groups(groups: Tensor) -> list[tuple[str, Tensor, tuple[str, ...]]]:
+    """Rows of other groups, from which each row may have its statistics."""
+    kinds, number = groups.unique(return_inverse=True)
+    first = torch.tensor([int((groups == g).nonzero()[0]) for g in kinds])
+    if not 1 < len(kinds) < len(groups):
+        return []
+    tiled = first[torch.arange(len(groups)) % len(kinds)]
+    return [
+        ("groups in another order", tiled, ("statistics of groups in another order",)),
+        ("the group before", first.roll(1)[number], ("statistics of another group",)),
+        ("the group after", first.roll(-1)[number], ("statistics of another group",)),
+    ]
 
 
-def response_bases(doctor: Doctor) -> Iterator[Base]:
-    """Estimators that compare a response with others, the same on all of its tokens."""
+def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
+    """What the difference is divided by, without an epsilon."""
+    n, mean = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
+    mean, others = mean / n, (n - 1).clamp(min=1)
+    squares = algebra.by_group((x - mean) ** 2, groups)
+    std, biased, batch = (squares / others).sqrt(), (squares / n).sqrt(), x.var(correction=min(1, len(x) - 1))
+    weights = algebra.by_group(lengths, groups)
+    weighted = (x - algebra.by_group(x * lengths, groups) / weights) ** 2
+    weighted = (algebra.by_group(weighted * lengths, groups) / weights).sqrt()
+    high, low = (algebra.by_group(x, groups, name) for name in ("amax", "amin"))
+    found: Table = {
+        "std": (std, ()),
+        "std with n": (biased, ("std with n",)),
+        "std of the batch": (batch.sqrt().expand_as(x), ("deviation of the batch",)),
+        "std of the batch with n": (x.var(correction=0).sqrt().expand_as(x), ("deviation of the batch", "std with n")),
+        "variance": (std**2, ("divided by the variance",)),
+        "variance with n": (biased**2, ("divided by the variance", "std with n")),
+        "std weighted by length": (weighted, ("statistics weighted by length",)),
+        "mean": (mean.abs(), ("another estimator",)),
+        "standard error": (std / n.sqrt(), ("divided by the standard error",)),
+        "mean absolute deviation": (
+            algebra.by_group((x - mean).abs(), groups) / n,
+            ("divided by the mean absolute deviation",),
+        ),
+        "range": (high - low, ("divided by the range",)),
+        "1 / std": (1 / (std + 1e-12), ("multiplied by the deviation",)),
+        "1 / std with n": (1 / (biased + 1e-12), ("multiplied by the deviation", "std with n")),
+    }
+    return found | {f"std of {words}": (std[of], names) for words, of, names in other_groups(groups)}
+
+
+EPSILONS = {
+    1e-6: (),
+    1e-4: ("epsilon 1e-4",),
+    1e-8: ("another epsilon",),
+    1e-5: ("another epsilon",),
+    0.0: ("another epsilon",),
+    1.0: ("1 added to the deviation",),
+}
+
+
+def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list[tuple[str, tuple[str, ...]]]]:
+    """Advantages (estimators, rows) of scores (rows,), and what each is called: all that the tables make."""
+    above = numerators(x, groups, lengths)
+    below: Table = {"": (torch.ones_like(x), ())}
+    for (word, (divisor, of_divisor)), (eps, of_eps) in itertools.product(
+        divisors(x, groups, lengths).items(), EPSILONS.items()
+    ):
+        word = f"({word} + {eps:g})" if of_eps and eps else word
+        below[word if eps or not of_eps else f"{word} alone"] = divisor + eps, (*of_divisor, *of_eps)
+    upper, lower = (torch.stack([value for value, _ in table.values()]) for table in (above, below))
+    is_single = algebra.by_group(torch.ones_like(x), groups) == 1
+    value = (upper.unsqueeze(1) / lower.clamp(min=1e-30)).flatten(0, 1)
+    names = [
+        (f"({over}) / {under}" if under else over, (*of_over, *of_under))
+        for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items())
+    ]
+    if not is_single.any():
+        return value, names
+    names += [(words, (*of_words, "raw score of a group of one")) for words, of_words in names]
+    return torch.cat([value.masked_fill(is_single, 0), torch.where(is_single, x, value)]), names
+
+
+def orders_of(rows: int) -> list[Tensor]:
+    """Other orders of rows: moved by one, turned round, transposed."""
+    right = torch.arange(rows)
+    found = [right.roll(1), right.roll(-1), right.flip(0)]
+    return found + [right.reshape(k, -1).T.flatten() for k in range(2, rows) if rows % k == 0]
+
+
+def steps_after(doctor: Doctor, y: Tensor) -> list[tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]]:
+    """What may be done with advantages (..., rows) once they are made."""
+    lengths, bound = doctor.mask.sum(1).clamp(min=1).double(), float(y.abs().max())
+    found: list[tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]] = [("", same, ())]
+    found.append((", negated", torch.neg, ("advantages with the wrong sign",)))
+    found.append((", divided by the length", lambda a: a / lengths, ("advantages divided by the length",)))
+    found.append((", doubled", lambda a: 2 * a, ("advantages doubled",)))
+    for order in orders_of(len(y)):
+        found.append((", in another order", lambda a, at=order: a[..., at], ("advantages of another row",)))
+    if (y.abs() >= bound * (1 - 2**-9)).sum() > 1:
+        words = f", clipped at {written(bound, 4)}"
+        found.append((words, lambda a: a.clamp(-bound, bound), ("clipped advantages",)))
+    return found
+
+
+@cache
+def named(*names: str) -> Names:
+    return tuple(BOOK.get(name) or WIRING[name] for name in names)
+
+
+@cache
+def mistakes_in(names: tuple[str, ...]) -> int:
+    return sum(not fault.choice for fault in named(*names))
+
+
+def response_bases(
+    doctor: Doctor, y: Tensor | None = None, shape: Tensor | None = None, is_whitened: bool = False
+) -> list[Base]:
+    """Estimators that compare a response with others: those that are nearest to y (rows,), or those without mistakes.
+
+    shape: (rows, width), by which the number of a response is multiplied at each token. is_whitened: y is compared
+    up to a factor and a constant.
+    """
     found, mask = doctor.arrays, doctor.mask
     further = mask | doctor.following(mask)
+    lengths, rows = mask.sum(1).double(), torch.arange(len(mask))
     totals: dict[str, Callable[[Arrays], Tensor]] = {}
     if "scores" in found:
         totals["scores"] = itemgetter("scores")
     if "rewards" in found:
         totals["sums of rewards"] = lambda a: a["rewards"].masked_fill(~further, 0).sum(1)
-    orders: list[tuple[int, int, Names]] = [(0, 0, ())]  # by how many rows scores and advantages are moved
-    for shift in (1, -1):
-        orders.append((0, shift, wiring("advantages of another row")))
-        orders.append((shift, 0, wiring("score of another row")))
+    afters = steps_after(doctor, y) if y is not None else [("", same, ())]
+    afters = afters[:2] if is_whitened else afters
+    pool: list[tuple[float, int, Base]] = []
 
-    def base(words: str, total: Callable, f: Callable, names: Names, before: int = 0, after: int = 0) -> Base:
-        predict = lambda a: spread(f(total(a).roll(before)).roll(after), mask)  # noqa: E731
-        return Base(words=words, predict=predict, names=names)
+    def add(words: str, f: Callable[[Arrays], Tensor], names: Names, cost: float) -> None:
+        def predict(a: Arrays) -> Tensor:
+            made = spread(f(a), mask)
+            return made if shape is None else made * shape
+
+        pool.append((cost, len(pool), Base(words=words, predict=predict, names=names)))
+
+    def costs(made: Tensor, names: list[tuple[str, ...]]) -> Tensor:
+        """How far advantages (..., rows) are from y; each mistake makes it half as much again."""
+        return (distances(made, y, lengths, is_whitened) + 1e-9) * 1.5 ** torch.tensor(list(map(mistakes_in, names)))
 
     for what, total in totals.items():
-        for before, after, names in orders:
-            yield base(what, total, same, (*names, *wiring("without a baseline")), before, after)
-        for words, groups, of_groups in groupings(doctor):
-            for formula, f, of_f in estimators(doctor, groups):
-                for before, after, names in orders if all(name.choice for name in of_f) else orders[:1]:
-                    names = (*names, *of_groups, *of_f)
-                    yield base(f"{formula} of {what} in {words}", total, f, names, before, after)
+        for after, g, of_after in afters:
+            names = ("without a baseline", *of_after)
+            add(what + after, lambda a, f=total, g=g: g(f(a)), named(*names), float(costs(g(total(found)), [names])))
         if "baselines" in found:
-            yield base(f"{what} - baselines", lambda a, total=total: total(a) - a["baselines"], same, ())
+            add(f"{what} - baselines", lambda a, f=total: f(a) - a["baselines"], (), 0.0)
+        orders = [(rows, ()), *((order, ("score of another row",)) for order in orders_of(len(rows)))]
+        for (words, groups, of_groups), (at, of_order) in itertools.product(groupings(doctor), orders):
+            if of_order and of_groups:
+                continue
+            made, estimates = estimators(total(found)[at], groups, lengths)
+            wrong = [names for _, names in estimates]
+            for after, g, of_after in afters[: 1 if of_order or of_groups else None]:
+                around = (*of_order, *of_groups, *of_after)
+                cost = costs(g(made), wrong) * 1.5 ** mistakes_in(around)
+                for i in cost.argsort(stable=True)[:4].tolist():
+                    formula, names = estimates[i]
+
+                    def f(a: Arrays, i=i, g=g, groups=groups, total=total, at=at) -> Tensor:
+                        return g(estimators(total(a)[at], groups, lengths)[0][i])
+
+                    add(f"{formula} of {what} in {words}{after}", f, named(*around, *names), float(cost[i]))
+    return [base for _, _, base in sorted(pool, key=itemgetter(0))[:40]]
+
+
+def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool) -> Tensor:
+    """How far advantages (..., rows) are from y (rows,), as a root mean square over tokens."""
+    if y is None:
+        return torch.zeros(made.shape[:-1], dtype=made.dtype)
+    w = lengths / lengths.sum()
+    if is_whitened:
+        made = made - (made * w).sum(-1, keepdim=True)
+        y = y - (y * w).sum()
+        slope = (made * y * w).sum(-1, keepdim=True) / (made**2 * w).sum(-1, keepdim=True).clamp(min=1e-24)
+        made = made * slope.clamp(min=0)
+    return ((made - y) ** 2 * w).sum(-1).sqrt()
+
+
+def shapes(doctor: Doctor, y: Tensor) -> Iterator[tuple[Tensor, Names]]:
+    """Weights of tokens with which advantages of a response may have been multiplied."""
+    mask = doctor.mask
+    left = mask.flip(1).cumsum(1).flip(1) - 1  # tokens after this one
+    yield doctor.only_last(mask).double(), wiring("advantages on the last token alone")
+    pairs = mask[:, :-1] & mask[:, 1:] & (y[:, 1:].abs() > 1e-6)
+    if pairs.any():
+        decay = float((y[:, :-1][pairs] / y[:, 1:][pairs]).median())
+        decay = nice(decay) if 0 < decay else 1.0
+        yield decay**left, wiring("discounted advantages")
+    position = mask.cumsum(1).double()
+    for length in (mask.shape[1], mask.sum(1, keepdim=True).clamp(min=1)):
+        yield position / length, wiring("advantages by position")
 
 
 # ---- Fitting ---------------------------------------------------------------------------------------------------
@@ -469,14 +624,23 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
 
     def stages() -> Iterator[list[Fit]]:
         """Fits, the plainest first. Responses that have one number each are explained by response, if they can be."""
-        if is_constant(target, where, doctor.batch.eps[array]):
-            bases = list(response_bases(doctor))  # as they are, and up to whitening, where many are the same
-            yield fits(bases, None, 12) + fits(bases, whole, 30)
+        eps = doctor.batch.eps[array]
+        has_totals = bool({"scores", "rewards"} & doctor.arrays.keys())
+        if is_constant(target, where, eps) and has_totals:
+            y = of_first(target, where)
+            yield fits(response_bases(doctor, y), None, 40)
+            if whole is not None:
+                yield fits(response_bases(doctor, y, is_whitened=True), whole, 30)
         bases = list(token_bases(doctor))
         plain = [base for base in bases if not base.is_wrong]
         yield fits(plain, whole, 6)
         if whole is not None:
             yield [fit for labels in (*parts, rows, columns) for fit in fits(plain, labels, 2)]
+        for shape, names in shapes(doctor, target) if has_totals and array == "advantages" else ():
+            y = (target * shape).masked_fill(~where, 0).sum(1) / (shape**2).masked_fill(~where, 0).sum(1)
+            if root_mean_square((target - y.unsqueeze(1) * shape)[where]) < 8 * eps * root_mean_square(target[where]):
+                found = response_bases(doctor, y, shape)
+                yield fits([dataclasses.replace(base, names=(*base.names, *names)) for base in found], None, 20)
         yield fits(bases, whole, 12)
 
     pool: list[Made] = []
