@@ -78,6 +78,13 @@ def numbers_of_parts(rows: int) -> list[int]:
     return [k for k in range(2, rows // 2 + 1) if rows % k == 0 and k <= 16]
 
 
+def shifted(x: Tensor, shift: int) -> Tensor:
+    """Each row moved by one column, with 0 where nothing comes in."""
+    moved = x.roll(shift, 1)
+    moved[:, 0 if shift > 0 else -1] = 0
+    return moved
+
+
 def is_constant(x: Tensor, where: Tensor, eps: float) -> bool:
     """Whether all tokens of a response have the same number."""
     rows = [row[there] for row, there in zip(x, where, strict=True) if there.any()]
@@ -118,7 +125,8 @@ def whiteners(doctor: Doctor) -> list[Way]:
         add(partial(in_parts, mask, k), right, "whitened per process", how=f" in {k} parts")
     if (true_mask != mask).any():
         add(lambda f, a: f(a, true_mask), right)
-    return found
+    add(lambda f, a: -f(a, mask), right, "advantages with the wrong sign", how=" and negated")
+    return [*found, (", negated", torch.neg, wiring("advantages with the wrong sign"))]
 
 
 # ---- Bases by token --------------------------------------------------------------------------------------------
@@ -171,17 +179,29 @@ def gae(
     form: Callable = forms.gae,
     of_values: Callable[[Tensor], Tensor] = same,
     of_rewards: Callable[[Tensor], Tensor] = same,
+    plus: str = "",
 ) -> Tensor:
-    """GAE, or the sum of rewards where there are no values. of_values and of_rewards move those arrays."""
+    """GAE, or the sum of rewards where there are no values. of_values and of_rewards move those arrays.
+
+    plus: an array by response that is added.
+    """
     paid = of_rewards(rewards(a))
     values, lam = (of_values(a["values"]), lam) if "values" in a else (torch.zeros_like(paid), 1.0)
-    return form(paid, values, mask, gamma, lam)[0]
+    made = form(paid, values, mask, gamma, lam)[0]
+    return made + spread(a[plus], mask) if plus else made
 
 
 def across(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
     """GAE of all rows as one episode."""
     flat = [x.reshape(1, -1) for x in (rewards, values, mask)]
     return (forms.gae(*flat, gamma, lam)[0].reshape(mask.shape),)
+
+
+def across_without_values(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
+    """As across, but the value after a row is 0, as it should be."""
+    first = of_first(values, mask).roll(-1)
+    first[-1] = 0
+    return across(rewards - gamma * first.unsqueeze(1) * Doctor.only_last(mask), values, mask, gamma, lam)
 
 
 def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, Any]]]:
@@ -192,10 +212,12 @@ def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, 
     arrays = [name for name in ("values", "rewards") if name == "rewards" or name in doctor.arrays]
     for array, (shift, word) in itertools.product(arrays, SHIFTS):
         unknown = {"unknown": only_first(region)} if shift > 0 else {}
-        move = partial(torch.roll, shifts=shift, dims=1)
+        move = partial(shifted, shift=shift)
         yield wiring(f"{array} one token {word}"), {f"of_{array}": move} | unknown
     for shift, _ in SHIFTS if "values" in arrays else ():
         yield wiring("values of another row"), {"of_values": partial(torch.roll, shifts=shift, dims=0)}
+    if "scores" in doctor.arrays:
+        yield wiring("scores are added to the advantages"), {"plus": "scores"}
 
 
 def token_bases(doctor: Doctor) -> Iterator[Base]:
@@ -222,11 +244,13 @@ def bases_of(doctor: Doctor, what: str, rewards: Callable[[Arrays], Tensor], of_
             yield base(region, (*of_region, *names), **changes)
     if not of_rewards:
         yield base(mask, wiring("GAE across episodes"), form=across)
+        yield base(mask, wiring("GAE across episodes"), form=across_without_values)
         yield base(everywhere, wiring("GAE across episodes", "bootstrapped from padding"), form=across)
         yield base(everywhere, wiring("bootstrapped from padding"))
 
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
+
 
 def prompts_of(doctor: Doctor) -> Tensor | None:
     """A number for each row, equal where prompts are; None where the dump has no prompts."""
@@ -271,7 +295,7 @@ def groupings(doctor: Doctor) -> list[tuple[str, Tensor, tuple[str, ...]]]:
         add(f"groups of {n} rows", rows // n, is_usual)
         if len(rows) % n == 0:
             add(f"groups of {n} rows that are {len(rows) // n} apart", rows % (len(rows) // n), prompts is not None)
-    for groups in known[:1] or [rows // size] * (1 < size < len(rows)):
+    for groups in known[:1] or [rows // max(size, 1)] * (1 < size < len(rows)):
         for shift in (1, -1):
             add("groups of rows that are moved by one", groups.roll(shift), False)
     is_known = bool(known) or 1 < size < len(rows)
@@ -321,7 +345,8 @@ def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
     n, mean = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
     mean, others = mean / n, (n - 1).clamp(min=1)
     squares = algebra.by_group((x - mean) ** 2, groups)
-    std, biased, batch = (squares / others).sqrt(), (squares / n).sqrt(), x.var(correction=min(1, len(x) - 1))
+    std, biased = (squares / others).sqrt(), (squares / n).sqrt()
+    batch, all_biased = (x.std(correction=c).expand_as(x) for c in (min(1, len(x) - 1), 0))
     weights = algebra.by_group(lengths, groups)
     weighted = (x - algebra.by_group(x * lengths, groups) / weights) ** 2
     weighted = (algebra.by_group(weighted * lengths, groups) / weights).sqrt()
@@ -329,8 +354,8 @@ def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
     found: Table = {
         "std": (std, ()),
         "std with n": (biased, ("std with n",)),
-        "std of the batch": (batch.sqrt().expand_as(x), ("deviation of the batch",)),
-        "std of the batch with n": (x.var(correction=0).sqrt().expand_as(x), ("deviation of the batch", "std with n")),
+        "std of the batch": (batch, ("deviation of the batch",)),
+        "std of the batch with n": (all_biased, ("deviation of the batch", "std with n")),
         "variance": (std**2, ("divided by the variance",)),
         "variance with n": (biased**2, ("divided by the variance", "std with n")),
         "std weighted by length": (weighted, ("statistics weighted by length",)),
@@ -438,13 +463,17 @@ def response_bases(
 
         pool.append((cost, len(pool), Base(words=words, predict=predict, names=names)))
 
+    floor = 2e-6 * root_mean_square(y) if y is not None else 1.0
+
     def costs(made: Tensor, names: list[tuple[str, ...]]) -> Tensor:
         """How far advantages (..., rows) are from y; each mistake makes it half as much again."""
-        return (distances(made, y, lengths, is_whitened) + 1e-9) * 1.5 ** torch.tensor(list(map(mistakes_in, names)))
+        wrong = torch.tensor([mistakes_in(x) + 0.1 * len(x) for x in names])
+        return distances(made, y, lengths, is_whitened).clamp(min=floor) * 1.5**wrong
 
     for what, total in totals.items():
         for after, g, of_after in afters:
-            names = ("without a baseline", *of_after)
+            is_by_token = what != "scores" and bool((found["rewards"] * mask * ~Doctor.only_last(mask)).any())
+            names = ("the whole return on every token" if is_by_token else "without a baseline", *of_after)
             add(what + after, lambda a, f=total, g=g: g(f(a)), named(*names), float(costs(g(total(found)), [names])))
         if "baselines" in found:
             add(f"{what} - baselines", lambda a, f=total: f(a) - a["baselines"], (), 0.0)
@@ -488,7 +517,7 @@ def shapes(doctor: Doctor, y: Tensor) -> Iterator[tuple[Tensor, Names]]:
     pairs = mask[:, :-1] & mask[:, 1:] & (y[:, 1:].abs() > 1e-6)
     if pairs.any():
         decay = float((y[:, :-1][pairs] / y[:, 1:][pairs]).median())
-        decay = nice(decay) if 0 < decay else 1.0
+        decay = nice(decay) if decay > 0 else 1.0
         yield decay**left, wiring("discounted advantages")
     position = mask.cumsum(1).double()
     for length in (mask.shape[1], mask.sum(1, keepdim=True).clamp(min=1)):
@@ -525,6 +554,7 @@ class Fit:
         self.where = where if base.unknown is None else where & ~base.unknown
         self.y, self.labels = target[self.where], None if labels is None else labels[self.where]
         self.near = 1e-6 * root_mean_square(self.y)
+        self.after: After | None = None
         self.constants: tuple[float, ...] = ()
         self.error = float("inf")
         self.start([*(as_told(doctor, start) for start in STARTS), *STARTS])
@@ -571,7 +601,7 @@ class Fit:
 
 def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[Made]:
     """The candidates of a fit, one for each way to whiten."""
-    base, names = fit.base, list(fit.base.names)
+    base, names = fit.base, [*fit.base.names, *(fit.after.names if fit.after else ())]
     told = as_told(doctor, fit.constants)
     for value, other, name in zip(fit.constants, told, ("another gamma", "another lambda"), strict=False):
         names += wiring(name) if abs(value - other) > 2e-3 else ()
@@ -581,10 +611,11 @@ def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[M
 
     def made(how: str, f: Callable[[Tensor], Tensor], names: Names) -> Made:
         def finished(x: Tensor, a: Arrays) -> Tensor:
-            return f(x) + a["values"] if adds_values else f(x)
+            x = f(x) if fit.after is None else fit.after.apply(f(x))
+            return x + a["values"] if adds_values else x
 
         return Made(
-            words=words + how + (" + values" if adds_values else ""),
+            words=words + how + (fit.after.words if fit.after else "") + (" + values" if adds_values else ""),
             predict=lambda a: finished(base.predict(a, *fit.constants), a),
             names=names,
             now=finished(value, doctor.arrays),
@@ -604,6 +635,35 @@ def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[M
         yield made(", then shifted and scaled", lambda x: slope * x + constant, tuple(names))
 
 
+@dataclass(kw_only=True, frozen=True)
+class After:
+    """What is done with advantages once they are whitened. before: where the target has them before it is done."""
+
+    words: str
+    apply: Callable[[Tensor], Tensor]
+    before: Callable[[Tensor], Tensor]
+    names: Names
+
+
+def afters(target: Tensor, where: Tensor) -> list[After]:
+    """Rows in another order, tokens moved by one, a bound."""
+    found = []
+    for order in orders_of(len(target)):
+        apply, before = (partial(torch.index_select, dim=0, index=at) for at in (order, order.argsort()))
+        found.append(
+            After(words=", in another order", apply=apply, before=before, names=wiring("advantages of another row"))
+        )
+    for shift, word in SHIFTS:
+        apply, before = partial(shifted, shift=shift), partial(shifted, shift=-shift)
+        names = wiring(f"advantages one token {word}")
+        found.append(After(words=f", one token {word}", apply=apply, before=before, names=names))
+    bound = float(target[where].abs().max())
+    if (target[where].abs() >= bound * (1 - 2**-9)).sum() > 1:
+        apply, names = partial(torch.clamp, min=-bound, max=bound), wiring("clipped advantages")
+        found.append(After(words=f", clipped at {written(bound, 4)}", apply=apply, before=same, names=names))
+    return found
+
+
 def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, float, bool]:
     """The best candidate for advantages or returns, its largest difference, and whether that is rounding."""
     where = doctor.mask & doctor.true_mask
@@ -614,9 +674,13 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
     parts = [rows * k // len(where) for k in numbers_of_parts(len(where))]
     whole = torch.zeros_like(rows) if len(ways) > 1 else None
 
-    def fits(bases: list[Base], labels: Tensor | None, most: int) -> list[Fit]:
+    def fits(bases: list[Base], labels: Tensor | None, most: int, after: After | None = None) -> list[Fit]:
         """The nearest fits of some bases, of which those with mistakes come later."""
-        found = [Fit(doctor, base, target, where, labels) for base in bases]
+        y, there = target, where
+        if after is not None:
+            y = after.before(target)
+            there = where & (after.before(where.double()) > 0.5) & (after.apply(y * 1.001) - target != 0)
+        found = [Fit(doctor, base, y, there, labels) for base in bases]
         if labels is whole and any(base.names for base in bases):  # mistakes: any of them may be near
             found = [fit.refine(2) for fit in found]
         found.sort(key=lambda fit: (fit.error + fit.near) * 1.5 ** len(fit.base.names))
@@ -636,6 +700,12 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
         yield fits(plain, whole, 6)
         if whole is not None:
             yield [fit for labels in (*parts, rows, columns) for fit in fits(plain, labels, 2)]
+        if array == "advantages":
+            yield fits(bases, whole, 12)
+            for after in afters(target, where):
+                for fit in (found := fits(plain, whole, 2, after)):
+                    fit.after = after
+                yield found
         for shape, names in shapes(doctor, target) if has_totals and array == "advantages" else ():
             y = (target * shape).masked_fill(~where, 0).sum(1) / (shape**2).masked_fill(~where, 0).sum(1)
             if root_mean_square((target - y.unsqueeze(1) * shape)[where]) < 8 * eps * root_mean_square(target[where]):
@@ -697,8 +767,15 @@ def lacking(doctor: Doctor) -> str:
 # ---- Returns ---------------------------------------------------------------------------------------------------
 
 
-def plus_values(a: Arrays, source: Callable[[Arrays], Tensor], shift: int = 0) -> Tensor:
-    return source(a) + a["values"].roll(shift, 1)
+def plus_values(
+    a: Arrays,
+    source: Callable[[Arrays], Tensor],
+    values: str = "values",
+    shift: int = 0,
+    rows: int = 0,
+    sign: int = 1,
+) -> Tensor:
+    return source(a) + sign * a[values].roll((rows, shift), (0, 1))
 
 
 def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candidate]:
@@ -715,19 +792,34 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
         for how, f, names in whiteners(doctor)[1:] if made is not None and not is_raw else ():
             names = (*whitened, *(name for name in names if name.choice))
             sources.append((f"advantages{how}", lambda a, f=f: f(made.before(a)), names))
+
+    def added(words: str, source: Callable[[Arrays], Tensor], *mistakes: str, values: str = "values", **how: Any):
+        edge = how.get("shift", 0)
+        return Candidate(
+            words=f"{words} {'-' if how.get('sign', 1) < 0 else '+'} {values}",
+            predict=partial(plus_values, source=source, values=values, **how),
+            names=wiring(*mistakes),
+            unknown={0: None, 1: only_first(mask), -1: doctor.only_last(mask)}[edge],
+        )
+
     for words, source, names in sources:
+        made_of = [added(words, source)] if has_values else []
         if has_values:
-            yield Candidate(words=f"{words} + values", predict=partial(plus_values, source=source), names=names)
-        for shift, word in SHIFTS if has_values else ():
-            yield Candidate(
-                words=f"{words} + values",
-                predict=partial(plus_values, source=source, shift=shift),
-                names=(*names, *wiring(f"returns with values one token {word}")),
-                unknown=only_first(mask) if shift > 0 else doctor.only_last(mask),
-            )
-        yield Candidate(words=words, predict=source, names=wiring("returns without values") if has_values else ())
+            made_of += [added(words, source, f"returns with values one token {w}", shift=n) for n, w in SHIFTS]
+            made_of += [added(words, source, "returns with values of another row", rows=n) for n in (1, -1)]
+            made_of += [added(words, source, "returns minus the values", sign=-1)]
+        if "new_values" in found:
+            made_of += [added(words, source, "returns with the new values", values="new_values")]
+        no_values = wiring("returns without values") if has_values else ()
+        made_of.append(Candidate(words=words, predict=source, names=no_values))
+        yield from (dataclasses.replace(candidate, names=(*names, *candidate.names)) for candidate in made_of)
     if "rewards" in found:
         yield Candidate(words="rewards", predict=itemgetter("rewards"), names=wiring("returns are rewards"))
+        if has_values:
+            yield added("rewards", itemgetter("rewards"), "returns are rewards")
+    if "scores" in found:
+        spread_scores = lambda a: spread(a["scores"], mask)  # noqa: E731
+        yield Candidate(words="scores", predict=spread_scores, names=wiring("returns are scores"))
 
 
 def is_not_whitened(doctor: Doctor, made: Made | None) -> bool:
