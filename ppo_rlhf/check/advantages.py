@@ -548,8 +548,11 @@ def as_told(doctor: Doctor, constants: tuple[float, ...]) -> tuple[float, ...]:
 class Fit:
     """The constants with which a base is nearest to an array, up to whitening, and how near that is."""
 
-    def __init__(self, doctor: Doctor, base: Base, target: Tensor, where: Tensor, labels: Tensor | None):
-        """labels: equal for tokens that are whitened together; None: the base is the array itself."""
+    def __init__(
+        self, doctor: Doctor, base: Base, target: Tensor, where: Tensor, labels: Tensor | None, known: tuple = ()
+    ):
+        """labels: equal for tokens that are whitened together; None: the base is the array itself. known: constants
+        that are not to be changed."""
         self.doctor, self.base = doctor, base
         self.where = where if base.unknown is None else where & ~base.unknown
         self.y, self.labels = target[self.where], None if labels is None else labels[self.where]
@@ -557,7 +560,8 @@ class Fit:
         self.after: After | None = None
         self.constants: tuple[float, ...] = ()
         self.error = float("inf")
-        self.start([*(as_told(doctor, start) for start in STARTS), *STARTS])
+        self.is_known = bool(known)
+        self.start([known] if known else [*(as_told(doctor, start) for start in STARTS), *STARTS])
 
     def residual(self, constants: Sequence[float]) -> Tensor:
         a = self.base.predict(self.doctor.arrays, *constants)[self.where]
@@ -574,6 +578,8 @@ class Fit:
 
     def refine(self, steps: int = 8) -> Fit:
         """Go on by Gauss and Newton's method, and take numbers with few digits if they are as good."""
+        if self.is_known:
+            return self
         for _ in range(steps if self.constants else 0):
             before = self.error
             if before < self.near:
@@ -674,17 +680,24 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
     parts = [rows * k // len(where) for k in numbers_of_parts(len(where))]
     whole = torch.zeros_like(rows) if len(ways) > 1 else None
 
-    def fits(bases: list[Base], labels: Tensor | None, most: int, after: After | None = None) -> list[Fit]:
+    rounding = max(1e-4, 40 * max(doctor.batch.eps.values())) * root_mean_square(target[where])
+
+    def fits(
+        bases: list[Base], labels: Tensor | None, most: int, after: After | None = None, known: tuple = ()
+    ) -> list[Fit]:
         """The nearest fits of some bases, of which those with mistakes come later."""
         y, there = target, where
         if after is not None:
             y = after.before(target)
             there = where & (after.before(where.double()) > 0.5) & (after.apply(y * 1.001) - target != 0)
-        found = [Fit(doctor, base, y, there, labels) for base in bases]
+        found = [Fit(doctor, base, y, there, labels, known) for base in bases]
         if labels is whole and any(base.names for base in bases):  # mistakes: any of them may be near
             found = [fit.refine(2) for fit in found]
         found.sort(key=lambda fit: (fit.error + fit.near) * 1.5 ** len(fit.base.names))
-        return [fit.refine() for fit in found[:most]]
+        for fit in found[:most]:
+            fit.refine().after = after
+        # Whitening changes only a factor and a constant: what is far from the array before is far from it afterwards.
+        return [fit for n, fit in enumerate(found[:most]) if n == 0 or fit.error < rounding]
 
     def stages() -> Iterator[list[Fit]]:
         """Fits, the plainest first. Responses that have one number each are explained by response, if they can be."""
@@ -697,27 +710,32 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
                 yield fits(response_bases(doctor, y, is_whitened=True), whole, 30)
         bases = list(token_bases(doctor))
         plain = [base for base in bases if not base.is_wrong]
-        yield fits(plain, whole, 6)
-        if whole is not None:
-            yield [fit for labels in (*parts, rows, columns) for fit in fits(plain, labels, 2)]
-        if array == "advantages":
-            yield fits(bases, whole, 12)
-            for after in afters(target, where):
-                for fit in (found := fits(plain, whole, 2, after)):
-                    fit.after = after
-                yield found
-        for shape, names in shapes(doctor, target) if has_totals and array == "advantages" else ():
-            y = (target * shape).masked_fill(~where, 0).sum(1) / (shape**2).masked_fill(~where, 0).sum(1)
-            if root_mean_square((target - y.unsqueeze(1) * shape)[where]) < 8 * eps * root_mean_square(target[where]):
-                found = response_bases(doctor, y, shape)
-                yield fits([dataclasses.replace(base, names=(*base.names, *names)) for base in found], None, 20)
-        yield fits(bases, whole, 12)
+        nearest = fits(plain, whole, 6)
+        yield nearest
+        known = next((as_told(doctor, fit.constants) for fit in nearest), ())
+        steps = afters(target, where) if array == "advantages" else []
+        apart = (*parts, rows, columns) if whole is not None else ()
+        for constants in (known, ()):  # first those of the dump, or those that are nearest without a mistake
+            yield [fit for labels in apart for fit in fits(plain, labels, 2, known=constants)]
+            yield fits(bases, whole, 12, known=constants)
+            for after in steps:
+                yield fits(plain, whole, 2, after, constants)
+            for shape, names in shapes(doctor, target) if has_totals and steps and constants else ():
+                y = (target * shape).masked_fill(~where, 0).sum(1) / (shape**2).masked_fill(~where, 0).sum(1)
+                apart_by = root_mean_square((target - y.unsqueeze(1) * shape)[where])
+                if apart_by < 8 * eps * root_mean_square(target[where]):
+                    found = response_bases(doctor, y, shape)
+                    yield fits([dataclasses.replace(base, names=(*base.names, *names)) for base in found], None, 20)
+            yield []
 
     pool: list[Made] = []
     best: Any = (None, float("inf"), False)
     for found in stages():
-        pool += (candidate for fit in found for candidate in made_by(doctor, fit, ways, array))
+        pool = [*pool, *(candidate for fit in found for candidate in made_by(doctor, fit, ways, array))]
         chosen, _, is_explained = best = doctor.choose(array, pool, where)
+        pool = [chosen] if chosen is not None else []
+        if is_explained and not found:  # with a mistake
+            break
         if is_explained and not chosen.constants:  # sums of rewards would explain it, too, where there are no others
             break
         if is_explained and not chosen.is_wrong and doctor.is_near(array, chosen, where):
@@ -785,13 +803,14 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
     sources: list[tuple[str, Callable[[Arrays], Tensor], Names]] = []
     if made is not None:
         words = "advantages before they were whitened" if made.base.constants else "advantages"
-        sources.append((words, made.before, ()))
+        raw = made.before(found)
+        sources.append((words, lambda a: raw if a is found else made.before(a), ()))
     if "advantages" in found:
         is_raw = is_not_whitened(doctor, made)
         sources.append(("advantages", itemgetter("advantages"), () if is_raw else whitened))
         for how, f, names in whiteners(doctor)[1:] if made is not None and not is_raw else ():
             names = (*whitened, *(name for name in names if name.choice))
-            sources.append((f"advantages{how}", lambda a, f=f: f(made.before(a)), names))
+            sources.append((f"advantages{how}", lambda a, f=f: f(raw if a is found else made.before(a)), names))
 
     def added(words: str, source: Callable[[Arrays], Tensor], *mistakes: str, values: str = "values", **how: Any):
         edge = how.get("shift", 0)
@@ -804,7 +823,7 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
 
     for words, source, names in sources:
         made_of = [added(words, source)] if has_values else []
-        if has_values:
+        if has_values and whitened[0] not in names:
             made_of += [added(words, source, f"returns with values one token {w}", shift=n) for n, w in SHIFTS]
             made_of += [added(words, source, "returns with values of another row", rows=n) for n in (1, -1)]
             made_of += [added(words, source, "returns minus the values", sign=-1)]
