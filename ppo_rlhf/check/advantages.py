@@ -763,8 +763,11 @@ def reference(doctor: Doctor, best: Made) -> Callable[[Arrays], Tensor] | None:
     """The advantages without the mistakes, with the same constants."""
     constants = as_told(doctor, best.constants)
     formula = best.base.words.split(" of ")[0]
-    of_responses = (b for b in response_bases(doctor) if not b.names and b.words.split(" of ")[0] == formula)
-    right = next(token_bases(doctor) if best.constants else of_responses, None)
+    if best.constants:
+        right = next(token_bases(doctor), None)
+    else:
+        others = (base for base in response_bases(doctor) if not base.names)
+        right = next((base for base in others if base.words.split(" of ")[0] == formula), None)
     if right is None:
         return None
     whiten = partial(forms.whiten, mask=doctor.mask) if best.how and not best.base.is_divided else same

@@ -195,7 +195,7 @@ def test_rows_in_another_order_and_the_deviation_of_the_batch(change, names):
     ("change", "name"),
     [
         (lambda x, s: x * s.std(1, keepdim=True), "multiplied by the deviation"),
-        (lambda x, s: x / (s.std(1, keepdim=True) / 2), "divided by the standard error"),
+        (lambda x, s: x / (s.std(1, keepdim=True) / 2 + 1e-6), "divided by the standard error"),
         (lambda x, s: x / x.abs().mean(1, keepdim=True), "divided by the mean absolute deviation"),
         (lambda x, s: x / (s.std(1, keepdim=True) + 1), "1 added to the deviation"),
         (lambda x, s: -x / (s.std(1, keepdim=True) + 1e-6), "advantages with the wrong sign"),
@@ -258,7 +258,7 @@ def test_a_mistake_in_gae_or_after_it_is_named(change, name):
     made |= {"values": values, "advantages": white * mask, "returns": returns * mask}
     made |= {"gamma": torch.tensor(0.95), "lam": torch.tensor(0.9)}
     wrong, names, open_ = verdict({key: x.float() if x.is_floating_point() else x for key, x in made.items()})
-    assert wrong and name in names and not open_
+    assert wrong and name in names and open_ <= {"rewards"}
 
 
 # ---- With the model --------------------------------------------------------------------------------------------
