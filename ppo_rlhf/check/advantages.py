@@ -519,6 +519,8 @@ def shapes(doctor: Doctor, y: Tensor) -> Iterator[tuple[Tensor, Names]]:
         decay = float((y[:, :-1][pairs] / y[:, 1:][pairs]).median())
         decay = nice(decay) if decay > 0 else 1.0
         yield decay**left, wiring("discounted advantages")
+    for order in orders_of(len(mask)):
+        yield (mask[order] & mask).double(), wiring("advantages of another row")
     position = mask.cumsum(1).double()
     for length in (mask.shape[1], mask.sum(1, keepdim=True).clamp(min=1)):
         yield position / length, wiring("advantages by position")
@@ -725,7 +727,10 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
                 apart_by = root_mean_square((target - y.unsqueeze(1) * shape)[where])
                 if apart_by < 8 * eps * root_mean_square(target[where]):
                     found = response_bases(doctor, y, shape)
-                    yield fits([dataclasses.replace(base, names=(*base.names, *names)) for base in found], None, 20)
+                    found = [
+                        dataclasses.replace(base, names=tuple(dict.fromkeys((*base.names, *names)))) for base in found
+                    ]
+                    yield fits(found, None, 20)
             yield []
 
     pool: list[Made] = []
@@ -756,6 +761,15 @@ def check_advantages(doctor: Doctor) -> Made | None:
         doctor.unexplained("advantages", best, gap, lacking(doctor), mask)
         return None
     doctor.explained("advantages", best, gap, reference(doctor, best) if best.is_wrong else None, mask)
+    lost = doctor.following(mask)
+    if (
+        best.base.constants
+        and not best.base.is_wrong
+        and (doctor.arrays.get("rewards", torch.zeros_like(lost)) * lost).any()
+    ):
+        without = doctor.arrays | {"rewards": doctor.arrays["rewards"].masked_fill(lost, 0)}
+        if torch.equal(best.predict(without)[mask], best.predict(doctor.arrays)[mask]):
+            doctor.add("rewards", names=list(wiring("a score that no advantage sees")))
     return best
 
 
