@@ -474,7 +474,12 @@ def response_bases(
         for after, g, of_after in afters:
             is_by_token = what != "scores" and bool((found["rewards"] * mask * ~Doctor.only_last(mask)).any())
             names = ("the whole return on every token" if is_by_token else "without a baseline", *of_after)
-            add(what + after, lambda a, f=total, g=g: g(f(a)), named(*names), float(costs(g(total(found)), [names])))
+            add(
+                what + after,
+                lambda a, f=total, g=g: g(f(a)),
+                named(*names),
+                0.9 * float(costs(g(total(found)), [names])),
+            )
         if "baselines" in found:
             add(f"{what} - baselines", lambda a, f=total: f(a) - a["baselines"], (), 0.0)
         orders = [(rows, ()), *((order, ("score of another row",)) for order in orders_of(len(rows)))]
@@ -707,9 +712,10 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
         has_totals = bool({"scores", "rewards"} & doctor.arrays.keys())
         if is_constant(target, where, eps) and has_totals:
             y = of_first(target, where)
-            yield fits(response_bases(doctor, y), None, 40)
+            found = fits(response_bases(doctor, y), None, 40)
             if whole is not None:
-                yield fits(response_bases(doctor, y, is_whitened=True), whole, 30)
+                found += fits(response_bases(doctor, y, is_whitened=True), whole, 30)
+            yield found
         bases = list(token_bases(doctor))
         plain = [base for base in bases if not base.is_wrong]
         nearest = fits(plain, whole, 6)
