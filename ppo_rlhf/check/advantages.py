@@ -395,7 +395,14 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
     is_single = algebra.by_group(torch.ones_like(x), groups) == 1
     value = (upper.unsqueeze(1) / lower.clamp(min=1e-30)).flatten(0, 1)
     names = [
-        (f"({over}) / {under}" if under else over, (*of_over, *of_under))
+        (
+            f"({over}) / {under}" if under else over,
+            (
+                *of_over,
+                *of_under,
+                *("a divided RLOO",) * (over.endswith("the others") and not of_over and under != ""),
+            ),
+        )
         for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items())
     ]
     if not is_single.any():
