@@ -1,225 +1,252 @@
-"""Which formula made the advantages and returns of a dump: see doctor.py."""
+"""Which formula made the advantages and returns of a dump: see doctor.py.
+
+A base is a formula for advantages before they are whitened, perhaps with a mistake. Its gamma and lambda are solved
+for (Fit), and then it is whitened in each of several ways.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_rlhf.check import forms
-from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, root_mean_square, wiring
+from ppo_rlhf.check import faults, forms
+from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, nice, root_mean_square, wiring
 from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
 
-STARTS = [(1.0, 0.95), (0.98, 0.8)]  # gamma, lambda
-NICE = 3e-4  # a constant with few digits is taken if the fit is as good
+STARTS = [(1.0, 1.0), (1.0, 0.95), (0.98, 0.8)]  # gamma, lambda
+SHIFTS = ((1, "late"), (-1, "early"))
+PLACES = (("last", "end"), ("next", "step after it"))  # of the score
+BOOK = {fault.name: fault for fault in faults.of("group_advantages")}
+Names = tuple[Fault, ...]
+Way = tuple[str, Callable[[Tensor], Tensor], Names]  # to whiten: what is said of it, the function, and its mistakes
 
 
 @dataclass(kw_only=True, frozen=True)
-class Base:
-    """A way to make advantages before they are whitened; constants are gamma and lambda, or none."""
+class Base(Candidate):
+    """Advantages before they are whitened. predict takes gamma and lambda, too, or as many as `constants` says."""
 
-    words: str
-    compute: Callable[..., Tensor]  # of arrays and constants
-    names: tuple[Fault, ...] = ()
-    constants: int = 2
-    unknown: Tensor | None = None  # entries that depend on values or rewards that are not in the dump
+    constants: int = 0
+
+    @property
+    def is_divided(self) -> bool:
+        return self.words.startswith("(score") and " / " in self.words
+
+
+@dataclass(kw_only=True, frozen=True)
+class Made(Candidate):
+    """A base with its constants, whitened in some way."""
+
+    base: Base
+    constants: tuple[float, ...]
+    how: str
+
+    def before(self, arrays: Arrays) -> Tensor:
+        return self.base.predict(arrays, *self.constants)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def only_first(mask: Tensor) -> Tensor:
+    """The first token of each row."""
+    return mask & (mask.cumsum(1) == 1)
+
+
+def of_first(x: Tensor, mask: Tensor) -> Tensor:
+    """The number at the first token of each row: (rows,)."""
+    return x.masked_fill(~only_first(mask), 0).sum(1)
+
+
+def spread(x: Tensor, mask: Tensor) -> Tensor:
+    """One number per row, on each of its tokens."""
+    return x.unsqueeze(1).expand(mask.shape).masked_fill(~mask, 0)
+
+
+def numbers_of_parts(rows: int) -> list[int]:
+    """Into how many equal parts, of two rows or more, processes or micro-batches may have cut a batch."""
+    return [k for k in range(2, rows // 2 + 1) if rows % k == 0 and k <= 16]
+
+
+def shifted(x: Tensor, shift: int) -> Tensor:
+    """Each row moved by one column, with 0 where nothing comes in."""
+    moved = x.roll(shift, 1)
+    moved[:, 0 if shift > 0 else -1] = 0
+    return moved
+
+
+def is_constant(x: Tensor, where: Tensor, eps: float) -> bool:
+    """Whether all tokens of a response have the same number."""
+    rows = [row[there] for row, there in zip(x, where, strict=True) if there.any()]
+    return all(float(row.max() - row.min()) <= 4 * eps * float(row.abs().max()) for row in rows)
 
 
 # ---- Whitening -------------------------------------------------------------------------------------------------
 
 
-def whiteners(doctor: Doctor) -> list[tuple[str, Callable[[Tensor], Tensor], tuple[Fault, ...]]]:
+def over_responses(mask: Tensor, f: Callable, a: Tensor) -> Tensor:
+    """Whiten one number per response."""
+    return spread(f(of_first(a, mask).unsqueeze(1), mask.any(1, keepdim=True))[:, 0], mask)
+
+
+def in_parts(mask: Tensor, k: int, f: Callable, a: Tensor) -> Tensor:
+    """Whiten each of k parts of the batch on its own."""
+    return torch.cat([f(x, m) for x, m in zip(a.chunk(k), mask.chunk(k), strict=True)])
+
+
+def whiteners(doctor: Doctor) -> list[Way]:
     """Ways to whiten (rows, width), the first of which does nothing."""
-    mask = doctor.mask
-    found: list = [("", lambda a: a, ())]
-    for f, names in doctor.variants("whiten"):
-        if any(name.name == "not the rewards" for name in names):
-            continue
-        found.append((", then whitened", lambda a, f=f: f(a, mask), names))
-    first = mask & (mask.cumsum(1) == 1)
-    for f, names in doctor.variants("whiten"):
-        if all(name.choice for name in names) and WIRING["whitened per row"] not in names:
-
-            def over_rows(a: Tensor, f: Callable = f) -> Tensor:
-                each = a.masked_fill(~first, 0).sum(1, keepdim=True)
-                return spread(f(each, mask.any(1, keepdim=True))[:, 0], mask)
-
-            found.append((", then whitened over responses", over_rows, (*names, *wiring("whitened over responses"))))
+    mask, true_mask = doctor.mask, doctor.true_mask
     further = mask | doctor.following(mask)
-    for f, names in doctor.variants("whiten"):
-        if all(name.choice for name in names) and WIRING["whitened per row"] not in names:
-            if (further != mask).any():
-                found.append(
-                    (
-                        ", then whitened",
-                        lambda a, f=f: f(a, further),
-                        (*names, *wiring("whitened with the step after the end")),
-                    )
-                )
-            for k in (k for k in range(2, len(mask) // 2 + 1) if len(mask) % k == 0 and k <= 16):
-                parts = mask.split(len(mask) // k)
+    book = doctor.variants("whiten")
+    right = [(f, names) for f, names in book if all(name.choice for name in names)]
+    right = [(f, names) for f, names in right if WIRING["whitened per row"] not in names]
+    found: list[Way] = [("", same, ())]
 
-                def each(a: Tensor, f=f, parts=parts) -> Tensor:
-                    return torch.cat([f(x, m) for x, m in zip(a.split(len(parts[0])), parts, strict=True)])
+    def add(apply: Callable, functions: list, *mistakes: str, how: str = "") -> None:
+        for f, names in functions:
+            found.append((f", then whitened{how}", partial(apply, f), (*names, *wiring(*mistakes))))
 
-                found.append((f", then whitened in {k} parts", each, (*names, *wiring("whitened per process"))))
-            if (doctor.true_mask != mask).any():
-                found.append((", then whitened", lambda a, f=f: f(a, doctor.true_mask), names))
-    return found
+    add(lambda f, a: f(a, mask), book)
+    add(partial(over_responses, mask), right, "whitened over responses", how=" over responses")
+    if (further != mask).any():
+        add(lambda f, a: f(a, further), right, "whitened with the step after the end")
+    for k in numbers_of_parts(len(mask)):
+        add(partial(in_parts, mask, k), right, "whitened per process", how=f" in {k} parts")
+    if (true_mask != mask).any():
+        add(lambda f, a: f(a, true_mask), right)
+    add(lambda f, a: -f(a, mask), right, "advantages with the wrong sign", how=" and negated")
+    return [*found, (", negated", torch.neg, wiring("advantages with the wrong sign"))]
 
 
 # ---- Bases by token --------------------------------------------------------------------------------------------
 
 
-def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor], tuple[Fault, ...]]]:
-    """Rewards by token: those of the dump, or what they must have been."""
-    found, mask = doctor.arrays, doctor.mask
-    if "rewards" in found:
-        yield "rewards", lambda a: a["rewards"], ()
-        if "scores" in found:
-            for at in ("last", "next"):
-                yield (
-                    "scores",
-                    lambda a, at=at: forms.token_rewards(
-                        a["scores"], 0 * a["rewards"], 0 * a["rewards"], mask, 0.0, at
-                    ),
-                    wiring("the KL does not reach the advantages"),
-                )
-        return
-    if "scores" not in found:
-        return
+def with_score(a: Arrays, mask: Tensor, coefficient: float, at: str) -> Tensor:
+    """Rewards of scores and of log-probs, which are not needed if the coefficient is 0."""
     nothing = torch.zeros(mask.shape, dtype=torch.float64)
-    coefficients = [0.0]
-    if {"logprobs", "ref_logprobs"} <= found.keys():
-        told = doctor.batch.settings.get("kl_coef")
-        coefficients += [told] if told is not None else []
-    for coefficient in coefficients:
-        for at in ("last", "next"):
-
-            def made(a: Arrays, coefficient=coefficient, at=at) -> Tensor:
-                old, ref = (a["logprobs"], a["ref_logprobs"]) if coefficient else (nothing, nothing)
-                return forms.token_rewards(a["scores"], old, ref, mask, coefficient, at)
-
-            yield (
-                f"rewards with the score at the {'end' if at == 'last' else 'step after it'} "
-                f"and a KL coefficient of {coefficient:g}",
-                made,
-                (),
-            )
+    old, ref = (a["logprobs"], a["ref_logprobs"]) if coefficient else (nothing, nothing)
+    return forms.token_rewards(a["scores"], old, ref, mask, coefficient, at)
 
 
-def token_bases(doctor: Doctor, plain: bool) -> Iterator[Base]:
-    """GAE, or sums of rewards where there are no values. plain: without mistakes."""
-    mask = doctor.mask
-    step_after = mask | doctor.following(mask)
-    everywhere = torch.ones_like(mask)
+def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor], Names]]:
+    """Rewards by token: those of the dump, or what they must have been."""
+    found, told = doctor.arrays, doctor.batch.settings.get("kl_coef")
+    has_rewards = "rewards" in found
+    if has_rewards:
+        yield "rewards", itemgetter("rewards"), ()
+    has_penalty = not has_rewards and told is not None and {"logprobs", "ref_logprobs"} <= found.keys()
+    names = wiring("the KL does not reach the advantages") if has_rewards else ()
+    for coefficient, (at, place) in itertools.product([0.0, told] if has_penalty else [0.0], PLACES):
+        if "scores" in found:
+            words = f"rewards with the score at the {place} and a KL coefficient of {coefficient:g}"
+            rewards = partial(with_score, mask=doctor.mask, coefficient=coefficient, at=at)
+            yield "scores" if has_rewards else words, rewards, names
+
+
+def regions(doctor: Doctor) -> list[tuple[Tensor, Names]]:
+    """Masks of the steps that GAE may have gone over."""
+    mask, true_mask = doctor.mask, doctor.true_mask
+    further = mask | doctor.following(mask)
+    of_rewards = next((f.words for f in doctor.findings if f.array == "rewards"), "")
+    found: list[tuple[Tensor, Names]] = [(mask, ())]
+    if (further != mask).any():
+        found.append((further, wiring("bootstrapped past the end") if "on the last token" in of_rewards else ()))
+    if "on the step after" in of_rewards:
+        found.reverse()
+    if (true_mask != mask).any():
+        found += [(true_mask, ()), (true_mask | doctor.following(true_mask), ())]
+    return found
+
+
+def gae(
+    a: Arrays,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    *,
+    rewards: Callable[[Arrays], Tensor],
+    mask: Tensor,
+    form: Callable = forms.gae,
+    of_values: Callable[[Tensor], Tensor] = same,
+    of_rewards: Callable[[Tensor], Tensor] = same,
+    plus: str = "",
+) -> Tensor:
+    """GAE, or the sum of rewards where there are no values. of_values and of_rewards move those arrays.
+
+    plus: an array by response that is added.
+    """
+    paid = of_rewards(rewards(a))
+    values, lam = (of_values(a["values"]), lam) if "values" in a else (torch.zeros_like(paid), 1.0)
+    made = form(paid, values, mask, gamma, lam)[0]
+    return made + spread(a[plus], mask) if plus else made
+
+
+def across(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
+    """GAE of all rows as one episode."""
+    flat = [x.reshape(1, -1) for x in (rewards, values, mask)]
+    return (forms.gae(*flat, gamma, lam)[0].reshape(mask.shape),)
+
+
+def across_without_values(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
+    """As across, but the value after a row is 0, as it should be."""
+    first = of_first(values, mask).roll(-1)
+    first[-1] = 0
+    return across(rewards - gamma * first.unsqueeze(1) * Doctor.only_last(mask), values, mask, gamma, lam)
+
+
+def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, Any]]]:
+    """Names of mistakes in GAE, and the arguments that make them."""
+    for form, names in doctor.variants("gae"):
+        if len(names) == 1 and names[0].name not in ("one step", "without lambda"):  # they are lambdas of 0 and 1
+            yield names, {"form": form}
+    arrays = [name for name in ("values", "rewards") if name == "rewards" or name in doctor.arrays]
+    for array, (shift, word) in itertools.product(arrays, SHIFTS):
+        unknown = {"unknown": only_first(region)} if shift > 0 else {}
+        move = partial(shifted, shift=shift)
+        yield wiring(f"{array} one token {word}"), {f"of_{array}": move} | unknown
+    for shift, _ in SHIFTS if "values" in arrays else ():
+        yield wiring("values of another row"), {"of_values": partial(torch.roll, shifts=shift, dims=0)}
+    if "scores" in doctor.arrays:
+        yield wiring("scores are added to the advantages"), {"plus": "scores"}
+
+
+def token_bases(doctor: Doctor) -> Iterator[Base]:
+    """GAE, or sums of rewards where there are no values, without and with mistakes."""
+    for what, rewards, names in reward_arrays(doctor):
+        yield from bases_of(doctor, what, rewards, names)
+
+
+def bases_of(doctor: Doctor, what: str, rewards: Callable[[Arrays], Tensor], of_rewards: Names) -> Iterator[Base]:
+    """Bases of some rewards. Those that are a mistake themselves have no other."""
+    mask, everywhere = doctor.mask, torch.ones_like(doctor.mask)
     has_values = "values" in doctor.arrays
-    score_after = next((f.words for f in doctor.findings if f.array == "rewards"), "")
-    is_after, is_at = "on the step after" in score_after, "on the last token" in score_after
-    masks = [(mask, () if not is_after else None)]
-    masks += (
-        [(step_after, () if not is_at else wiring("bootstrapped past the end"))] if (step_after != mask).any() else []
-    )
-    masks = [(m, names if names is not None else ()) for m, names in masks]
-    if is_after:
-        masks.reverse()
-    if (doctor.true_mask != mask).any():
-        masks += [(doctor.true_mask, ()), (doctor.true_mask | doctor.following(doctor.true_mask), ())]
+    words = f"the sum of {what} from each token on, with gamma {{0}}"
+    words = f"GAE with gamma {{0}}, lambda {{1}} of {what} and values" if has_values else words
 
-    def values(a: Arrays, change: Callable[[Tensor], Tensor] = lambda v: v) -> Tensor:
-        return change(a["values"]) if has_values else torch.zeros(mask.shape, dtype=torch.float64)
+    def base(region: Tensor, names: Names, unknown: Tensor | None = None, **changes: Any) -> Base:
+        predict = partial(gae, rewards=rewards, mask=region, **changes)
+        names = (*of_rewards, *names)
+        return Base(words=words, predict=predict, names=names, constants=1 + has_values, unknown=unknown)
 
-    for what, rewards, of_rewards in reward_arrays(doctor):
-        if plain and of_rewards:
-            continue
-        words = (
-            f"GAE with gamma {{0}}, lambda {{1}} of {what} and values"
-            if has_values
-            else f"the sum of {what} from each token on, with gamma {{0}}"
-        )
-        for m, names in masks:
-            if plain and any(not name.choice for name in names):
-                continue
-
-            def gae(a: Arrays, gamma=1.0, lam=1.0, f=forms.gae, m=m, rewards=rewards, change=lambda v: v) -> Tensor:
-                lam = lam if has_values else 1.0
-                answer = f(rewards(a), values(a, change), m, gamma, lam)
-                return answer[0] if isinstance(answer, tuple) else answer
-
-            n = 2 if has_values else 1
-            yield Base(words=words, compute=gae, names=(*of_rewards, *names), constants=n)
-            if plain or of_rewards:
-                continue
-            for f, of_f in doctor.variants("gae"):
-                if (
-                    of_f
-                    and not any(name.choice for name in of_f)
-                    and len(of_f) == 1
-                    and of_f[0].name not in SAME_ADVANTAGES
-                ):
-                    yield Base(
-                        words=words,
-                        compute=lambda a, *c, f=f, g=gae: g(a, *c, f=f),
-                        names=(*names, *of_f),
-                        constants=n,
-                    )
-            first = m & (m.cumsum(1) == 1)
-            for shift, word in ((1, "late"), (-1, "early")):
-                if has_values:
-                    yield Base(
-                        words=words,
-                        compute=lambda a, *c, g=gae, s=shift: g(a, *c, change=lambda v: v.roll(s, 1)),
-                        names=(*names, *wiring(f"values one token {word}")),
-                        unknown=first if shift > 0 else None,
-                    )
-                yield Base(
-                    words=words,
-                    compute=lambda a, *c, g=gae, s=shift, r=rewards: g(a, *c, rewards=lambda a: r(a).roll(s, 1)),
-                    names=(*names, *wiring(f"rewards one token {word}")),
-                    constants=n,
-                    unknown=first if shift > 0 else None,
-                )
-            for order in [torch.arange(len(mask)).roll(s) for s in (1, -1)] if has_values and len(mask) > 1 else []:
-                yield Base(
-                    words=words,
-                    compute=lambda a, *c, g=gae, o=order: g(a, *c, change=lambda v: v[o]),
-                    names=(*names, *wiring("values of another row")),
-                )
-        if plain or of_rewards:
-            continue
-
-        def across(a: Arrays, gamma=1.0, lam=1.0, m=mask, rewards=rewards) -> Tensor:
-            flat = [x.reshape(1, -1) for x in (rewards(a), values(a), m)]
-            return forms.gae(*flat, gamma, lam if has_values else 1.0)[0].reshape(m.shape)
-
-        n = 2 if has_values else 1
-        yield Base(words=words, compute=across, names=wiring("GAE across episodes"), constants=n)
-        yield Base(
-            words=words,
-            compute=lambda a, *c: across(a, *c, m=everywhere),
-            names=wiring("GAE across episodes", "bootstrapped from padding"),
-            constants=n,
-        )
-        yield Base(
-            words=words,
-            compute=lambda a, gamma=1.0, lam=1.0, r=rewards: forms.gae(r(a), values(a), everywhere, gamma, lam)[0],
-            names=wiring("bootstrapped from padding"),
-            constants=n,
-        )
-
-
-SAME_ADVANTAGES = (
-    "one lambda in the targets",
-    "one lambda in the advantages",
-    "a negative lambda",
-    "a lambda by the width",
-    "one step",
-    "without lambda",
-)
+    for region, of_region in regions(doctor):
+        yield base(region, of_region)
+        for names, changes in mistakes(doctor, region) if not of_rewards else ():
+            yield base(region, (*of_region, *names), **changes)
+    if not of_rewards:
+        yield base(mask, wiring("GAE across episodes"), form=across)
+        yield base(mask, wiring("GAE across episodes"), form=across_without_values)
+        yield base(everywhere, wiring("GAE across episodes", "bootstrapped from padding"), form=across)
+        yield base(everywhere, wiring("bootstrapped from padding"))
 
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
@@ -238,166 +265,277 @@ def prompts_of(doctor: Doctor) -> Tensor | None:
     return torch.tensor([found.index(x) for x in found]) if any(found) else None
 
 
-def groupings(doctor: Doctor) -> list[tuple[str, Tensor, tuple[Fault, ...]]]:
+def partition(groups: Tensor) -> Tensor:
+    return groups.unsqueeze(1) == groups
+
+
+def groupings(doctor: Doctor) -> list[tuple[str, Tensor, tuple[str, ...]]]:
     """Which responses may have been compared."""
-    rows = len(doctor.mask)
+    rows = torch.arange(len(doctor.mask))
     prompts, told = prompts_of(doctor), doctor.arrays.get("groups")
     size = int(doctor.batch.settings.get("group_size", 0))
-    one = torch.zeros(rows, dtype=torch.long)
-    found: list[tuple[str, Tensor, tuple[Fault, ...]]] = []
-    divisors = [n for n in range(2, rows) if rows % n == 0]
+    found: list[tuple[str, Tensor, tuple[str, ...]]] = []
     if told is not None:
         found.append(("the dump's groups", told.long(), ()))
-    if prompts is not None and len(prompts.unique()) < rows:
+    if prompts is not None and len(prompts.unique()) < len(rows):
         found.append(("groups of one prompt", prompts, ()))
-    if size > 1 and rows % size == 0 and told is None:
-        found.append((f"groups of {size} rows", torch.arange(rows) // size, ()))
-    is_known = bool(found) and not (
-        len(found) == 1 and prompts is not None and len(prompts.unique()) == 1 and told is None
-    )
-    for n in divisors:
-        # The same prompt may be drawn twice, which makes two groups.
-        groups = torch.arange(rows) // n
-        fits = prompts is None or all(prompts[groups == g].unique().numel() == 1 for g in groups.unique())
-        fits = fits and (told is None or all(told[groups == g].unique().numel() == 1 for g in groups.unique()))
-        found.append(
-            (
-                f"groups of {n} rows",
-                groups,
-                ()
-                if (fits and told is None and not size) or (fits and prompts is not None)
-                else wiring("groups over the wrong rows"),
-            )
-        )
-        groups = torch.arange(rows) % (rows // n)
-        fits = prompts is not None and all(prompts[groups == g].unique().numel() == 1 for g in groups.unique())
-        found.append(
-            (
-                f"groups of {n} rows that are {rows // n} apart",
-                groups,
-                () if fits else wiring("groups over the wrong rows"),
-            )
-        )
-    found.append(
-        ("the whole batch", one, wiring("statistics of the batch" if is_known else "a baseline of the batch"))
-    )
-    return found
+    known = [groups for _, groups, _ in found if len(groups.unique()) > 1]
+    labels = [x for x in (prompts, told) if x is not None]
+
+    def add(words: str, groups: Tensor, is_usual: bool) -> None:
+        if any((partition(groups) == partition(other)).all() for _, other, _ in found):
+            return
+        # The same prompt may be drawn twice, which makes two groups, unless the dump says what the groups are.
+        fits = all(len(x[groups == g].unique()) == 1 for x in labels for g in groups.unique())
+        fits = fits and (told is None or len(groups.unique()) == len(told.unique()))
+        found.append((words, groups, () if fits and is_usual else ("groups over the wrong rows",)))
+
+    for n in range(2, len(rows)):
+        is_usual = prompts is not None or (told is None and size in (0, n))
+        add(f"groups of {n} rows", rows // n, is_usual)
+        if len(rows) % n == 0:
+            add(f"groups of {n} rows that are {len(rows) // n} apart", rows % (len(rows) // n), prompts is not None)
+    for groups in known[:1] or [rows // max(size, 1)] * (1 < size < len(rows)):
+        for shift in (1, -1):
+            add("groups of rows that are moved by one", groups.roll(shift), False)
+    is_known = bool(known) or 1 < size < len(rows)
+    name = "statistics of the batch" if is_known else "a baseline of the batch"
+    return [*found, ("the whole batch", torch.zeros_like(rows), (name,))]
 
 
-EPSILONS = tuple((f"epsilon {e} in place of 1e-6", "1e-6", e) for e in ("1e-8", "1e-5", "0.0"))
+Table = dict[str, tuple[Tensor, tuple[str, ...]]]  # numbers for each response, by what they are, and their mistakes
 
 
-def response_bases(doctor: Doctor) -> Iterator[Base]:
-    """Estimators that compare a response with others, the same on all of its tokens."""
-    found, mask = doctor.arrays, doctor.mask
-    totals: list[tuple[str, Callable[[Arrays], Tensor]]] = []
-    if "scores" in found:
-        totals.append(("scores", lambda a: a["scores"]))
-    if "rewards" in found:
-        totals.append(
-            ("sums of rewards", lambda a: a["rewards"].masked_fill(~(mask | doctor.following(mask)), 0).sum(1))
-        )
-    orders: list[tuple[int, int, tuple[Fault, ...]]] = [
-        (0, 0, ())
-    ]  # by how many rows scores and advantages are moved
-    for shift in (1, -1) if len(mask) > 1 else ():
-        orders.append((0, shift, wiring("advantages of another row")))
-        orders.append((shift, 0, wiring("score of another row")))
-    for what, total in totals:
-        for before, after, of_order in orders:
-            yield Base(
-                words=what,
-                compute=lambda a, t=total, s=before + after: spread(t(a).roll(s), mask),
-                names=(*of_order, *wiring("without a baseline")),
-                constants=0,
-            )
-            for words, groups, of_groups in groupings(doctor):
-                for name in ("grpo", "dr_grpo", "rloo"):
-                    for f, of_f in doctor.variants("group_advantages", *EPSILONS):
-                        if any(bad in fault.name for fault in of_f for bad in OTHER_GROUPS):
-                            continue
-                        if of_order and not all(fault.choice for fault in of_f):
-                            continue
-                        if (
-                            of_f
-                            and name != "grpo"
-                            and any(
-                                "eps" in fault.name or "std" in fault.name or "divi" in fault.name for fault in of_f
-                            )
-                        ):
-                            continue
-
-                        def compute(a: Arrays, f=f, t=total, g=groups, n=name, b=before, s=after) -> Tensor:
-                            return spread(f(t(a).roll(b), g, None, n).roll(s), mask)
-
-                        yield Base(
-                            words=f"{ESTIMATOR_WORDS[name]} of {what} in {words}",
-                            compute=compute,
-                            names=(*of_order, *of_groups, *of_f),
-                            constants=0,
-                        )
-                if of_order:
-                    continue
-                yield from in_another_order(doctor, what, total, words, groups)
-                for name in ("maxrl", "opo"):
-
-                    def compute(a: Arrays, t=total, g=groups, n=name) -> Tensor:
-                        rewards = torch.where(doctor.only_last(mask), t(a).unsqueeze(1), 0.0)
-                        return algebra.ESTIMATORS[n](rewards, mask, g)[0]
-
-                    yield Base(
-                        words=f"{name} of {what} in {words}",
-                        compute=compute,
-                        names=(*of_groups, *wiring("another estimator")),
-                        constants=0,
-                    )
-        if "baselines" in found:
-            yield Base(
-                words=f"{what} - baselines",
-                compute=lambda a, t=total: spread(t(a) - a["baselines"], mask),
-                constants=0,
-            )
+def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
+    """What scores (rows,) are compared with."""
+    n, total = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
+    mean, others = total / n, (n - 1).clamp(min=1)
+    weighted = algebra.by_group(x * lengths, groups) / algebra.by_group(lengths, groups)
+    return {
+        "score - mean": (x - mean, ()),
+        "score - mean of the others": ((x - mean) * n / others, ()),
+        "score - mean weighted by length": (x - weighted, ("another estimator",)),
+        "score": (x, ("not centred",)),
+        "score - sum of the others / n": (x - (total - x) / n, ("a mean of the others divided by n",)),
+        "score - sum / (n - 1)": (x - total / others, ("a mean divided by n minus 1",)),
+        "score - sum of the others": (x - (total - x), ("a sum as a baseline",)),
+        "(score - mean) (n / (n - 1))^2": ((x - mean) * (n / others) ** 2, ("n / (n - 1) twice",)),
+        "score - maximum": (x - algebra.by_group(x, groups, "amax"), ("an extreme as a baseline",)),
+        "score - minimum": (x - algebra.by_group(x, groups, "amin"), ("an extreme as a baseline",)),
+        "score - mean of the batch": (x - x.mean(), ("statistics of the batch",)),
+    } | {f"score - mean of {words}": (x - mean[of], names) for words, of, names in other_groups(groups)}
 
 
-def in_another_order(
-    doctor: Doctor, what: str, total: Callable[[Arrays], Tensor], words: str, groups: Tensor
-) -> Iterator[Base]:
-    """Means or deviations of groups that are given to rows in another order: repeated as a whole, not one by one."""
-    sizes = groups.unique(return_counts=True)[1]
-    if len(sizes) < 2 or sizes.min() != sizes.max() or sizes[0] < 2:
-        return
-    firsts = [int((groups == g).nonzero()[0]) for g in groups.unique()]
-    tiled = torch.tensor(firsts).repeat(int(sizes[0]))
-    same = torch.arange(len(groups))
-    for mean_order, std_order in ((tiled, same), (same, tiled), (tiled, tiled)):
-        for eps in (None, 1e-6, 1e-4, 1e-8):
-
-            def compute(a: Arrays, m: Tensor = mean_order, s: Tensor = std_order, eps: float | None = eps) -> Tensor:
-                x = total(a)
-                centred = forms.group_advantages(x, groups, None, "dr_grpo")
-                std = (algebra.by_group(centred**2, groups) / (sizes[0] - 1)).sqrt()
-                x = x - (x - centred)[m]
-                return spread(x if eps is None else x / (std[s] + eps), doctor.mask)
-
-            form = "score - mean" if eps is None else "(score - mean) / std"
-            yield Base(
-                words=f"{form} of {what} in {words}",
-                compute=compute,
-                names=wiring("statistics of groups in another order"),
-                constants=0,
-            )
+def other_groups(groups: Tensor) -> list[tuple[str, Tensor, tuple[str, ...]]]:
+    """Rows of other groups, from which each row may have its statistics."""
+    kinds, number = groups.unique(return_inverse=True)
+    first = torch.tensor([int((groups == g).nonzero()[0]) for g in kinds])
+    if not 1 < len(kinds) < len(groups):
+        return []
+    tiled = first[torch.arange(len(groups)) % len(kinds)]
+    return [
+        ("groups in another order", tiled, ("statistics of groups in another order",)),
+        ("the group before", first.roll(1)[number], ("statistics of another group",)),
+        ("the group after", first.roll(-1)[number], ("statistics of another group",)),
+    ]
 
 
-OTHER_GROUPS = ("by position", "interleaved", "every group", "over the batch", "always", "never")
-ESTIMATOR_WORDS = {
-    "grpo": "(score - mean) / std",
-    "dr_grpo": "score - mean",
-    "rloo": "score - mean of the others",
+def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
+    """What the difference is divided by, without an epsilon."""
+    n, mean = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
+    mean, others = mean / n, (n - 1).clamp(min=1)
+    squares = algebra.by_group((x - mean) ** 2, groups)
+    std, biased = (squares / others).sqrt(), (squares / n).sqrt()
+    batch, all_biased = (x.std(correction=c).expand_as(x) for c in (min(1, len(x) - 1), 0))
+    weights = algebra.by_group(lengths, groups)
+    weighted = (x - algebra.by_group(x * lengths, groups) / weights) ** 2
+    weighted = (algebra.by_group(weighted * lengths, groups) / weights).sqrt()
+    high, low = (algebra.by_group(x, groups, name) for name in ("amax", "amin"))
+    found: Table = {
+        "std": (std, ()),
+        "std with n": (biased, ("std with n",)),
+        "std of the batch": (batch, ("deviation of the batch",)),
+        "std of the batch with n": (all_biased, ("deviation of the batch", "std with n")),
+        "variance": (std**2, ("divided by the variance",)),
+        "variance with n": (biased**2, ("divided by the variance", "std with n")),
+        "std weighted by length": (weighted, ("statistics weighted by length",)),
+        "mean": (mean.abs(), ("another estimator",)),
+        "standard error": (std / n.sqrt(), ("divided by the standard error",)),
+        "mean absolute deviation": (
+            algebra.by_group((x - mean).abs(), groups) / n,
+            ("divided by the mean absolute deviation",),
+        ),
+        "range": (high - low, ("divided by the range",)),
+        "1 / std": (1 / (std + 1e-12), ("multiplied by the deviation",)),
+        "1 / std with n": (1 / (biased + 1e-12), ("multiplied by the deviation", "std with n")),
+    }
+    return found | {f"std of {words}": (std[of], names) for words, of, names in other_groups(groups)}
+
+
+EPSILONS = {
+    1e-6: (),
+    1e-4: ("epsilon 1e-4",),
+    1e-8: ("another epsilon",),
+    1e-5: ("another epsilon",),
+    0.0: ("another epsilon",),
+    1.0: ("1 added to the deviation",),
 }
 
 
-def spread(x: Tensor, mask: Tensor) -> Tensor:
-    return x.unsqueeze(1).expand(mask.shape).masked_fill(~mask, 0)
+def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list[tuple[str, tuple[str, ...]]]]:
+    """Advantages (estimators, rows) of scores (rows,), and what each is called: all that the tables make."""
+    above = numerators(x, groups, lengths)
+    below: Table = {"": (torch.ones_like(x), ())}
+    for (word, (divisor, of_divisor)), (eps, of_eps) in itertools.product(
+        divisors(x, groups, lengths).items(), EPSILONS.items()
+    ):
+        word = f"({word} + {eps:g})" if of_eps and eps else word
+        below[word if eps or not of_eps else f"{word} alone"] = divisor + eps, (*of_divisor, *of_eps)
+    upper, lower = (torch.stack([value for value, _ in table.values()]) for table in (above, below))
+    is_single = algebra.by_group(torch.ones_like(x), groups) == 1
+    value = (upper.unsqueeze(1) / lower.clamp(min=1e-30)).flatten(0, 1)
+    names = [
+        (
+            f"({over}) / {under}" if under else over,
+            (
+                *of_over,
+                *of_under,
+                *("a divided RLOO",) * (over.endswith("the others") and not of_over and under != ""),
+            ),
+        )
+        for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items())
+    ]
+    if not is_single.any():
+        return value, names
+    names += [(words, (*of_words, "raw score of a group of one")) for words, of_words in names]
+    return torch.cat([value.masked_fill(is_single, 0), torch.where(is_single, x, value)]), names
+
+
+def orders_of(rows: int) -> list[Tensor]:
+    """Other orders of rows: moved by one, turned round, transposed."""
+    right = torch.arange(rows)
+    found = [right.roll(1), right.roll(-1), right.flip(0)]
+    return found + [right.reshape(k, -1).T.flatten() for k in range(2, rows) if rows % k == 0]
+
+
+def steps_after(doctor: Doctor, y: Tensor) -> list[tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]]:
+    """What may be done with advantages (..., rows) once they are made."""
+    lengths, bound = doctor.mask.sum(1).clamp(min=1).double(), float(y.abs().max())
+    found: list[tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]] = [("", same, ())]
+    found.append((", negated", torch.neg, ("advantages with the wrong sign",)))
+    found.append((", divided by the length", lambda a: a / lengths, ("advantages divided by the length",)))
+    found.append((", doubled", lambda a: 2 * a, ("advantages doubled",)))
+    for order in orders_of(len(y)):
+        found.append((", in another order", lambda a, at=order: a[..., at], ("advantages of another row",)))
+    if (y.abs() >= bound * (1 - 2**-9)).sum() > 1:
+        words = f", clipped at {written(bound, 4)}"
+        found.append((words, lambda a: a.clamp(-bound, bound), ("clipped advantages",)))
+    return found
+
+
+@cache
+def named(*names: str) -> Names:
+    return tuple(BOOK.get(name) or WIRING[name] for name in names)
+
+
+@cache
+def mistakes_in(names: tuple[str, ...]) -> int:
+    return sum(not fault.choice for fault in named(*names))
+
+
+def response_bases(
+    doctor: Doctor, y: Tensor | None = None, shape: Tensor | None = None, is_whitened: bool = False
+) -> list[Base]:
+    """Estimators that compare a response with others: those that are nearest to y (rows,), or those without mistakes.
+
+    shape: (rows, width), by which the number of a response is multiplied at each token. is_whitened: y is compared
+    up to a factor and a constant.
+    """
+    found, mask = doctor.arrays, doctor.mask
+    further = mask | doctor.following(mask)
+    lengths, rows = mask.sum(1).double(), torch.arange(len(mask))
+    totals: dict[str, Callable[[Arrays], Tensor]] = {}
+    if "scores" in found:
+        totals["scores"] = itemgetter("scores")
+    if "rewards" in found:
+        totals["sums of rewards"] = lambda a: a["rewards"].masked_fill(~further, 0).sum(1)
+    afters = steps_after(doctor, y) if y is not None else [("", same, ())]
+    afters = afters[:2] if is_whitened else afters
+    pool: list[tuple[float, int, Base]] = []
+
+    def add(words: str, f: Callable[[Arrays], Tensor], names: Names, cost: float) -> None:
+        def predict(a: Arrays) -> Tensor:
+            made = spread(f(a), mask)
+            return made if shape is None else made * shape
+
+        pool.append((cost, len(pool), Base(words=words, predict=predict, names=names)))
+
+    floor = 2e-6 * root_mean_square(y) if y is not None else 1.0
+
+    def costs(made: Tensor, names: list[tuple[str, ...]]) -> Tensor:
+        """How far advantages (..., rows) are from y; each mistake makes it half as much again."""
+        wrong = torch.tensor([mistakes_in(x) + 0.1 * len(x) for x in names])
+        return distances(made, y, lengths, is_whitened).clamp(min=floor) * 1.5**wrong
+
+    for what, total in totals.items():
+        for after, g, of_after in afters:
+            is_by_token = what != "scores" and bool((found["rewards"] * mask * ~Doctor.only_last(mask)).any())
+            names = ("the whole return on every token" if is_by_token else "without a baseline", *of_after)
+            add(
+                what + after,
+                lambda a, f=total, g=g: g(f(a)),
+                named(*names),
+                0.9 * float(costs(g(total(found)), [names])),
+            )
+        if "baselines" in found:
+            add(f"{what} - baselines", lambda a, f=total: f(a) - a["baselines"], (), 0.0)
+        orders = [(rows, ()), *((order, ("score of another row",)) for order in orders_of(len(rows)))]
+        for (words, groups, of_groups), (at, of_order) in itertools.product(groupings(doctor), orders):
+            if of_order and of_groups:
+                continue
+            made, estimates = estimators(total(found)[at], groups, lengths)
+            wrong = [names for _, names in estimates]
+            for after, g, of_after in afters[: 1 if of_order or of_groups else None]:
+                around = (*of_order, *of_groups, *of_after)
+                cost = costs(g(made), wrong) * 1.5 ** mistakes_in(around)
+                for i in cost.argsort(stable=True)[:4].tolist():
+                    formula, names = estimates[i]
+
+                    def f(a: Arrays, i=i, g=g, groups=groups, total=total, at=at) -> Tensor:
+                        return g(estimators(total(a)[at], groups, lengths)[0][i])
+
+                    add(f"{formula} of {what} in {words}{after}", f, named(*around, *names), float(cost[i]))
+    return [base for _, _, base in sorted(pool, key=itemgetter(0))[:40]]
+
+
+def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool) -> Tensor:
+    """How far advantages (..., rows) are from y (rows,), as a root mean square over tokens."""
+    if y is None:
+        return torch.zeros(made.shape[:-1], dtype=made.dtype)
+    w = lengths / lengths.sum()
+    if is_whitened:
+        made = made - (made * w).sum(-1, keepdim=True)
+        y = y - (y * w).sum()
+        slope = (made * y * w).sum(-1, keepdim=True) / (made**2 * w).sum(-1, keepdim=True).clamp(min=1e-24)
+        made = made * slope.clamp(min=0)
+    return ((made - y) ** 2 * w).sum(-1).sqrt()
+
+
+def shapes(doctor: Doctor, y: Tensor) -> Iterator[tuple[Tensor, Names]]:
+    """Weights of tokens with which advantages of a response may have been multiplied."""
+    mask = doctor.mask
+    left = mask.flip(1).cumsum(1).flip(1) - 1  # tokens after this one
+    yield doctor.only_last(mask).double(), wiring("advantages on the last token alone")
+    pairs = mask[:, :-1] & mask[:, 1:] & (y[:, 1:].abs() > 1e-6)
+    if pairs.any():
+        decay = float((y[:, :-1][pairs] / y[:, 1:][pairs]).median())
+        decay = nice(decay) if decay > 0 else 1.0
+        yield decay**left, wiring("discounted advantages")
+    for order in orders_of(len(mask)):
+        yield (mask[order] & mask).double(), wiring("advantages of another row")
+    position = mask.cumsum(1).double()
+    for length in (mask.shape[1], mask.sum(1, keepdim=True).clamp(min=1)):
+        yield position / length, wiring("advantages by position")
 
 
 # ---- Fitting ---------------------------------------------------------------------------------------------------
@@ -416,319 +554,357 @@ def affine(y: Tensor, a: Tensor, labels: Tensor) -> Tensor:
     return y - a * torch.where(scale > 1e-24, per_label(a * y) / scale.clamp(min=1e-24), 0)
 
 
+def as_told(doctor: Doctor, constants: tuple[float, ...]) -> tuple[float, ...]:
+    """Gamma and lambda of the dump, or these where it does not have them."""
+    return tuple(doctor.batch.settings.get(key, c) for key, c in zip(("gamma", "lam"), constants, strict=False))
+
+
 class Fit:
     """The constants with which a base is nearest to an array, up to whitening, and how near that is."""
 
-    def __init__(self, base: Base, doctor: Doctor, y: Tensor, where: Tensor, labels: Tensor | None):
-        """labels: of the tokens (tokens,) that are whitened together; None: the base is the array itself."""
-        self.base, self.doctor, self.y, self.where, self.labels = base, doctor, y, where, labels
-        if base.unknown is not None and labels is not None:
-            self.where = where & ~base.unknown
-            self.y, self.labels = y[self.where[where]], labels[self.where[where]]
-        self.size = root_mean_square(self.y)
+    def __init__(
+        self, doctor: Doctor, base: Base, target: Tensor, where: Tensor, labels: Tensor | None, known: tuple = ()
+    ):
+        """labels: equal for tokens that are whitened together; None: the base is the array itself. known: constants
+        that are not to be changed."""
+        self.doctor, self.base = doctor, base
+        self.where = where if base.unknown is None else where & ~base.unknown
+        self.y, self.labels = target[self.where], None if labels is None else labels[self.where]
+        self.near = 1e-6 * root_mean_square(self.y)
+        self.after: After | None = None
         self.constants: tuple[float, ...] = ()
         self.error = float("inf")
+        self.is_known = bool(known)
+        self.start([known] if known else [*(as_told(doctor, start) for start in STARTS), *STARTS])
 
     def residual(self, constants: Sequence[float]) -> Tensor:
-        a = self.base.compute(self.doctor.arrays, *constants)[self.where]
+        a = self.base.predict(self.doctor.arrays, *constants)[self.where]
         return self.y - a if self.labels is None else affine(self.y, a, self.labels)
 
-    def start(self, starts: Sequence[tuple[float, ...]]) -> Fit:
-        """Try some constants."""
+    def start(self, starts: Sequence[tuple[float, ...]]) -> None:
+        """Try some constants, and keep the best."""
         for constants in dict.fromkeys(start[: self.base.constants] for start in starts):
             error = root_mean_square(self.residual(constants))
             if error < self.error:
                 self.constants, self.error = constants, error
-            if self.error < 1e-6 * self.size:
+            if self.error < self.near:
                 break
-        return self
 
     def refine(self, steps: int = 8) -> Fit:
         """Go on by Gauss and Newton's method, and take numbers with few digits if they are as good."""
-        for _ in range(steps):
-            if not self.constants or self.error < 1e-6 * self.size:
-                break
-            here = self.residual(self.constants)
-            slopes = [
-                (self.residual([c - 1e-5 * (i == k) for k, c in enumerate(self.constants)]) - here) / -1e-5
-                for i in range(len(self.constants))
-            ]
-            step = (
-                torch.linalg.lstsq(torch.stack(slopes, 1), -here.unsqueeze(1), driver="gelsd").solution[:, 0].tolist()
-            )
+        if self.is_known:
+            return self
+        for _ in range(steps if self.constants else 0):
             before = self.error
-            for shrink in (1.0, 0.3):
-                there = tuple(
-                    min(max(c + shrink * s, least), 1.0)
-                    for c, s, least in zip(self.constants, step, (0.5, 0.0), strict=False)
-                )
-                self.start([there])
-                if self.error < before:
-                    break
+            if before < self.near:
+                break
+            there = [c + step for c, step in zip(self.constants, self.newton(), strict=True)]
+            self.start([tuple(min(max(c, least), 1.0) for c, least in zip(there, (0.5, 0.0), strict=False))])
             if not self.error < before * (1 - 1e-4):
                 break
-        told = self.doctor.batch.settings
-        close = [tuple(told.get(key, c) for key, c in zip(("gamma", "lam"), self.constants, strict=False))]
-        for constants in close + [tuple(round(c, digits) for c in self.constants) for digits in (2, 3, 4)]:
+        told = as_told(self.doctor, self.constants)
+        for constants in [told] + [tuple(round(c, digits) for c in self.constants) for digits in (2, 3, 4)]:
             error = root_mean_square(self.residual(constants)) if constants != self.constants else self.error
-            if error <= max(1.03 * self.error, 1e-6 * self.size):
+            if error <= max(1.03 * self.error, self.near):
                 self.constants, self.error = constants, error
                 break
         return self
 
+    def newton(self) -> list[float]:
+        """The step of each constant."""
+        here, slopes = self.residual(self.constants), []
+        for i in range(len(self.constants)):
+            there = [c - 1e-5 * (i == k) for k, c in enumerate(self.constants)]
+            slopes.append((self.residual(there) - here) / -1e-5)
+        return torch.linalg.lstsq(torch.stack(slopes, 1), -here, driver="gelsd").solution.tolist()
 
-def candidates_of(fit: Fit, ways: list) -> Iterator[Candidate]:
-    base, constants, doctor = fit.base, fit.constants, fit.doctor
-    told = doctor.batch.settings
-    names = list(base.names)
-    for value, key, name in zip(constants, ("gamma", "lam"), ("another gamma", "another lambda"), strict=False):
-        if key in told and abs(value - told[key]) > 2e-3:
-            names += wiring(name)
-    words = base.words.format(*(written(c, 4) for c in constants))
-    divided = words.startswith("(score")
-    value = base.compute(doctor.arrays, *constants)
+
+def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[Made]:
+    """The candidates of a fit, one for each way to whiten."""
+    base, names = fit.base, [*fit.base.names, *(fit.after.names if fit.after else ())]
+    told = as_told(doctor, fit.constants)
+    for value, other, name in zip(fit.constants, told, ("another gamma", "another lambda"), strict=False):
+        names += wiring(name) if abs(value - other) > 2e-3 else ()
+    words = base.words.format(*(written(c, 4) for c in fit.constants))
+    adds_values = array == "returns" and "values" in doctor.arrays
+    value = base.predict(doctor.arrays, *fit.constants)
+
+    def made(how: str, f: Callable[[Tensor], Tensor], names: Names) -> Made:
+        def finished(x: Tensor, a: Arrays) -> Tensor:
+            x = f(x) if fit.after is None else fit.after.apply(f(x))
+            return x + a["values"] if adds_values else x
+
+        return Made(
+            words=words + how + (fit.after.words if fit.after else "") + (" + values" if adds_values else ""),
+            predict=lambda a: finished(base.predict(a, *fit.constants), a),
+            names=names,
+            now=finished(value, doctor.arrays),
+            unknown=base.unknown,
+            base=base,
+            constants=fit.constants,
+            how=how,
+        )
+
     for how, f, of_f in ways:
-        twice = wiring("normalised twice") if divided and how else ()
-        yield Candidate(
-            words=words + how,
-            predict=lambda a, f=f: f(base.compute(a, *constants)),
-            names=(*names, *of_f, *twice),
-            now=f(value),
-            unknown=base.unknown,
-        )
+        twice = wiring("normalised twice") if base.is_divided and how else ()
+        yield made(how, f, (*names, *of_f, *twice))
     if base.unknown is not None and len(ways) > 1:  # what is not known is in the statistics, too
-        there = fit.y, value[fit.where]
-        slope = float(torch.cov(torch.stack(there))[0, 1] / there[1].var().clamp(min=1e-30))
-        constant = float(there[0].mean() - slope * there[1].mean())
-        yield Candidate(
-            words=words + ", then shifted and scaled",
-            predict=lambda a: slope * base.compute(a, *constants) + constant,
-            names=tuple(names),
-            unknown=base.unknown,
+        x = value[fit.where]
+        slope = torch.cov(torch.stack([x, fit.y]))[0, 1] / x.var().clamp(min=1e-30)
+        constant = fit.y.mean() - slope * x.mean()
+        yield made(", then shifted and scaled", lambda x: slope * x + constant, tuple(names))
+
+
+@dataclass(kw_only=True, frozen=True)
+class After:
+    """What is done with advantages once they are whitened. before: where the target has them before it is done."""
+
+    words: str
+    apply: Callable[[Tensor], Tensor]
+    before: Callable[[Tensor], Tensor]
+    names: Names
+
+
+def afters(target: Tensor, where: Tensor) -> list[After]:
+    """Rows in another order, tokens moved by one, a bound."""
+    found = []
+    for order in orders_of(len(target)):
+        apply, before = (partial(torch.index_select, dim=0, index=at) for at in (order, order.argsort()))
+        found.append(
+            After(words=", in another order", apply=apply, before=before, names=wiring("advantages of another row"))
         )
+    for shift, word in SHIFTS:
+        apply, before = partial(shifted, shift=shift), partial(shifted, shift=-shift)
+        names = wiring(f"advantages one token {word}")
+        found.append(After(words=f", one token {word}", apply=apply, before=before, names=names))
+    bound = float(target[where].abs().max())
+    if (target[where].abs() >= bound * (1 - 2**-9)).sum() > 1:
+        apply, names = partial(torch.clamp, min=-bound, max=bound), wiring("clipped advantages")
+        found.append(After(words=f", clipped at {written(bound, 4)}", apply=apply, before=same, names=names))
+    return found
 
 
-def is_constant(x: Tensor, where: Tensor, eps: float) -> bool:
-    """Whether all tokens of a response have the same number."""
-    rows = [row[there] for row, there in zip(x, where, strict=True) if there.any()]
-    return all(float(row.max() - row.min()) <= 4 * eps * float(row.abs().max()) for row in rows)
-
-
-def explain(
-    doctor: Doctor, array: str, target: Tensor, ways: list
-) -> tuple[Candidate | None, float, bool, Base | None, tuple]:
-    """The best candidate for advantages, or for what returns hold beyond values."""
+def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, float, bool]:
+    """The best candidate for advantages or returns, its largest difference, and whether that is rounding."""
     where = doctor.mask & doctor.true_mask
-    y = target[where]
-    rows = torch.arange(len(where)).unsqueeze(1).expand(where.shape)[where]
-    columns = torch.arange(where.shape[1]).expand(where.shape)[where]
-    parts = [rows * k // len(where) for k in range(2, len(where) // 2 + 1) if len(where) % k == 0 and k <= 16]
-    exact = len(ways) == 1
-    whole = None if exact else torch.zeros_like(rows)
-    told = doctor.batch.settings
-    starts = [
-        (told.get("gamma", 1.0), told.get("lam", 1.0)),
-        (told.get("gamma", 1.0), told.get("lam", 0.95)),
-        *STARTS,
-    ]
-    doctor.arrays["_target"], doctor.batch.eps["_target"] = target, doctor.batch.eps[array]
-    pool: list[tuple[Candidate, Fit]] = []
-    best: tuple = (None, float("inf"), False, None, ())
+    target = doctor.arrays[array]
+    target = target - doctor.arrays["values"] if array == "returns" and "values" in doctor.arrays else target
+    rows = torch.arange(len(where)).unsqueeze(1).expand(where.shape)
+    columns = torch.arange(where.shape[1]).expand(where.shape)
+    parts = [rows * k // len(where) for k in numbers_of_parts(len(where))]
+    whole = torch.zeros_like(rows) if len(ways) > 1 else None
 
-    def consider(fits: list[Fit]) -> bool:
-        """Add the candidates of some fits; whether the best of all is as near as can be, and without a mistake."""
-        nonlocal best
-        pool.extend((candidate, fit) for fit in fits for candidate in candidates_of(fit, ways))
-        chosen, gap, is_explained = doctor.choose("_target", [candidate for candidate, _ in pool], where)
-        if chosen is None:
-            return False
-        fit = next(fit for candidate, fit in pool if candidate is chosen)
-        best = (chosen, gap, is_explained, fit.base, fit.constants)
-        return is_explained and all(name.choice for name in chosen.names) and doctor.is_near("_target", chosen, where)
+    rounding = max(1e-4, 40 * max(doctor.batch.eps.values())) * root_mean_square(target[where])
 
-    def fits_of(bases: list[Base], labels: Tensor | None, most: int) -> list[Fit]:
-        fits = [Fit(base, doctor, y, where, labels).start(starts if base.constants else [()]) for base in bases]
-        if labels is whole and bases and any(base.names for base in bases):  # mistakes: any of them may be near
-            fits = [fit.refine(2) for fit in fits]
-        fits.sort(key=lambda fit: (fit.error + 1e-6 * fit.size) * 1.5 ** len(fit.base.names))
-        return [fit.refine() for fit in fits[:most]]
+    def fits(
+        bases: list[Base], labels: Tensor | None, most: int, after: After | None = None, known: tuple = ()
+    ) -> list[Fit]:
+        """The nearest fits of some bases, of which those with mistakes come later."""
+        y, there = target, where
+        if after is not None:
+            y = after.before(target)
+            there = where & (after.before(where.double()) > 0.5) & (after.apply(y * 1.001) - target != 0)
+        found = [Fit(doctor, base, y, there, labels, known) for base in bases]
+        if labels is whole and any(base.names for base in bases):  # mistakes: any of them may be near
+            found = [fit.refine(2) for fit in found]
+        found.sort(key=lambda fit: (fit.error + fit.near) * 1.5 ** len(fit.base.names))
+        for fit in found[:most]:
+            fit.refine().after = after
+        # Whitening changes only a factor and a constant: what is far from the array before is far from it afterwards.
+        return [fit for n, fit in enumerate(found[:most]) if n == 0 or fit.error < rounding]
 
-    plain = list(token_bases(doctor, True))
-    done = False
-    if is_constant(target, where, doctor.batch.eps[array]):
-        bases = list(response_bases(doctor))  # as they are, and up to whitening, where many are the same
-        done = consider(fits_of(bases, None, 12) + fits_of(bases, whole, 30))
-    if best[2]:  # by mistake, but explained: sums of rewards would explain it, too, where there are no others
-        done = True
-    done = done or consider(fits_of(plain, whole, 6))
-    if not done and not exact:
-        done = consider([fit for labels in (*parts, rows, columns) for fit in fits_of(plain, labels, 2)])
-    if not done:
-        consider(fits_of(list(token_bases(doctor, False)), whole, 12))
-    del doctor.arrays["_target"]
+    def stages() -> Iterator[list[Fit]]:
+        """Fits, the plainest first. Responses that have one number each are explained by response, if they can be."""
+        eps = doctor.batch.eps[array]
+        has_totals = bool({"scores", "rewards"} & doctor.arrays.keys())
+        if is_constant(target, where, eps) and has_totals:
+            y = of_first(target, where)
+            found = fits(response_bases(doctor, y), None, 40)
+            if whole is not None:
+                found += fits(response_bases(doctor, y, is_whitened=True), whole, 30)
+            yield found
+        bases = list(token_bases(doctor))
+        plain = [base for base in bases if not base.is_wrong]
+        nearest = fits(plain, whole, 6)
+        yield nearest
+        known = next((as_told(doctor, fit.constants) for fit in nearest), ())
+        steps = afters(target, where) if array == "advantages" else []
+        apart = (*parts, rows, columns) if whole is not None else ()
+        for constants in (known, ()):  # first those of the dump, or those that are nearest without a mistake
+            yield [fit for labels in apart for fit in fits(plain, labels, 2, known=constants)]
+            yield fits(bases, whole, 12, known=constants)
+            for after in steps:
+                yield fits(plain, whole, 2, after, constants)
+            for shape, names in shapes(doctor, target) if has_totals and steps and constants else ():
+                y = (target * shape).masked_fill(~where, 0).sum(1) / (shape**2).masked_fill(~where, 0).sum(1)
+                apart_by = root_mean_square((target - y.unsqueeze(1) * shape)[where])
+                if apart_by < 8 * eps * root_mean_square(target[where]):
+                    found = response_bases(doctor, y, shape)
+                    found = [
+                        dataclasses.replace(base, names=tuple(dict.fromkeys((*base.names, *names)))) for base in found
+                    ]
+                    yield fits(found, None, 20)
+            yield []
+
+    pool: list[Made] = []
+    best: Any = (None, float("inf"), False)
+    for found in stages():
+        pool = [*pool, *(candidate for fit in found for candidate in made_by(doctor, fit, ways, array))]
+        chosen, _, is_explained = best = doctor.choose(array, pool, where)
+        pool = [chosen] if chosen is not None else []
+        if is_explained and not found:  # with a mistake
+            break
+        if is_explained and not chosen.constants:  # sums of rewards would explain it, too, where there are no others
+            break
+        if is_explained and not chosen.is_wrong and doctor.is_near(array, chosen, where):
+            break
     return best
 
 
-def check_advantages(doctor: Doctor) -> tuple[Base, tuple] | None:
-    """Explain the advantages. Returns what they were before they were whitened."""
-    target, mask = doctor.arrays["advantages"], doctor.mask
-    if target.ndim == 1:
-        target = doctor.arrays["advantages"] = spread(target, mask)
-    best, gap, is_explained, base, constants = explain(doctor, "advantages", target, whiteners(doctor))
-    if not is_explained:
-        lacks = lacking(doctor)
-        doctor.unexplained("advantages", best, gap, lacks, mask)
+# ---- Advantages ------------------------------------------------------------------------------------------------
+
+
+def check_advantages(doctor: Doctor) -> Made | None:
+    """Explain the advantages. Returns what they were made of."""
+    mask = doctor.mask
+    if doctor.arrays["advantages"].ndim == 1:
+        doctor.arrays["advantages"] = spread(doctor.arrays["advantages"], mask)
+    best, gap, is_explained = explain(doctor, "advantages", whiteners(doctor))
+    if best is None or not is_explained:
+        doctor.unexplained("advantages", best, gap, lacking(doctor), mask)
         return None
-    plain = None
-    if any(not name.choice for name in best.names):
-        plain = reference(doctor, base, constants, bool(", then" in best.words))
-    doctor.explained("advantages", best, gap, plain, mask)
-    return base, constants
+    doctor.explained("advantages", best, gap, reference(doctor, best) if best.is_wrong else None, mask)
+    lost = doctor.following(mask)
+    if (
+        best.base.constants
+        and not best.base.is_wrong
+        and (doctor.arrays.get("rewards", torch.zeros_like(lost)) * lost).any()
+    ):
+        without = doctor.arrays | {"rewards": doctor.arrays["rewards"].masked_fill(lost, 0)}
+        if torch.equal(best.predict(without)[mask], best.predict(doctor.arrays)[mask]):
+            doctor.add("rewards", names=list(wiring("a score that no advantage sees")))
+    return best
 
 
-def reference(doctor: Doctor, base: Base, constants: tuple, is_whitened: bool) -> Callable[[Arrays], Tensor] | None:
+def reference(doctor: Doctor, best: Made) -> Callable[[Arrays], Tensor] | None:
     """The advantages without the mistakes, with the same constants."""
-    told = doctor.batch.settings
-    if base.constants:
-        constants = tuple(told.get(key, c) for key, c in zip(("gamma", "lam"), constants, strict=False))
-        right = next(token_bases(doctor, True), None)
+    constants = as_told(doctor, best.constants)
+    formula = best.base.words.split(" of ")[0]
+    if best.constants:
+        right = next(token_bases(doctor), None)
     else:
-        right = next(
-            (
-                b
-                for b in response_bases(doctor)
-                if not b.names and b.words.split(" of ")[0] == base.words.split(" of ")[0]
-            ),
-            None,
-        )
+        others = (base for base in response_bases(doctor) if not base.names)
+        right = next((base for base in others if base.words.split(" of ")[0] == formula), None)
     if right is None:
         return None
-    whiten = (
-        (lambda a: forms.whiten(a, doctor.mask))
-        if is_whitened and not (not base.constants and "/" in base.words)
-        else (lambda a: a)
-    )
-    return lambda a: whiten(right.compute(a, *constants))
+    whiten = partial(forms.whiten, mask=doctor.mask) if best.how and not best.base.is_divided else same
+    return lambda a: whiten(right.predict(a, *constants))
 
 
 def lacking(doctor: Doctor) -> str:
     """What the dump would need so that its advantages could be explained."""
     found = doctor.arrays
-    if "rewards" not in found and "scores" not in found:
+    if not {"rewards", "scores"} & found.keys():
         return "rewards or scores"
-    target = found["advantages"]
-    constant = all(
-        float(target[r][w].max() - target[r][w].min()) <= 1e-4 for r, w in enumerate(doctor.mask) if w.any()
-    )
-    if constant:
-        return (
-            ""
-            if "groups" in found or prompts_of(doctor) is not None or "group_size" in doctor.batch.settings
-            else "groups, or prompts"
-        )
-    if "values" not in found:
-        return "values"
-    if "rewards" not in found:
-        return "rewards"
-    return ""
+    if is_constant(found["advantages"], doctor.mask, doctor.batch.eps["advantages"]):
+        is_grouped = {"groups", "group_size"} & {*found, *doctor.batch.settings}
+        return "" if is_grouped or prompts_of(doctor) is not None else "groups, or prompts"
+    return next((name for name in ("values", "rewards") if name not in found), "")
 
 
 # ---- Returns ---------------------------------------------------------------------------------------------------
 
 
-def check_returns(doctor: Doctor, made: tuple[Base, tuple] | None) -> None:
+def plus_values(
+    a: Arrays,
+    source: Callable[[Arrays], Tensor],
+    values: str = "values",
+    shift: int = 0,
+    rows: int = 0,
+    sign: int = 1,
+) -> Tensor:
+    return source(a) + sign * a[values].roll((rows, shift), (0, 1))
+
+
+def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candidate]:
+    """Returns that are advantages, whitened or not, and values. made: what the advantages were made of."""
     found, mask = doctor.arrays, doctor.mask
-    returns = found["returns"]
-    where = mask & doctor.true_mask
-    candidates: list[Candidate] = []
-    before = None
+    whitened, has_values = wiring("returns of whitened advantages"), "values" in found
+    sources: list[tuple[str, Callable[[Arrays], Tensor], Names]] = []
     if made is not None:
-        base, constants = made
-        before = lambda a: base.compute(a, *constants)  # noqa: E731
-        name = "advantages before they were whitened" if base.constants else "advantages"
-        if "values" in found:
-            candidates.append(Candidate(words=f"{name} + values", predict=lambda a: before(a) + a["values"]))
-            for shift, word in ((1, "late"), (-1, "early")):
-                candidates.append(
-                    Candidate(
-                        words=f"{name} + values",
-                        predict=lambda a, s=shift: before(a) + a["values"].roll(s, 1),
-                        names=wiring(f"returns with values one token {word}"),
-                        unknown=mask & (mask.cumsum(1) == 1) if shift > 0 else doctor.only_last(mask),
-                    )
-                )
-        candidates.append(
-            Candidate(words=name, predict=before, names=wiring("returns without values") if "values" in found else ())
-        )
+        words = "advantages before they were whitened" if made.base.constants else "advantages"
+        raw = made.before(found)
+        sources.append((words, lambda a: raw if a is found else made.before(a), ()))
     if "advantages" in found:
-        if "values" in found:
-            whole = found["advantages"][where]
-            is_white = whole.numel() > 1 and abs(float(whole.mean())) < 1e-3 and abs(float(whole.std()) - 1) < 0.02
-            same = (
-                not is_white
-                if made is None
-                else root_mean_square((before(found) - found["advantages"])[where]) < 1e-6
-            )
-            candidates.append(
-                Candidate(
-                    words="advantages + values",
-                    predict=lambda a: a["advantages"] + a["values"],
-                    names=() if same else wiring("returns of whitened advantages"),
-                )
-            )
-            if made is not None and not same:
-                candidates += [
-                    Candidate(
-                        words=f"advantages{how} + values",
-                        predict=lambda a, f=f: f(before(a)) + a["values"],
-                        names=(*wiring("returns of whitened advantages"), *(n for n in names if n.choice)),
-                    )
-                    for how, f, names in whiteners(doctor)[1:]
-                    if how
-                ]
-        candidates.append(
-            Candidate(
-                words="advantages",
-                predict=lambda a: a["advantages"],
-                names=wiring("returns without values") if "values" in found else (),
-            )
+        is_raw = is_not_whitened(doctor, made)
+        sources.append(("advantages", itemgetter("advantages"), () if is_raw else whitened))
+        for how, f, names in whiteners(doctor)[1:] if made is not None and not is_raw else ():
+            names = (*whitened, *(name for name in names if name.choice))
+            sources.append((f"advantages{how}", lambda a, f=f: f(raw if a is found else made.before(a)), names))
+
+    def added(words: str, source: Callable[[Arrays], Tensor], *mistakes: str, values: str = "values", **how: Any):
+        edge = how.get("shift", 0)
+        return Candidate(
+            words=f"{words} {'-' if how.get('sign', 1) < 0 else '+'} {values}",
+            predict=partial(plus_values, source=source, values=values, **how),
+            names=wiring(*mistakes),
+            unknown={0: None, 1: only_first(mask), -1: doctor.only_last(mask)}[edge],
         )
+
+    for words, source, names in sources:
+        made_of = [added(words, source)] if has_values else []
+        if has_values and whitened[0] not in names:
+            made_of += [added(words, source, f"returns with values one token {w}", shift=n) for n, w in SHIFTS]
+            made_of += [added(words, source, "returns with values of another row", rows=n) for n in (1, -1)]
+            made_of += [added(words, source, "returns minus the values", sign=-1)]
+        if "new_values" in found:
+            made_of += [added(words, source, "returns with the new values", values="new_values")]
+        no_values = wiring("returns without values") if has_values else ()
+        made_of.append(Candidate(words=words, predict=source, names=no_values))
+        yield from (dataclasses.replace(candidate, names=(*names, *candidate.names)) for candidate in made_of)
     if "rewards" in found:
-        candidates.append(
-            Candidate(words="rewards", predict=lambda a: a["rewards"], names=wiring("returns are rewards"))
-        )
-    best, gap, is_explained = doctor.choose("returns", candidates, where) if candidates else (None, 0.0, False)
-    if not is_explained and ("rewards" in found or "scores" in found):
-        values = found.get("values", torch.zeros_like(returns))
+        yield Candidate(words="rewards", predict=itemgetter("rewards"), names=wiring("returns are rewards"))
+        if has_values:
+            yield added("rewards", itemgetter("rewards"), "returns are rewards")
+    if "scores" in found:
+        spread_scores = lambda a: spread(a["scores"], mask)  # noqa: E731
+        yield Candidate(words="scores", predict=spread_scores, names=wiring("returns are scores"))
+
+
+def is_not_whitened(doctor: Doctor, made: Made | None) -> bool:
+    """Whether the advantages of the dump are what they were made of, or do not look whitened."""
+    where, advantages = doctor.mask & doctor.true_mask, doctor.arrays["advantages"]
+    if made is not None:
+        return root_mean_square((made.before(doctor.arrays) - advantages)[where]) < 1e-6
+    x = advantages[where]
+    return x.numel() < 2 or abs(float(x.mean())) >= 1e-3 or abs(float(x.std()) - 1) >= 0.02
+
+
+def check_returns(doctor: Doctor, made: Made | None) -> None:
+    """Explain the returns. made: what the advantages were made of, where that is known."""
+    found, where = doctor.arrays, doctor.mask & doctor.true_mask
+    has_values = "values" in found
+    best, gap, is_explained = doctor.choose("returns", returns_of_advantages(doctor, made), where)
+    right = partial(plus_values, source=made.before) if made is not None and has_values else None
+    if not is_explained and {"rewards", "scores"} & found.keys():
         ways = whiteners(doctor) if made is None else whiteners(doctor)[:1]
-        alone, gap_alone, explained_alone, base, constants = explain(doctor, "returns", returns - values, ways)
-        if explained_alone and alone is not None:
-            names = alone.names
-            if (
-                made is not None
-                and base.constants == 2
-                and len(made[1]) == 2
-                and abs(constants[1] - made[1][1]) > 2e-3
-            ):
-                names = (*(n for n in names if n.name != "another lambda"), *wiring("a lambda of their own"))
-            elif ", then" in alone.words:
-                names = (*names, *wiring("returns of whitened advantages"))
-            words = f"{alone.words} + values" if "values" in found else alone.words
-            doctor.explained(
-                "returns",
-                Candidate(words=words, predict=lambda a: alone.predict(a) + values, names=names),
-                gap_alone,
-                None,
-                where,
-            )
-            return
-    if not is_explained:
-        lacks = (
-            ""
-            if "values" in found and "rewards" in found
-            else ("values" if "values" not in found else "rewards or scores")
-        )
-        doctor.unexplained("returns", best, gap, lacks, where)
-        return
-    right = (lambda a: before(a) + a["values"]) if before and "values" in found else None
-    doctor.explained("returns", best, gap, right, where)
+        alone, gap_alone, is_explained = explain(doctor, "returns", ways)
+        if alone is not None and is_explained:
+            best, gap, right = named_as_returns(alone, made), gap_alone, None
+    if best is not None and is_explained:
+        doctor.explained("returns", best, gap, right, where)
+    else:
+        needs = "rewards or scores" if "rewards" not in found else ""
+        doctor.unexplained("returns", best, gap, needs if has_values else "values", where)
+
+
+def named_as_returns(alone: Made, made: Made | None) -> Made:
+    """Returns that do not follow from the advantages, with the mistakes that this means."""
+    names = alone.names
+    if made is not None and len(alone.constants) == len(made.constants) == 2:
+        if abs(alone.constants[1] - made.constants[1]) > 2e-3:
+            kept = (name for name in names if name.name != "another lambda")
+            names = (*kept, *wiring("a lambda of their own"))
+    elif alone.how:
+        names = (*names, *wiring("returns of whitened advantages"))
+    return dataclasses.replace(alone, names=names)

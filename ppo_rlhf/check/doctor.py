@@ -96,9 +96,11 @@ def variants(function: str, more: tuple[tuple[str, str, str], ...] = ()) -> list
         )
         for name, old, new in more
     ]
-    book = [
-        fault for fault in faults.of(function) if not fault.name.startswith(("returns", "whitened ", "NaN"))
-    ] + own
+    book = (
+        [fault for fault in faults.of(function) if not fault.name.startswith(("returns", "whitened ", "NaN"))]
+        + own
+        + [fault for fault in WIRING.values() if faults.form(function) in fault.edits]
+    )
     source, found = inspect.getsource(getattr(forms, function)), []
     for names in [(), *((fault,) for fault in book), *itertools.combinations(book, 2)]:
         if len(names) == 2 and not any(fault.choice for fault in names):

@@ -5,8 +5,9 @@ batch.toml has the names. Responses are the last columns of the token ids, and e
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pyarrow.parquet
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ppo_rlhf.check import faults
 from ppo_rlhf.train_policy import InputError
@@ -23,6 +26,7 @@ CANONICAL = {alias: name for name, aliases in NAMES.items() for alias in (name, 
 SETTINGS = "gamma lam kl_coef cliprange temperature pad_id eos_id group_size step first context_length"
 PER_ROW = ("scores", "groups", "baselines")
 WHOLE = ("query_responses", "prompt_completion_ids", "query_response_ids", "prompt_response_ids", "sequences")
+OF_SHAPE = ("ids", "queries", "responses", "mask", "padding_mask", "attention_mask")  # they are no arrays by token
 EXACT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -33,16 +37,19 @@ class Batch:
     tokens: Tensor  # (rows, context + width), the responses in the last columns
     mask: Tensor  # (rows, width) bool
     is_text: Tensor  # (rows, context + width) bool: no padding
-    arrays: dict[str, Tensor]
     eps: dict[str, float]  # relative rounding of each array, by its dtype
     settings: dict[str, Any]
-    has_context: bool
+    arrays: dict[str, Tensor] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)  # names that mean nothing here
     not_finite: list[str] = field(default_factory=list)  # arrays with NaN or infinity where the mask is True
 
     @property
     def responses(self) -> Tensor:
         return self.tokens[:, -self.mask.shape[1] :]
+
+    @property
+    def has_context(self) -> bool:
+        return self.tokens.shape[1] > self.mask.shape[1]
 
 
 def read(path: Path) -> Batch:
@@ -54,31 +61,35 @@ def read(path: Path) -> Batch:
         raise InputError(f"{path}: {error}") from error
 
 
+def rows_of_json(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+
+
+def tensors_and_metadata(path: Path) -> dict[str, Any]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata() or {}) | {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".safetensors": tensors_and_metadata,
+    ".pt": partial(torch.load, map_location="cpu", weights_only=True),
+    ".pth": partial(torch.load, map_location="cpu", weights_only=True),
+    ".jsonl": rows_of_json,
+    ".json": lambda path: json.loads(path.read_text("utf-8")),
+    ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pydict(),
+}
+
+
 def contents(path: Path) -> dict[str, Any]:
     """What a file holds, by name: tensors, lists of rows, or numbers."""
+    kind = path.suffix
     if not path.is_file():
         raise InputError("there is no such file")
-    kind = path.suffix
+    if kind not in READERS:
+        raise InputError("a dump is a .safetensors, .pt, .jsonl, .json or .parquet file")
     try:
-        if kind == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return dict(file.metadata() or {}) | {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if kind in (".pt", ".pth"):
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        elif kind == ".parquet":
-            found = pyarrow.parquet.read_table(path).to_pydict()
-        elif kind in (".jsonl", ".json"):
-            text = path.read_text("utf-8")
-            found = (
-                [json.loads(line) for line in text.splitlines() if line.strip()]
-                if kind == ".jsonl"
-                else json.loads(text)
-            )
-        else:
-            raise InputError("a dump is a .safetensors, .pt, .jsonl, .json or .parquet file")
+        found = READERS[kind](path)
     except (SafetensorError, ValueError, RuntimeError, EOFError, KeyError, pyarrow.ArrowException) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"it cannot be read as {kind}: {str(error).strip().splitlines()[0][:200]}") from error
     except Exception as error:  # of torch's unpickler, which refuses what is no tensor
         raise InputError(f"it cannot be read as {kind} with weights_only: {type(error).__name__}") from error
@@ -111,13 +122,15 @@ def as_tensor(value: Any, *, left: bool = False) -> Tensor | None:
         value = [x.tolist() for x in value]
     try:
         if not all(isinstance(row, Sequence) for row in value):
-            return torch.tensor([float("nan") if x is None else x for x in value], dtype=torch.float64)
-        width = max(map(len, value))
-        rows = [[float("nan") if x is None else float(x) for x in row] for row in value]
-        fill = [[float("nan")] * (width - len(row)) for row in rows]
-        return torch.tensor([f + r if left else r + f for r, f in zip(rows, fill, strict=True)], dtype=torch.float64)
+            return numbers(value)
+        side = "left" if left else "right"
+        return pad_sequence([numbers(row) for row in value], True, padding_value=math.nan, padding_side=side)
     except (TypeError, ValueError):
         return None
+
+
+def numbers(values: Sequence[Any]) -> Tensor:
+    return torch.tensor([math.nan if x is None else float(x) for x in values], dtype=torch.float64)
 
 
 def rounding(x: Tensor) -> float:
@@ -129,72 +142,80 @@ def rounding(x: Tensor) -> float:
     return max(torch.finfo(kind).eps / 2, 2**-23)
 
 
-def arranged(raw: Mapping[str, Any]) -> Batch:
-    """Names, shapes and dtypes as the doctor needs them."""
+def renamed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], str]:
+    """Arrays under our names, the names that mean nothing here, and the name that the token ids had."""
     found: dict[str, Any] = {}
-    unread, ids_name = [], ""
+    unread, name_of_ids = [], ""
     order = {alias: number for number, alias in enumerate(CANONICAL)}
     for given in sorted(raw, key=lambda name: order.get(plain(name), 0)):
         name = CANONICAL.get(plain(given))
-        if plain(given) in ("format", "prompt_mask"):
-            continue
-        if name is None or name in found:
-            unread.append(given)
-        else:
+        if name is not None and name not in found:
             found[name] = raw[given]
-            ids_name = plain(given) if name == "ids" else ids_name
-    settings = {name: setting(found.pop(name)) for name in SETTINGS.split() if name in found}
-    settings = {name: value for name, value in settings.items() if value is not None}
-    tensors = {name: as_tensor(value, left=name == "queries") for name, value in found.items()}
-    unread += [name for name, x in tensors.items() if x is None]
-    tensors = {name: x.detach().cpu() for name, x in tensors.items() if x is not None}
+            name_of_ids = plain(given) if name == "ids" else name_of_ids
+        elif plain(given) not in ("format", "prompt_mask"):
+            unread.append(given)
+    return found, unread, name_of_ids
+
+
+def arranged(raw: Mapping[str, Any]) -> Batch:
+    """Names, shapes and dtypes as the doctor needs them."""
+    found, unread, name_of_ids = renamed(raw)
+    settings = {name: x for name in SETTINGS.split() if (x := setting(found.pop(name, None))) is not None}
+    read = {name: as_tensor(value, left=name == "queries") for name, value in found.items()}
+    tensors = {name: x.detach().cpu() for name, x in read.items() if x is not None}
     eps = {name: rounding(x) for name, x in tensors.items()}
-    tensors = {name: x.to(torch.float64) for name, x in tensors.items()}
-    tensors = unpacked(tensors)
-    ids, queries, responses = (tensors.pop(name, None) for name in ("ids", "queries", "responses"))
-    if ids is None and responses is None:
+    tensors = unpacked({name: x.to(torch.float64) for name, x in tensors.items()})
+    if not {"ids", "responses"} & tensors.keys():
         raise InputError("token ids are missing, such as query_responses, input_ids, or prompts and responses")
-    padding = tensors.pop("padding_mask", None)
-    if "mask" not in tensors and padding is not None:
-        tensors["mask"] = 1 - padding
-    attention = tensors.pop("attention_mask", None)
+    mask = mask_of(tensors)
+    ids = ids_of(tensors, mask)
+    context = settings.get("context_length", tensors["queries"].shape[1] if "queries" in tensors else 0)
+    attention = tensors.get("attention_mask")
+    has_attention = attention is not None and attention.shape == ids.shape
+    batch = Batch(
+        tokens=ids.nan_to_num(-1).long(),
+        mask=mask,
+        is_text=~ids.isnan(),
+        eps=eps,
+        settings=settings | {"context_length": int(context), "ids_name": name_of_ids, "has_attention": has_attention},
+        unread=unread + [name for name, x in read.items() if x is None],
+    )
+    if has_attention:
+        batch.is_text &= attention > 0.5
+    else:  # a token of the padding id is text where the mask counts it: it may be the end token, too
+        counts = pad(mask, (ids.shape[1] - mask.shape[1], 0))
+        batch.is_text &= (batch.tokens >= 0) & ((batch.tokens != pad_of(batch)) | counts)
+    for name, x in tensors.items():
+        if name not in OF_SHAPE:
+            put(batch, name, x)
+    return batch
+
+
+def mask_of(tensors: dict[str, Tensor]) -> Tensor:
+    """The policy's tokens: the mask of the dump, or what its padding shows."""
+    responses, attention = tensors.get("responses"), tensors.get("attention_mask")
     source = tensors.get("mask")
+    if source is None and "padding_mask" in tensors:
+        source = 1 - tensors["padding_mask"]
     if source is None and responses is not None and responses.isnan().any():
         source = (~responses.isnan()).double()  # lists of different lengths have no padding
     if source is None and attention is not None and responses is not None:
         source = attention[:, -responses.shape[1] :]
     if source is None or source.ndim != 2:
         raise InputError("a mask (rows, tokens) is missing, such as response_mask: True for the policy's tokens")
-    mask = source.nan_to_num(0) > 0.5
-    rows, width = mask.shape
+    return source.nan_to_num(0) > 0.5
+
+
+def ids_of(tensors: dict[str, Tensor], mask: Tensor) -> Tensor:
+    """Token ids (rows, context + width) with NaN at padding of lists, the contexts first where the dump has them."""
+    ids, queries, responses = (tensors.get(name) for name in ("ids", "queries", "responses"))
     if ids is None:
         ids = responses if queries is None else torch.cat([queries, responses], dim=1)
-    elif responses is not None and responses.shape[1] >= width and ids.shape[1] <= responses.shape[1]:
+    elif responses is not None and ids.shape[1] <= responses.shape[1] >= mask.shape[1]:
         ids = responses
-    if ids.ndim != 2 or len(ids) != rows or ids.shape[1] < width:
+    if ids.ndim != 2 or len(ids) != len(mask) or ids.shape[1] < mask.shape[1]:
         raise InputError(f"token ids are {tuple(ids.shape)}, and the mask is {tuple(mask.shape)}; they must fit")
-    context = settings.get("context_length", queries.shape[1] if queries is not None else 0)
-    batch = Batch(
-        tokens=ids.nan_to_num(-1).long(),
-        mask=mask,
-        is_text=~ids.isnan(),
-        arrays={},
-        eps=eps,
-        settings=settings | {"context_length": int(context), "ids_name": ids_name},
-        has_context=ids.shape[1] > width,
-        unread=unread,
-    )
-    if attention is not None and attention.shape == ids.shape:
-        batch.is_text &= attention > 0.5
-        settings["attention"] = True
-    else:
-        pads = pad_of(batch)
-        batch.is_text &= (batch.tokens >= 0) & ((batch.tokens != pads) | in_middle(batch))
-    batch.settings["has_attention"] = settings.pop("attention", False)
-    for name, x in tensors.items():
-        if name != "mask":
-            put(batch, name, x)
-    return batch
+    return ids
 
 
 def setting(value: Any) -> Any:
@@ -219,40 +240,30 @@ def pad_of(batch: Batch) -> int:
     return int(last.mode().values) if len(last) else -1
 
 
-def in_middle(batch: Batch) -> Tensor:
-    """Whether a token of the padding id is text: where the mask counts it (it may be the end token, too)."""
-    inside = torch.zeros_like(batch.is_text)
-    inside[:, -batch.mask.shape[1] :] = batch.mask
-    return inside
-
-
 def put(batch: Batch, name: str, x: Tensor) -> None:
     """Add an array, cut to the columns of the responses."""
-    (rows, width), n = batch.mask.shape, x.numel()
-    if name in ("loss", "value_loss") and n == 1:
+    rows, width = batch.mask.shape
+    if name in ("loss", "value_loss") and x.numel() == 1:
         batch.arrays[name] = x.reshape(())
         return
     if x.ndim == 3 and x.shape[2] == 1:
         x = x.squeeze(2)
-    if x.ndim == 2 and x.shape == (rows, 1) and width > 1:
+    if x.shape == (rows, 1) and width > 1:
         x = x.squeeze(1)
-    if x.ndim == 2 and x.shape[0] == rows and x.shape[1] == width - 1:
-        x = torch.nn.functional.pad(x, (1, 0))  # of the tokens from the second on
-    if x.ndim == 2 and x.shape[0] == rows and x.shape[1] >= width:
-        x = x[:, -width:]
-        if not x[batch.mask].isfinite().all() and name != "sampler_logprobs":
-            batch.not_finite.append(name)
-        x = x.nan_to_num(0, 0, 0)
-        if name in PER_ROW:
-            x = x.masked_fill(~batch.mask, 0).sum(1) if name == "scores" else x[:, -1]
-    elif x.shape != (rows,):
+    if x.shape == (rows, width - 1):
+        x = pad(x, (1, 0))  # of the tokens from the second on
+    is_by_token = x.ndim == 2 and len(x) == rows and x.shape[1] >= width
+    if not is_by_token and x.shape != (rows,):
         raise InputError(f"{name} is {tuple(x.shape)}; the mask is {(rows, width)}")
-    elif not x.isfinite().all():
+    x = x[:, -width:] if is_by_token else x
+    if not x[batch.mask if is_by_token else ...].isfinite().all() and name != "sampler_logprobs":
         batch.not_finite.append(name)
-        x = x.nan_to_num(0, 0, 0)
+    x = x.nan_to_num(0, 0, 0)
+    if is_by_token and name in PER_ROW:
+        x = x.masked_fill(~batch.mask, 0).sum(1) if name == "scores" else x[:, -1]
     if x.ndim == 1 and name == "rewards":
         name = "scores"  # one number for each response
-    if x.ndim == 1 and name not in (*PER_ROW, "advantages", "scores"):
+    if x.ndim == 1 and name not in (*PER_ROW, "advantages"):
         raise InputError(f"{name} has one number for each response; it must have one for each token")
     if name not in batch.arrays:
         batch.arrays[name] = x
@@ -265,10 +276,8 @@ def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if segments is None:
         return tensors
     pieces = [(row, segments[row] == n) for row in range(len(segments)) for n in segments[row].unique() if n > 0]
-    width = max(int(columns.sum()) for _, columns in pieces)
 
     def cut(x: Tensor) -> Tensor:
-        rows = [x[row][columns] for row, columns in pieces]
-        return torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=float("nan")) for row in rows])
+        return pad_sequence([x[row][columns] for row, columns in pieces], batch_first=True, padding_value=math.nan)
 
     return {name: cut(x) if x.shape == segments.shape else x for name, x in tensors.items()}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,142 +26,130 @@ MODES: dict[str, tuple[Fault, ...]] = {
 }
 NEVER = wiring("the clip never acts")
 FAR = 0.3  # nats per token: farther than an update moves a policy
+KINDS = ("ppo", "gspo", "cispo", "reinforce")
 COEFFICIENTS = [digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 4, 5)]
 
 
 def check_ratio(doctor: Doctor) -> None:
     """Whether the ratio is 1, or near it."""
-    found, mask = doctor.arrays, doctor.mask
-    if {"new_logprobs", "logprobs"} <= found.keys() and mask.any():
-        gap = found["new_logprobs"] - found["logprobs"]
-        said = [f for f in doctor.findings if f.array in ("new_logprobs", "logprobs")]
-        if any("one token" in name.name for f in said for name in f.names):
-            return
-        largest, size = float(gap[mask].abs().max()), root_mean_square(gap[mask])
-        rounding = 1e-4 + 2 * max(doctor.batch.eps[name] for name in ("new_logprobs", "logprobs")) * float(
-            found["logprobs"][mask].abs().max()
-        )
-        ratio = gap[mask].exp()
-        is_first = doctor.batch.settings.get("first") == 1
-        names = wiring("the ratio is not 1") if largest > rounding and (is_first or size > FAR) else ()
-        words = (
-            "the ratio to logprobs is 1"
-            if largest <= rounding
-            else f"the ratio to logprobs is from {written(float(ratio.min()), 3)} to {written(float(ratio.max()), 3)}"
-        )
-        if largest > rounding and not names and "first" not in doctor.batch.settings:
-            words += "; before the first step, it must be 1"
-        doctor.add(
-            "new_logprobs",
-            words,
-            names=list(names),
-            where=doctor.place("new_logprobs", found["logprobs"], mask) if names else "",
-        )
-        if "ratio" in found:
-            best, far, ok = doctor.choose(
-                "ratio",
-                [
-                    Candidate(
-                        words="exp(new_logprobs - logprobs)",
-                        predict=lambda a: (a["new_logprobs"] - a["logprobs"]).exp(),
-                    )
-                ],
-                mask,
-            )
-            doctor.add(
-                "ratio",
-                best.words,
-                gap=far,
-                names=[] if ok else list(wiring("the ratio of other log-probs")),
-                where="" if ok else doctor.place("ratio", best.predict, mask),
-            )
+    found, mask, settings = doctor.arrays, doctor.mask, doctor.batch.settings
+    names = [name.name for f in doctor.findings if f.array in ("new_logprobs", "logprobs") for name in f.names]
+    if not {"new_logprobs", "logprobs"} <= found.keys() or not mask.any() or any("one token" in x for x in names):
+        return
+    gap, ratio = (found["new_logprobs"] - found["logprobs"])[mask], ratios(found)[mask]
+    eps = max(doctor.batch.eps[name] for name in ("new_logprobs", "logprobs"))
+    is_one = float(gap.abs().max()) <= 1e-4 + 2 * eps * float(found["logprobs"][mask].abs().max())
+    is_wrong = not is_one and (settings.get("first") == 1 or root_mean_square(gap) > FAR)
+    words = "1" if is_one else f"from {written(float(ratio.min()), 3)} to {written(float(ratio.max()), 3)}"
+    if not is_one and not is_wrong and "first" not in settings:
+        words += "; before the first step, it must be 1"
+    doctor.add(
+        "new_logprobs",
+        f"the ratio to logprobs is {words}",
+        names=list(wiring("the ratio is not 1")) if is_wrong else [],
+        where=doctor.place("new_logprobs", found["logprobs"], mask) if is_wrong else "",
+    )
+    if "ratio" in found:
+        best = Candidate(words="exp(new_logprobs - logprobs)", predict=ratios)
+        _, far, is_right = doctor.choose("ratio", [best], mask)
+        names = () if is_right else wiring("the ratio of other log-probs")
+        doctor.explained("ratio", dataclasses.replace(best, names=names), far, ratios, mask)
 
 
-def clip_ranges(doctor: Doctor) -> list[tuple[float, float]]:
-    told = doctor.batch.settings.get("cliprange")
-    return [(told, told)] if told else RANGES
+def ratios(a: Arrays, old: str = "logprobs") -> Tensor:
+    return (a["new_logprobs"] - a[old]).exp()
+
+
+# ---- The policy's loss -----------------------------------------------------------------------------------------
+
+
+def losses_by_token(doctor: Doctor, old: str, low: float, high: float) -> Iterator[Candidate]:
+    """Losses of the policy by token, with the bounds 1 - low and 1 + high."""
+
+    def predict(a: Arrays, kind: str) -> Tensor:
+        new, advantages = a["new_logprobs"], a["advantages"]
+        return algebra.token_losses(new, a[old], advantages, doctor.mask, kind, low=low, high=high)[0]
+
+    for kind in KINDS:
+        words = f"{kind} with the bounds {low:g} and {high:g}"
+        names = wiring("another loss") if kind != "ppo" else ()
+        yield Candidate(words=words, predict=partial(predict, kind=kind), names=names)
+    yield Candidate(words="-A * ratio", predict=lambda a: -a["advantages"] * ratios(a, old), names=NEVER)
+
+
+def aggregated(losses: Candidate, mask: Tensor, mode: str) -> Candidate:
+    """One number from losses by token."""
+    return Candidate(
+        words=f"{losses.words}, {mode}",
+        predict=lambda a: forms.aggregate(losses.predict(a), mask, mode),
+        names=(*losses.names, *MODES[mode]),
+    )
 
 
 def policy_losses(doctor: Doctor) -> Iterator[Candidate]:
     """Losses of the policy as one number, or by token."""
-    by_token = doctor.arrays["loss"].ndim == 2
-    mask = doctor.mask
+    mask, told = doctor.mask, doctor.batch.settings.get("cliprange")
     old = "logprobs" if "logprobs" in doctor.arrays else "new_logprobs"
-    for low, high in clip_ranges(doctor):
-        for kind in ("ppo", "gspo", "cispo", "reinforce"):
-            of_kind = wiring("another loss") if kind != "ppo" else ()
-            for mode, of_mode in MODES.items() if not by_token else [("", ())]:
 
-                def predict(a: Arrays, kind=kind, mode=mode, low=low, high=high) -> Tensor:
-                    losses, _, _ = algebra.token_losses(
-                        a["new_logprobs"], a[old], a["advantages"], mask, kind, low=low, high=high
-                    )
-                    return losses if by_token else forms.aggregate(losses, mask, mode)
+    def predict(a: Arrays, f: Callable, low: float, high: float) -> Tensor:
+        return f(a["new_logprobs"], a[old], a["advantages"], mask, low, high)
 
+    for low, high in [(told, told)] if told else RANGES:
+        by_token = list(losses_by_token(doctor, old, low, high))
+        if doctor.arrays["loss"].ndim == 2:
+            yield from by_token
+            continue
+        yield from (aggregated(losses, mask, mode) for losses, mode in itertools.product(by_token, MODES))
+        for f, names in doctor.variants("policy_loss"):
+            if not all(name.choice for name in names):  # those are above
                 yield Candidate(
-                    words=f"{kind} with the bounds {low:g} and {high:g}, {mode}".strip(", "),
-                    predict=predict,
-                    names=(*of_kind, *of_mode),
+                    words=f"ppo with the bounds {low:g} and {high:g}",
+                    predict=partial(predict, f=f, low=low, high=high),
+                    names=tuple(NEVER[0] if name.name == "without a clip" else name for name in names),
                 )
-        for f, names in doctor.variants("policy_loss") if not by_token else ():
-            if all(name.choice for name in names):  # as above
-                continue
-            names = tuple(NEVER[0] if name.name == "without a clip" else name for name in names)
-
-            def predict(a: Arrays, f=f, low=low, high=high) -> Tensor:
-                return f(a["new_logprobs"], a[old], a["advantages"], mask, low, high)
-
-            yield Candidate(words=f"ppo with the bounds {low:g} and {high:g}", predict=predict, names=names)
-        for mode, of_mode in MODES.items() if not by_token else ():
-
-            def unclipped(a: Arrays, mode=mode) -> Tensor:
-                return forms.aggregate(-a["advantages"] * (a["new_logprobs"] - a[old]).exp(), mask, mode)
-
-            yield Candidate(words=f"-A * ratio, {mode}", predict=unclipped, names=(*NEVER, *of_mode))
-        if by_token:
-            yield Candidate(
-                words="-A * ratio",
-                predict=lambda a: -a["advantages"] * (a["new_logprobs"] - a[old]).exp(),
-                names=NEVER,
-            )
 
 
-def additions(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor], tuple]]:
+def additions(doctor: Doctor) -> Iterator[Candidate]:
     """What else may be in the loss: the KL, and the critic's."""
     found, mask = doctor.arrays, doctor.mask
-    penalised = any(f.array == "rewards" and " * (" in f.words for f in doctor.findings)
-    if "ref_logprobs" in found:
-        for name, mode in itertools.product(("k3", "k1", "k2"), list(MODES)[:2]):
-            yield (
-                f"{name}, {mode}",
-                lambda a, n=name, m=mode: forms.aggregate(
-                    forms.kl_estimate(a["new_logprobs"], a["ref_logprobs"], mask, n), mask, m
-                ),
-                wiring("KL in reward and loss") if penalised else (),
-            )
+    is_penalised = any(f.array == "rewards" and " * (" in f.words for f in doctor.findings)
+    names = wiring("KL in reward and loss") if is_penalised else ()
+
+    def kl(a: Arrays, name: str) -> Tensor:
+        return forms.kl_estimate(a["new_logprobs"], a["ref_logprobs"], mask, name)
+
+    for name, mode in itertools.product(("k3", "k1", "k2"), list(MODES)[:2]) if "ref_logprobs" in found else ():
+        by_token = Candidate(words=name, predict=partial(kl, name=name))
+        yield dataclasses.replace(aggregated(by_token, mask, mode), names=names)
     if {"new_values", "values", "returns"} <= found.keys():
-        yield "the critic's loss", lambda a: forms.value_loss(a["new_values"], a["values"], a["returns"], mask), ()
+        critic = lambda a: forms.value_loss(a["new_values"], a["values"], a["returns"], mask)  # noqa: E731
+        yield Candidate(words="the critic's loss", predict=critic)
 
 
 def with_additions(doctor: Doctor, losses: list[Candidate]) -> Iterator[Candidate]:
     """Losses of the policy with a KL or the critic's loss, whose coefficient is a number with one digit."""
-    loss = doctor.arrays["loss"]
-    coefficients = [c for c in [doctor.batch.settings.get("kl_coef")] if c] + COEFFICIENTS
-    for base, (words, extra, names) in itertools.product(losses, additions(doctor)):
-        if base.is_wrong and NEVER[0] not in base.names:
-            continue
-        size, rest = float(extra(doctor.arrays)), float(loss - base.predict(doctor.arrays))
-        for c in coefficients:
-            if size and abs(c * size - rest) < 2e-5 * max(abs(float(loss)), abs(c * size)):
-                yield Candidate(
-                    words=f"{base.words}, + {c:g} * {words}",
-                    predict=lambda a, b=base, e=extra, c=c: b.predict(a) + c * e(a),
-                    names=(*base.names, *names),
-                )
+    loss = float(doctor.arrays["loss"])
+    told = doctor.batch.settings.get("kl_coef")
+    for base, extra in itertools.product(losses, additions(doctor)):
+        size, rest = float(extra.predict(doctor.arrays)), loss - float(base.predict(doctor.arrays))
+        for c in [told, *COEFFICIENTS] if told else COEFFICIENTS:
+            is_near = abs(c * size - rest) < 2e-5 * max(abs(loss), abs(c * size))
+            if size and is_near and (not base.is_wrong or NEVER[0] in base.names):
+                yield plus(base, extra, c)
                 break
 
 
+def plus(base: Candidate, extra: Candidate, c: float) -> Candidate:
+    """A loss with c times another one."""
+    return Candidate(
+        words=f"{base.words}, + {c:g} * {extra.words}",
+        predict=lambda a: base.predict(a) + c * extra.predict(a),
+        names=(*base.names, *extra.names),
+    )
+
+
 def check_loss(doctor: Doctor) -> None:
+    """Explain the policy's loss, and its gradient."""
     found, mask = doctor.arrays, doctor.mask
     assumed = "new_logprobs" not in found
     if "advantages" not in found or (assumed and "logprobs" not in found):
@@ -167,30 +158,35 @@ def check_loss(doctor: Doctor) -> None:
     if assumed:
         found["new_logprobs"] = found["logprobs"]
     where = mask if found["loss"].ndim == 2 else torch.ones((), dtype=torch.bool)
-    ratio = (found["new_logprobs"] - found.get("logprobs", found["new_logprobs"]))[mask].abs()
-    forms_of_loss = [c for c in policy_losses(doctor) if float(ratio.max()) >= 1e-4 or NEVER[0] not in c.names]
-    fits = doctor.fitting("loss", forms_of_loss, where)
+    gap = (found["new_logprobs"] - found.get("logprobs", found["new_logprobs"]))[mask].abs()
+    losses = [c for c in policy_losses(doctor) if float(gap.max()) >= 1e-4 or NEVER[0] not in c.names]
+    fits = doctor.fitting("loss", losses, where)
     if not fits and found["loss"].ndim == 0:
-        fits = doctor.fitting("loss", with_additions(doctor, forms_of_loss), where)
+        fits = doctor.fitting("loss", with_additions(doctor, losses), where)
     if not fits:
-        best, gap, _ = doctor.choose("loss", forms_of_loss, where)
+        best, far, _ = doctor.choose("loss", losses, where)
         by_token = "" if found["loss"].ndim else "losses by token, because one number fits many formulas"
-        doctor.unexplained("loss", best, gap, "new_logprobs" if assumed else by_token, where)
-    else:
-        best = fits[0]
-        gap = float(doctor.gap("loss", best, where).abs().max())
-        is_reference = best.words == forms_of_loss[0].words and not best.names
-        others = [c for c in fits if c.is_wrong]
-        if is_reference:  # a mistake that changes nothing here is none
-            value = best.predict(found)
-            others = [c for c in others if (c.predict(found) - value).abs().max() > 1e-5 * value.abs().max()]
-        names = dict.fromkeys(name for c in others for name in c.names if not name.choice and name not in best.names)
-        words = f"{best.words}; {len(others)} formulas with a mistake fit as well" if names else best.words
-        doctor.add("loss", words, gap=gap, names=list(best.names))
-        if names and not is_reference:
-            doctor.add("loss", names=list(names)[:3], asks=True)
-    if "gradient" in found and fits:
-        check_gradient(doctor, best)
+        doctor.unexplained("loss", best, far, "new_logprobs" if assumed else by_token, where)
+        return
+    say_which(doctor, losses[0], fits, where)
+    if "gradient" in found:
+        check_gradient(doctor, fits[0])
+
+
+def say_which(doctor: Doctor, reference: Candidate, fits: list[Candidate], where: Tensor) -> None:
+    """Say which loss fits, and which mistakes one number cannot exclude."""
+    best, wrong = fits[0], [c for c in fits if c.is_wrong]
+    is_reference = best.words == reference.words and not best.names
+    if is_reference:  # a mistake that changes nothing here is none
+        value = best.predict(doctor.arrays)
+        least = 1e-5 * value.abs().max()
+        wrong = [c for c in wrong if (c.predict(doctor.arrays) - value).abs().max() > least]
+    names = dict.fromkeys(name for c in wrong for name in c.names if not name.choice and name not in best.names)
+    words = f"{best.words}; {len(wrong)} formulas with a mistake fit as well" if names else best.words
+    gap = float(doctor.gap("loss", best, where).abs().max())
+    doctor.add("loss", words, gap=gap, names=list(best.names))
+    if names and not is_reference:
+        doctor.add("loss", names=list(names)[:3], asks=True)
 
 
 def check_gradient(doctor: Doctor, best: Candidate) -> None:
@@ -217,38 +213,35 @@ def check_gradient(doctor: Doctor, best: Candidate) -> None:
     )
 
 
+def value_losses(doctor: Doctor) -> Iterator[Candidate]:
+    """Losses of the critic, on tokens, or on the step after the end, too."""
+    mask, told = doctor.mask, doctor.batch.settings.get("cliprange")
+    new = "new_values" if "new_values" in doctor.arrays else "values"
+
+    def predict(a: Arrays, f: Callable, m: Tensor, bound: float) -> Tensor:
+        return f(a[new], a["values"], a["returns"], m, bound)
+
+    further = mask | doctor.following(mask)
+    for (m, after), bound in itertools.product(
+        ((mask, ""), (further, ", the step after the end too")), [*([told] if told else []), 0.2, 0.5, math.inf]
+    ):
+        clipped = f", clipped to {bound:g}" if bound < math.inf else ""
+        for f, names in doctor.variants("value_loss"):
+            if m is mask or not names or names[0].name == "without its half":
+                words = f"half the squared error{clipped}{after}"
+                yield Candidate(words=words, predict=partial(predict, f=f, m=m, bound=bound), names=names)
+
+
 def check_value_loss(doctor: Doctor) -> None:
-    found, mask = doctor.arrays, doctor.mask
+    """Explain the critic's loss."""
+    found = doctor.arrays
     if not {"values", "returns"} <= found.keys():
         doctor.add("value_loss", lacks="values and returns")
-        return
-    new = "new_values" if "new_values" in found else "values"
-    further = mask | doctor.following(mask)
-    told = doctor.batch.settings.get("cliprange")
-    candidates = []
-    for m, after in ((mask, ""), (further, ", the step after the end too")):
-        for bound in ([told] if told else []) + [0.2, 0.5, 1e9]:
-            for f, names in doctor.variants("value_loss"):
-                if len(names) > 1 or (names and "half" not in names[0].name and m is further):
-                    continue
-                words = (
-                    f"half the squared error, clipped to {bound:g}{after}"
-                    if bound < 1e9
-                    else f"half the squared error{after}"
-                )
-                candidates.append(
-                    Candidate(
-                        words=words,
-                        predict=lambda a, f=f, m=m, b=bound: f(a[new], a["values"], a["returns"], m, b),
-                        names=names,
-                    )
-                )
-    where = torch.ones((), dtype=torch.bool)
-    if found["value_loss"].ndim:
+    elif found["value_loss"].ndim:
         doctor.add("value_loss", lacks="one number")
-        return
-    best, gap, ok = doctor.choose("value_loss", candidates, where)
-    if ok:
-        doctor.add("value_loss", best.words, gap=gap, names=list(best.names))
     else:
-        doctor.add("value_loss", lacks="new_values, or the coefficient")
+        best, gap, is_explained = doctor.choose("value_loss", value_losses(doctor), torch.ones((), dtype=torch.bool))
+        if is_explained:
+            doctor.add("value_loss", best.words, gap=gap, names=list(best.names))
+        else:
+            doctor.add("value_loss", lacks="new_values, or the coefficient")

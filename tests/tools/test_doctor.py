@@ -191,6 +191,76 @@ def test_rows_in_another_order_and_the_deviation_of_the_batch(change, names):
     assert wrong == ("advantages of another row" in names) and names <= found
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda x, s: x * s.std(1, keepdim=True), "multiplied by the deviation"),
+        (lambda x, s: x / (s.std(1, keepdim=True) / 2 + 1e-6), "divided by the standard error"),
+        (lambda x, s: x / x.abs().mean(1, keepdim=True), "divided by the mean absolute deviation"),
+        (lambda x, s: x / (s.std(1, keepdim=True) + 1), "1 added to the deviation"),
+        (lambda x, s: -x / (s.std(1, keepdim=True) + 1e-6), "advantages with the wrong sign"),
+        (lambda x, s: s - s.amax(1, keepdim=True), "an extreme as a baseline"),
+        (lambda x, s: s - (s.sum(1, keepdim=True) - s) / 4, "a mean of the others divided by n"),
+        (lambda x, s: s - s.sum(1, keepdim=True) / 3, "a mean divided by n minus 1"),
+        (lambda x, s: x / (s.std(1, keepdim=True).roll(1, 0) + 1e-6), "statistics of another group"),
+        (lambda x, s: (x / s.std(1, keepdim=True)).clamp(-0.5, 0.5), "clipped advantages"),
+        (lambda x, s: s.view(8, 2) - s.view(8, 2).mean(1, keepdim=True), "groups over the wrong rows"),
+    ],
+)
+def test_a_mistake_in_group_advantages_is_named(change, name):
+    """Four groups of four, which the dump tells."""
+    arrays = arrays_of("grpo", rows=16)
+    scores = arrays["scores"].view(4, 4)
+    made = change(scores - scores.mean(1, keepdim=True), scores)
+    wrong, names, _ = verdict(arrays | {"advantages": made.flatten()})
+    assert wrong and name in names
+
+
+def by_hand(rewards, values, lengths, gamma, lam, after=lambda row, n: 0.0, delta=lambda r, v, w: r + w - v):
+    """GAE of each row in plain Python. after: the value after the end. delta: of reward, value, gamma next value."""
+    advantages = torch.zeros_like(rewards)
+    for row, n in enumerate(lengths):
+        later, following = 0.0, after(row, n)
+        for t in reversed(range(n)):
+            later = delta(float(rewards[row, t]), float(values[row, t]), gamma * following) + gamma * lam * later
+            advantages[row, t], following = later, float(values[row, t])
+    return advantages
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"after": lambda v: lambda row, n: float(v[row, n - 1])}, "bootstrapped from the last token"),
+        ({"after": lambda v: lambda row, n: float([*v[:, 0], 0][row + 1])}, "bootstrapped from the next row"),
+        ({"delta": lambda v: lambda r, own, following: r + following}, "the own value is not subtracted"),
+        ({"delta": lambda v: lambda r, own, following: r + following + own}, "the own value is added"),
+        ({"delta": lambda v: lambda r, own, following: 0.95 * r + following - own}, "the reward is discounted"),
+        ({"white": lambda a, m: -a}, "advantages with the wrong sign"),
+        ({"white": lambda a, m: a.roll(1, 0)}, "advantages of another row"),
+        ({"white": lambda a, m: (a - a[m].mean()) * a[m].std(correction=0)}, "multiplied by the deviation"),
+        ({"white": lambda a, m: (a - a[m].mean()) / (a[m].var(correction=0) + 1).sqrt()}, "1 added to the deviation"),
+        ({"white": lambda a, m: (a + a[m].mean()) / a[m].std(correction=0)}, "the mean is added"),
+        ({"white": lambda a, m: a / m.sum(1, keepdim=True)}, "a sum divided by the length"),
+        ({"returns": lambda a, v: a - v}, "returns minus the values"),
+        ({"returns": lambda a, v: a + v.roll(1, 0)}, "returns with values of another row"),
+    ],
+)
+def test_a_mistake_in_gae_or_after_it_is_named(change, name):
+    draw = torch.Generator().manual_seed(5)
+    lengths = [5, 9, 3, 7, 8, 6]
+    mask = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
+    rewards, values = (torch.randn(6, 9, generator=draw, dtype=torch.float64) * mask for _ in range(2))
+    how = {key: change[key](values) for key in ("after", "delta") if key in change}
+    raw = by_hand(rewards, values, lengths, 0.95, 0.9, **how)
+    white = change.get("white", lambda a, m: a)(raw, mask)
+    returns = change.get("returns", lambda a, v: a + v)(raw, values)
+    made = {"response_ids": torch.arange(54).reshape(6, 9), "response_mask": mask.long(), "rewards": rewards}
+    made |= {"values": values, "advantages": white * mask, "returns": returns * mask}
+    made |= {"gamma": torch.tensor(0.95), "lam": torch.tensor(0.9)}
+    wrong, names, open_ = verdict({key: x.float() if x.is_floating_point() else x for key, x in made.items()})
+    assert wrong and name in names and open_ <= {"rewards"}
+
+
 # ---- With the model --------------------------------------------------------------------------------------------
 
 
