@@ -251,13 +251,14 @@ def bounds_of(doctor: Doctor) -> list[tuple[str, tuple[float, float]]]:
 def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
     """Losses of the policy as one number, or by token, with so many mistakes."""
     mask, by_token = doctor.mask, doctor.arrays["loss"].ndim == 2
+    choices = 2 if not mistakes and doctor.batch.eps["loss"] < PRECISE else 1
     tables = (bounds_of(doctor), ADVANTAGES, RATIOS, CLIPS, SIGNS, BY_TOKEN if by_token else REDUCTIONS)
 
     def by_tokens(a: Arrays, rows: tuple[Row, ...]) -> Tensor:
         (low, high), advantages, ratio, clip, sign = (f for _, f in rows)
         return sign(clip(advantages(a, mask), ratio(a, mask), low, high, a["new_logprobs"], mask))
 
-    for rows, group in itertools.groupby(rows_of(doctor, tables, mistakes, 2 - min(mistakes, 1)), lambda x: x[:-1]):
+    for rows, group in itertools.groupby(rows_of(doctor, tables, mistakes, choices), lambda x: x[:-1]):
         now = by_tokens(doctor.arrays, rows)
         low, high = rows[0][1]
         for *_, (name, reduce) in group:
@@ -301,7 +302,7 @@ def additions(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor],
                 lambda a, e=estimate, r=reduce: r(e(a), mask),
                 (*names, *(wiring("KL in reward and loss") if penalised else ())),
             )
-    for array in ("loss",) if by_token else ("value_loss", "new_values"):
+    for array in () if by_token else ("value_loss", "new_values"):
         if array == "value_loss" and array in doctor.arrays:
             yield "the critic's loss", lambda a: a["value_loss"].mean(), wiring("with the critic's loss")
         elif {array, "new_values", "values", "returns"} <= doctor.arrays.keys():
@@ -384,7 +385,10 @@ def say(doctor: Doctor, array: str, fits: list[Candidate], kinds: Sequence[Calla
     near = [c for g, c in plainest if max(g, floor) <= 4 * least]
     names = list(dict.fromkeys(name for c in near for name in c.names if not name.choice))
     first = near[0].predict(found)
-    if all(float((c.predict(found) - first).abs().max()) <= floor for c in near):  # one number with several names
+    is_one = len({c.names for c in near}) == 1
+    if is_one or all(
+        float((c.predict(found) - first).abs().max()) <= floor for c in near
+    ):  # one number with several names
         doctor.add(array, near[0].words, gap=gap, names=list(near[0].names))
         return near[0]
     doctor.add(array, unexplained=f"no formula fits without a mistake, and {len(names)} with one do")
