@@ -1,247 +1,505 @@
-"""Which formula made the losses of a dump, and whether ratios are what they must be: see doctor.py."""
+"""Which formula made the losses of a dump, and whether ratios are what they must be: see doctor.py.
+
+A loss is a product of tables: advantages, ratio, clip, sign and reduction, and then what is added to it. The first
+rows of a table, without a name, are the reference; a choice has the name of one. Combinations without a mistake are
+tried first, then those with one, then those with two.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss, pad
 
 from ppo_rlhf.check import faults, forms
-from ppo_rlhf.check.doctor import Arrays, Candidate, Doctor, root_mean_square, wiring
+from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, nice, root_mean_square, wiring
 from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
 
-RANGES = [(0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3), (3e-4, 4e-4)]
-MODES: dict[str, tuple[Fault, ...]] = {
-    "token-mean": (),
-    "seq-mean-token-mean": tuple(fault for fault in faults.of("policy_loss") if fault.choice),
-    "seq-mean-token-sum": wiring("a sum over tokens"),
-    "seq-mean-token-sum-norm": wiring("divided by the width"),
-}
-NEVER = wiring("the clip never acts")
+Row = tuple[str, Callable]  # the name of a mistake or choice, and what it computes
 FAR = 0.3  # nats per token: farther than an update moves a policy
-KINDS = ("ppo", "gspo", "cispo", "reinforce")
+RANGES = [(0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3)]
+OTHER_RANGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 COEFFICIENTS = [digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 4, 5)]
+PRECISE = 1e-5  # relative rounding up to which one number can tell two mistakes at once
+
+
+def mean_of_rows(x: Tensor, mask: Tensor) -> Tensor:
+    return ((x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(x)
+
+
+# Each sees the arrays and the mask.
+ADVANTAGES: list[Row] = [
+    ("", lambda a, m: a["advantages"]),
+    ("of the wrong sign", lambda a, m: -a["advantages"]),
+    *(("advantages of another row", lambda a, m, n=n: a["advantages"].roll(n, 0)) for n in (1, -1)),
+    ("advantages of another row", lambda a, m: a["advantages"].flip(0)),
+    ("advantages of another token", lambda a, m: pad((a["advantages"] * m)[:, 1:], (0, 1))),
+    ("advantages of another token", lambda a, m: pad((a["advantages"] * m)[:, :-1], (1, 0))),
+    ("advantages without their sign", lambda a, m: a["advantages"].abs()),
+    ("advantages of the whole row", lambda a, m: mean_of_rows(a["advantages"], m)),
+    ("whitens", lambda a, m: forms.whiten(a["advantages"], m)),
+    ("advantages before whitening", lambda a, m: a["returns"] - a["values"]),
+    ("returns for advantages", lambda a, m: a["returns"]),
+    ("rewards for advantages", lambda a, m: a["rewards"]),
+    ("scores for advantages", lambda a, m: a["scores"].unsqueeze(1).expand(m.shape)),
+]
+NEEDS = {
+    "advantages before whitening": {"returns", "values"},
+    "returns for advantages": {"returns"},
+    "rewards for advantages": {"rewards"},
+    "scores for advantages": {"scores"},
+    "ratio to the reference": {"ref_logprobs"},
+    "advantages for returns": {"advantages"},
+    "rewards for returns": {"rewards"},
+}
+RATIOS: list[Row] = [
+    ("", lambda a, m: (a["new_logprobs"] - a["logprobs"]).exp()),
+    ("ratio upside down", lambda a, m: (a["logprobs"] - a["new_logprobs"]).exp()),
+    ("difference for ratio", lambda a, m: a["new_logprobs"] - a["logprobs"]),
+    ("difference for ratio", lambda a, m: 1 + a["new_logprobs"] - a["logprobs"]),
+    ("ratio to the reference", lambda a, m: (a["new_logprobs"] - a["ref_logprobs"]).exp()),
+    ("ratio without the old", lambda a, m: a["new_logprobs"].exp()),
+    ("ratio of the new to itself", lambda a, m: (a["new_logprobs"] - a["new_logprobs"].detach()).exp()),
+    ("sum of log ratios", lambda a, m: (mean_of_rows(a["new_logprobs"] - a["logprobs"], m) * m.sum(1, True)).exp()),
+]
+
+
+def larger(a: Tensor, r: Tensor, clipped: Tensor) -> Tensor:
+    return torch.maximum(-a * r, -a * clipped)
+
+
+def another(loss: str, dual_clip: float | None = None, bounds: tuple[float, float] | None = None) -> Callable:
+    """A loss of algebra.py. bounds: its own, if they are not PPO's."""
+
+    def losses(a: Tensor, r: Tensor, low: float, high: float, new: Tensor, mask: Tensor) -> Tensor:
+        old = new.detach() - r.detach().log()
+        low, high = bounds or (low, high)
+        return algebra.token_losses(new, old, a, mask, loss, low=low, high=high, dual_clip=dual_clip)[0]
+
+    return losses
+
+
+# Each sees advantages, ratio, the bounds' distances from 1, new log-probs and the mask.
+CLIPS: list[Row] = [
+    ("", lambda a, r, low, high, *_: larger(a, r, r.clamp(1 - low, 1 + high))),
+    ("the smaller loss", lambda a, r, low, high, *_: -larger(-a, r, r.clamp(1 - low, 1 + high))),
+    ("the clip never acts", lambda a, r, *_: -a * r),
+    ("only the clipped", lambda a, r, low, high, *_: -a * r.clamp(1 - low, 1 + high)),
+    ("clips the log ratio", lambda a, r, low, high, *_: larger(a, r, r.log().clamp(-low, high).exp())),
+    ("clips the log ratio", lambda a, r, low, high, *_: larger(a, r, r.log().clamp(1 - low, 1 + high))),
+    ("clips ratio times advantage", lambda a, r, low, high, *_: torch.maximum(-a * r, -(a * r).clamp(-low, high))),
+    ("one bound is missing", lambda a, r, low, high, *_: larger(a, r, r.clamp(max=1 + high))),
+    ("one bound is missing", lambda a, r, low, high, *_: larger(a, r, r.clamp(min=1 - low))),
+    ("one bound is 1", lambda a, r, low, high, *_: larger(a, r, r.clamp(1 - low, 1))),
+    ("one bound is 1", lambda a, r, low, high, *_: larger(a, r, r.clamp(1, 1 + high))),
+    (
+        "dual clip of good tokens",
+        lambda a, r, low, high, *_: torch.minimum(larger(a, r, r.clamp(1 - low, 1 + high)), -3 * a),
+    ),
+    ("another loss", another("ppo", dual_clip=3.0)),
+    ("another loss", another("gspo", bounds=(3e-4, 4e-4))),
+    *(("another loss", another(kind)) for kind in ("gspo", "cispo", "reinforce")),
+]
+SIGNS: list[Row] = [("", lambda x: x), ("of the wrong sign", lambda x: -x)]
+
+
+def of_rows(first: bool, share: int) -> Callable:
+    def reduce(x: Tensor, m: Tensor) -> Tensor:
+        n = max(len(x) // share, 1)
+        rows = slice(None, n) if first else slice(-n, None)
+        return forms.aggregate(x[rows], m[rows])
+
+    return reduce
+
+
+REDUCTIONS: list[Row] = [
+    ("", forms.aggregate),
+    ("mean of row means", lambda x, m: forms.aggregate(x, m, "seq-mean-token-mean")),
+    ("a sum over tokens", lambda x, m: forms.aggregate(x, m, "seq-mean-token-sum")),
+    ("divided by the width", lambda x, m: forms.aggregate(x, m, "seq-mean-token-sum-norm")),
+    ("sum", lambda x, m: forms.aggregate(x, m, tokens=1)),
+    ("ignores the mask", lambda x, m: x.mean()),
+    ("of masked tokens", lambda x, m: x.sum() / m.sum()),
+    ("divided twice", lambda x, m: forms.aggregate(x, m) / m.sum()),
+    ("divided twice", lambda x, m: forms.aggregate(x, m) / len(m)),
+    ("divided twice", lambda x, m: forms.aggregate(x, m, "seq-mean-token-sum-norm") / m.sum()),
+    ("divided twice", lambda x, m: forms.aggregate(x, m, "seq-mean-token-sum") / m.sum()),
+    *(("a part of the rows", of_rows(first, share)) for first in (True, False) for share in (2, 4)),
+]
+BY_TOKEN: list[Row] = [("", lambda x, m: x)]
+
+# Of new values, old values, targets and the bound.
+VALUE_TARGETS: list[Row] = [
+    ("", lambda a: a["returns"]),
+    ("advantages for returns", lambda a: a["advantages"]),
+    ("rewards for returns", lambda a: a["rewards"]),
+    ("old values for returns", lambda a: a["values"]),
+]
+VALUES: list[Row] = [("", lambda a: a["new_values"]), ("old values for new", lambda a: a["values"])]
+
+
+def worse(new: Tensor, clipped: Tensor, target: Tensor) -> Tensor:
+    return torch.maximum((new - target) ** 2, (clipped - target) ** 2)
+
+
+VALUE_ERRORS: list[Row] = [
+    ("", lambda v, old, r, c: worse(v, torch.clamp(v, old - c, old + c), r)),
+    ("", lambda v, old, r, c: (v - r) ** 2),
+    (
+        "the smaller error",
+        lambda v, old, r, c: torch.minimum((v - r) ** 2, (torch.clamp(v, old - c, old + c) - r) ** 2),
+    ),
+    ("only the clipped", lambda v, old, r, c: (torch.clamp(v, old - c, old + c) - r) ** 2),
+    ("clips the old value", lambda v, old, r, c: worse(v, torch.clamp(old, v - c, v + c), r)),
+    ("relative clip", lambda v, old, r, c: worse(v, torch.clamp(v, old - c * old.abs(), old + c * old.abs()), r)),
+    ("clipped around the returns", lambda v, old, r, c: (torch.clamp(v, r - c, r + c) - r) ** 2),
+    ("clipped around 0", lambda v, old, r, c: worse(v, v.clamp(-c, c), r)),
+    ("absolute error", lambda v, old, r, c: (v - r).abs()),
+    ("Huber's error", lambda v, old, r, c: 2 * huber_loss(v, r, reduction="none")),
+]
+SCALES: list[Row] = [
+    ("", lambda x: x / 2),
+    ("without its half", lambda x: x),
+    ("the value loss has the wrong sign", lambda x: -x / 2),
+    *(("with its coefficient", lambda x, c=c: c * x / 2) for c in (0.1, 0.5, 0.01, 0.05, 0.2, 0.25)),
+]
+BOOK = ("policy_loss", "value_loss", "kl_estimate", "gspo_loss", "accumulate")
+
+
+@cache
+def named(name: str, function: str = "policy_loss") -> tuple[Fault, ...]:
+    """A mistake or choice of batch.toml, or one of the book, of that function if it has one."""
+    if not name:
+        return ()
+    of_book = [f for f in faults.BOOK if f.name == name and f.function in BOOK]
+    return (WIRING.get(name) or min(of_book, key=lambda f: f.function != function),)
+
+
+def rows_of(
+    doctor: Doctor, tables: Sequence[Sequence[Row]], mistakes: int, choices: int
+) -> Iterator[tuple[Row, ...]]:
+    """A row of each table that the dump has arrays for, with so many mistakes in all, and at most so many choices."""
+    if not tables:
+        yield from [()] * (mistakes == 0)
+        return
+    for row in tables[0]:
+        wrong = [not fault.choice for fault in named(row[0])]
+        left, free = mistakes - sum(wrong), choices - wrong.count(False)
+        if left >= 0 and free >= 0 and NEEDS.get(row[0], set()) <= doctor.arrays.keys():
+            yield from ((row, *rest) for rest in rows_of(doctor, tables[1:], left, free))
+
+
+# ---- The ratio -------------------------------------------------------------------------------------------------
 
 
 def check_ratio(doctor: Doctor) -> None:
     """Whether the ratio is 1, or near it."""
-    found, mask, settings = doctor.arrays, doctor.mask, doctor.batch.settings
-    names = [name.name for f in doctor.findings if f.array in ("new_logprobs", "logprobs") for name in f.names]
-    if not {"new_logprobs", "logprobs"} <= found.keys() or not mask.any() or any("one token" in x for x in names):
-        return
-    gap, ratio = (found["new_logprobs"] - found["logprobs"])[mask], ratios(found)[mask]
-    eps = max(doctor.batch.eps[name] for name in ("new_logprobs", "logprobs"))
-    is_one = float(gap.abs().max()) <= 1e-4 + 2 * eps * float(found["logprobs"][mask].abs().max())
-    is_wrong = not is_one and (settings.get("first") == 1 or root_mean_square(gap) > FAR)
-    words = "1" if is_one else f"from {written(float(ratio.min()), 3)} to {written(float(ratio.max()), 3)}"
-    if not is_one and not is_wrong and "first" not in settings:
-        words += "; before the first step, it must be 1"
-    doctor.add(
-        "new_logprobs",
-        f"the ratio to logprobs is {words}",
-        names=list(wiring("the ratio is not 1")) if is_wrong else [],
-        where=doctor.place("new_logprobs", found["logprobs"], mask) if is_wrong else "",
-    )
-    if "ratio" in found:
-        best = Candidate(words="exp(new_logprobs - logprobs)", predict=ratios)
-        _, far, is_right = doctor.choose("ratio", [best], mask)
-        names = () if is_right else wiring("the ratio of other log-probs")
-        doctor.explained("ratio", dataclasses.replace(best, names=names), far, ratios, mask)
-
-
-def ratios(a: Arrays, old: str = "logprobs") -> Tensor:
-    return (a["new_logprobs"] - a[old]).exp()
+    found, mask = doctor.arrays, doctor.mask
+    if {"new_logprobs", "logprobs"} <= found.keys() and mask.any():
+        gap = found["new_logprobs"] - found["logprobs"]
+        said = any(f.names for f in doctor.findings if f.array in ("new_logprobs", "logprobs"))
+        largest, size = float(gap[mask].abs().max()), root_mean_square(gap[mask])
+        rounding = 1e-4 + 2 * max(doctor.batch.eps[name] for name in ("new_logprobs", "logprobs")) * float(
+            found["logprobs"][mask].abs().max()
+        )
+        ratio = gap[mask].exp()
+        first = doctor.batch.settings.get("first")
+        names = wiring("the ratio is not 1") if largest > rounding and (first == 1 or size > FAR) else ()
+        names = wiring("the ratio stays 1") if first == 0 and largest == 0 else names
+        words = (
+            "the ratio to logprobs is 1"
+            if largest <= rounding
+            else f"the ratio to logprobs is from {written(float(ratio.min()), 3)} to {written(float(ratio.max()), 3)}"
+        )
+        if largest > rounding and not names and first is None:
+            words += "; before the first step, it must be 1"
+        where = doctor.place("new_logprobs", found["logprobs"], mask) if names else ""
+        doctor.add("new_logprobs", words, names=[] if said else list(names), where=where)
+        if "ratio" in found:
+            best, far, ok = doctor.choose(
+                "ratio",
+                [Candidate(words="exp(new_logprobs - logprobs)", predict=lambda a: RATIOS[0][1](a, mask))],
+                mask,
+            )
+            doctor.add(
+                "ratio",
+                best.words,
+                gap=far,
+                names=[] if ok else list(wiring("the ratio of other log-probs")),
+                where="" if ok else doctor.place("ratio", best.predict, mask),
+            )
 
 
 # ---- The policy's loss -----------------------------------------------------------------------------------------
 
 
-def losses_by_token(doctor: Doctor, old: str, low: float, high: float) -> Iterator[Candidate]:
-    """Losses of the policy by token, with the bounds 1 - low and 1 + high."""
-
-    def predict(a: Arrays, kind: str) -> Tensor:
-        new, advantages = a["new_logprobs"], a["advantages"]
-        return algebra.token_losses(new, a[old], advantages, doctor.mask, kind, low=low, high=high)[0]
-
-    for kind in KINDS:
-        words = f"{kind} with the bounds {low:g} and {high:g}"
-        names = wiring("another loss") if kind != "ppo" else ()
-        yield Candidate(words=words, predict=partial(predict, kind=kind), names=names)
-    yield Candidate(words="-A * ratio", predict=lambda a: -a["advantages"] * ratios(a, old), names=NEVER)
+def bounds_of(doctor: Doctor) -> list[tuple[str, tuple[float, float]]]:
+    told = doctor.batch.settings.get("cliprange")
+    if not told:
+        return [("", bounds) for bounds in RANGES]
+    others = {*OTHER_RANGES, told / 10, told / 2, 2 * told, 10 * told} - {told}
+    higher = [("", (told, 0.28))] if told < 0.28 else []
+    return [("", (told, told)), *higher, *(("another clip range", (c, c)) for c in sorted(others))]
 
 
-def aggregated(losses: Candidate, mask: Tensor, mode: str) -> Candidate:
-    """One number from losses by token."""
-    return Candidate(
-        words=f"{losses.words}, {mode}",
-        predict=lambda a: forms.aggregate(losses.predict(a), mask, mode),
-        names=(*losses.names, *MODES[mode]),
-    )
+def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
+    """Losses of the policy as one number, or by token, with so many mistakes."""
+    mask, by_token = doctor.mask, doctor.arrays["loss"].ndim == 2
+    choices = 2 if not mistakes and doctor.batch.eps["loss"] < PRECISE else 1
+    tables = (bounds_of(doctor), ADVANTAGES, RATIOS, CLIPS, SIGNS, BY_TOKEN if by_token else REDUCTIONS)
+
+    def by_tokens(a: Arrays, rows: tuple[Row, ...]) -> Tensor:
+        (low, high), advantages, ratio, clip, sign = (f for _, f in rows)
+        return sign(clip(advantages(a, mask), ratio(a, mask), low, high, a["new_logprobs"], mask))
+
+    for rows, group in itertools.groupby(rows_of(doctor, tables, mistakes, choices), lambda x: x[:-1]):
+        now = by_tokens(doctor.arrays, rows)
+        low, high = rows[0][1]
+        for *_, (name, reduce) in group:
+            yield Candidate(
+                words=f"ppo with the bounds {low:g} and {high:g}",
+                predict=lambda a, rows=rows, reduce=reduce: reduce(by_tokens(a, rows), mask),
+                names=tuple(fault for name in (*(name for name, _ in rows), name) for fault in named(name)),
+                now=reduce(now, mask),
+            )
 
 
-def policy_losses(doctor: Doctor) -> Iterator[Candidate]:
-    """Losses of the policy as one number, or by token."""
-    mask, told = doctor.mask, doctor.batch.settings.get("cliprange")
-    old = "logprobs" if "logprobs" in doctor.arrays else "new_logprobs"
-
-    def predict(a: Arrays, f: Callable, low: float, high: float) -> Tensor:
-        return f(a["new_logprobs"], a[old], a["advantages"], mask, low, high)
-
-    for low, high in [(told, told)] if told else RANGES:
-        by_token = list(losses_by_token(doctor, old, low, high))
-        if doctor.arrays["loss"].ndim == 2:
-            yield from by_token
-            continue
-        yield from (aggregated(losses, mask, mode) for losses, mode in itertools.product(by_token, MODES))
-        for f, names in doctor.variants("policy_loss"):
-            if not all(name.choice for name in names):  # those are above
-                yield Candidate(
-                    words=f"ppo with the bounds {low:g} and {high:g}",
-                    predict=partial(predict, f=f, low=low, high=high),
-                    names=tuple(NEVER[0] if name.name == "without a clip" else name for name in names),
-                )
+def estimates(doctor: Doctor) -> Iterator[tuple[str, Callable, tuple[Fault, ...]]]:
+    """Estimates of a KL by token, of which the loss may hold a multiple."""
+    mask, k = doctor.mask, forms.kl_estimate
+    for new, other, name in (
+        ("new_logprobs", "ref_logprobs", ""),
+        ("logprobs", "ref_logprobs", "KL of the old log-probs"),
+        ("new_logprobs", "logprobs", "KL to the old policy"),
+    ):
+        if other in doctor.arrays:
+            for words in ("k3", "k1", "k2"):
+                yield words, lambda a, n=new, o=other, w=words: k(a[n], a[o], mask, w), named(name)
+    if "ref_logprobs" in doctor.arrays:
+        for name, f in (
+            ("k3 upside down", lambda new, ref: k(ref, new, mask, "k3")),
+            ("k3 with a wrong sign in it", lambda new, ref: k(new, ref, mask, "k3") - 2 * k(new, ref, mask)),
+            ("k3 with a wrong sign in it", lambda new, ref: k(ref, new, mask, "k3") - 2 * k(ref, new, mask)),
+            ("k3 without its constant", lambda new, ref: k(new, ref, mask, "k3") + 1),
+        ):
+            yield "k3", lambda a, f=f: f(a["new_logprobs"], a["ref_logprobs"]), named(name, "kl_estimate")
 
 
-def additions(doctor: Doctor) -> Iterator[Candidate]:
-    """What else may be in the loss: the KL, and the critic's."""
-    found, mask = doctor.arrays, doctor.mask
-    is_penalised = any(f.array == "rewards" and " * (" in f.words for f in doctor.findings)
-    names = wiring("KL in reward and loss") if is_penalised else ()
-
-    def kl(a: Arrays, name: str) -> Tensor:
-        return forms.kl_estimate(a["new_logprobs"], a["ref_logprobs"], mask, name)
-
-    for name, mode in itertools.product(("k3", "k1", "k2"), list(MODES)[:2]) if "ref_logprobs" in found else ():
-        by_token = Candidate(words=name, predict=partial(kl, name=name))
-        yield dataclasses.replace(aggregated(by_token, mask, mode), names=names)
-    if {"new_values", "values", "returns"} <= found.keys():
-        critic = lambda a: forms.value_loss(a["new_values"], a["values"], a["returns"], mask)  # noqa: E731
-        yield Candidate(words="the critic's loss", predict=critic)
-
-
-def with_additions(doctor: Doctor, losses: list[Candidate]) -> Iterator[Candidate]:
-    """Losses of the policy with a KL or the critic's loss, whose coefficient is a number with one digit."""
-    loss = float(doctor.arrays["loss"])
-    told = doctor.batch.settings.get("kl_coef")
-    for base, extra in itertools.product(losses, additions(doctor)):
-        size, rest = float(extra.predict(doctor.arrays)), loss - float(base.predict(doctor.arrays))
-        for c in [told, *COEFFICIENTS] if told else COEFFICIENTS:
-            is_near = abs(c * size - rest) < 2e-5 * max(abs(loss), abs(c * size))
-            if size and is_near and (not base.is_wrong or NEVER[0] in base.names):
-                yield plus(base, extra, c)
-                break
+def additions(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor], tuple[Fault, ...]]]:
+    """What else may be in the loss: a KL, and the critic's loss."""
+    mask, by_token = doctor.mask, doctor.arrays["loss"].ndim == 2
+    penalised = any(f.array == "rewards" and " * (" in f.words for f in doctor.findings)
+    for words, estimate, names in estimates(doctor):
+        for mode, reduce in BY_TOKEN if by_token else REDUCTIONS[:4]:
+            yield (
+                f"{words}{mode and ', ' + mode}",
+                lambda a, e=estimate, r=reduce: r(e(a), mask),
+                (*names, *(wiring("KL in reward and loss") if penalised else ())),
+            )
+    for array in () if by_token else ("value_loss", "new_values"):
+        if array == "value_loss" and array in doctor.arrays:
+            yield "the critic's loss", lambda a: a["value_loss"].mean(), wiring("with the critic's loss")
+        elif {array, "new_values", "values", "returns"} <= doctor.arrays.keys():
+            for c in value_losses(doctor, 0, one_number=True):
+                yield "the critic's loss", c.predict, wiring("with the critic's loss")
 
 
-def plus(base: Candidate, extra: Candidate, c: float) -> Candidate:
-    """A loss with c times another one."""
-    return Candidate(
-        words=f"{base.words}, + {c:g} * {extra.words}",
-        predict=lambda a: base.predict(a) + c * extra.predict(a),
-        names=(*base.names, *extra.names),
-    )
+def with_additions(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
+    """Losses of the policy with a KL or the critic's loss, whose coefficient is told or a number with few digits."""
+    loss, told = doctor.arrays["loss"], doctor.batch.settings.get("kl_coef")
+    where = doctor.mask if loss.ndim else torch.ones((), dtype=torch.bool)
+    found = [(words, f, f(doctor.arrays), names) for words, f, names in additions(doctor)]
+    for own in range(min(mistakes, 1) + 1):
+        for base in policy_losses(doctor, own):
+            if "a part of the rows" in {name.name for name in base.names}:
+                continue
+            rest = (loss - base.now)[where]
+            for words, f, now, names in found:
+                size = float((now[where] ** 2).sum())
+                solved = float((rest * now[where]).sum()) / size if size else 0.0
+                if not solved or solved != solved:
+                    continue
+                c, is_kl = nice(solved, told), words != "the critic's loss"
+                if not loss.ndim:
+                    allowed = COEFFICIENTS + ([told, 2 * told] if told and is_kl else [])
+                    c = min(allowed, key=lambda x: abs(x - abs(solved))) * (1 if solved > 0 else -1)
+                if abs(c - solved) > 0.01 * abs(solved) and doctor.batch.eps["loss"] < PRECISE:
+                    continue
+                of_c = wiring("KL with the wrong sign") if c < 0 else ()
+                if told and is_kl and abs(abs(c) - told) > 0.01 * told:
+                    of_c += wiring("KL twice" if abs(abs(c) - 2 * told) < 0.01 * told else "another KL coefficient")
+                names_here = (*base.names, *names, *of_c)
+                if sum(not name.choice for name in names_here) == mistakes:
+                    yield Candidate(
+                        words=f"{base.words}, + {c:g} * {words}",
+                        predict=lambda a, b=base, f=f, c=c: b.predict(a) + c * f(a),
+                        names=names_here,
+                    )
+
+
+def explain(doctor: Doctor, array: str, kinds: Sequence[Callable], mistakes: int) -> list[Candidate]:
+    """The candidates that fit, the plainest first, without a mistake or with as few as can be, and not with more."""
+    where = doctor.mask if doctor.arrays[array].ndim else torch.ones((), dtype=torch.bool)
+    is_precise = bool(where.ndim) or max(doctor.batch.eps.values()) < PRECISE
+    for number, kind in itertools.product(range(min(mistakes, 2 if is_precise else 1) + 1), kinds):
+        candidates = [c for c in kind(doctor, number) if bool(doctor.gap(array, c, where).isfinite().all())]
+        fits = doctor.fitting(array, candidates, where)
+        if fits:
+            return fits
+    return []
+
+
+def leave_open(doctor: Doctor, array: str, candidates: Iterator[Candidate], lacks: str) -> None:
+    """Say that no formula fits, or what it would need."""
+    where = doctor.mask if doctor.arrays[array].ndim else torch.ones((), dtype=torch.bool)
+    best, gap, _ = doctor.choose(array, candidates, where)
+    if lacks or where.ndim:
+        doctor.unexplained(array, best, gap, lacks, where)
+    else:
+        more = "It may hold an entropy bonus, or be that of other tokens than those of the dump"
+        doctor.add(array, unexplained=f"the nearest formula ({best.words}) is {written(gap, 3)} away. {more}")
+
+
+def say(doctor: Doctor, array: str, fits: list[Candidate], kinds: Sequence[Callable]) -> Candidate:
+    """Say how an array was made; if several mistakes fit, that it is one of them."""
+    found = doctor.arrays
+    where = doctor.mask if found[array].ndim else torch.ones((), dtype=torch.bool)
+    gaps = [float(doctor.gap(array, c, where).abs().max()) for c in fits]
+    best, gap = fits[0], gaps[0]
+    if not best.is_wrong:
+        words = best.words
+        if doctor.batch.eps[array] > PRECISE and not found[array].ndim:
+            others = doctor.fitting(array, [c for kind in kinds[:1] for c in kind(doctor, 1)], where)
+            words += f"; {len(others)} formulas with a mistake fit as well" if others else ""
+        doctor.add(array, words, gap=gap, names=list(best.names))
+        return best
+    floor = 1e-7 * float(found[array].abs().max())
+    plainest = [(g, c) for g, c in zip(gaps, fits, strict=True) if c.weight <= 1.01 * best.weight]
+    least = max(min(plainest, key=lambda entry: entry[0])[0], floor)
+    near = [c for g, c in plainest if max(g, floor) <= 4 * least]
+    names = list(dict.fromkeys(name for c in near for name in c.names if not name.choice))
+    first = near[0].predict(found)
+    is_one = len({c.names for c in near}) == 1
+    if is_one or all(
+        float((c.predict(found) - first).abs().max()) <= floor for c in near
+    ):  # one number with several names
+        doctor.add(array, near[0].words, gap=gap, names=list(near[0].names))
+        return near[0]
+    doctor.add(array, unexplained=f"no formula fits without a mistake, and {len(names)} with one do")
+    doctor.add(array, names=names[:3], asks=True)
+    return near[0]
 
 
 def check_loss(doctor: Doctor) -> None:
-    """Explain the policy's loss, and its gradient."""
     found, mask = doctor.arrays, doctor.mask
-    assumed = "new_logprobs" not in found
-    if "advantages" not in found or (assumed and "logprobs" not in found):
+    assumed = [name for name in ("new_logprobs", "logprobs") if name not in found]
+    if "advantages" not in found or len(assumed) > 1:
         doctor.add("loss", lacks="advantages and new_logprobs")
         return
-    if assumed:
-        found["new_logprobs"] = found["logprobs"]
-    where = mask if found["loss"].ndim == 2 else torch.ones((), dtype=torch.bool)
-    gap = (found["new_logprobs"] - found.get("logprobs", found["new_logprobs"]))[mask].abs()
-    losses = [c for c in policy_losses(doctor) if float(gap.max()) >= 1e-4 or NEVER[0] not in c.names]
-    fits = doctor.fitting("loss", losses, where)
-    if not fits and found["loss"].ndim == 0:
-        fits = doctor.fitting("loss", with_additions(doctor, losses), where)
-    if not fits:
-        best, far, _ = doctor.choose("loss", losses, where)
-        by_token = "" if found["loss"].ndim else "losses by token, because one number fits many formulas"
-        doctor.unexplained("loss", best, far, "new_logprobs" if assumed else by_token, where)
-        return
-    say_which(doctor, losses[0], fits, where)
-    if "gradient" in found:
-        check_gradient(doctor, fits[0])
-
-
-def say_which(doctor: Doctor, reference: Candidate, fits: list[Candidate], where: Tensor) -> None:
-    """Say which loss fits, and which mistakes one number cannot exclude."""
-    best, wrong = fits[0], [c for c in fits if c.is_wrong]
-    is_reference = best.words == reference.words and not best.names
-    if is_reference:  # a mistake that changes nothing here is none
-        value = best.predict(doctor.arrays)
-        least = 1e-5 * value.abs().max()
-        wrong = [c for c in wrong if (c.predict(doctor.arrays) - value).abs().max() > least]
-    names = dict.fromkeys(name for c in wrong for name in c.names if not name.choice and name not in best.names)
-    words = f"{best.words}; {len(wrong)} formulas with a mistake fit as well" if names else best.words
-    gap = float(doctor.gap("loss", best, where).abs().max())
-    doctor.add("loss", words, gap=gap, names=list(best.names))
-    if names and not is_reference:
-        doctor.add("loss", names=list(names)[:3], asks=True)
+    for name in assumed:
+        found[name] = found["logprobs" if name == "new_logprobs" else "new_logprobs"].clone()
+        doctor.batch.eps[name] = doctor.batch.eps["loss"]
+    kinds = (policy_losses, with_additions)
+    fits = explain(doctor, "loss", kinds, mistakes=0 if assumed else 2 if "ref_logprobs" in found else 1)
+    if fits:
+        best = say(doctor, "loss", fits, kinds)
+        is_critic = not mean_of_rows(found["advantages"], mask).sub(found["advantages"])[mask].abs().max() < 1e-3
+        if (
+            is_critic
+            and doctor.batch.eps["loss"] < PRECISE
+            and "divided by the width" in {name.name for name in best.names}
+        ):
+            doctor.add("loss", names=list(named("mean over padding")), asks=True)
+        if "gradient" in found:
+            check_gradient(doctor, best)
+    else:
+        where = mask if found["loss"].ndim else torch.ones((), dtype=torch.bool)
+        best, *_ = doctor.choose("loss", policy_losses(doctor, 0), where)
+        rest = (found["loss"] - best.predict(found))[where]
+        may_have_kl = "ref_logprobs" not in found and float(rest.min()) > -1e-5 * float(found["loss"].abs().max())
+        lacks = assumed[0] if assumed else "ref_logprobs" if may_have_kl else ""
+        leave_open(doctor, "loss", policy_losses(doctor, 0), lacks)
+    for name in assumed:
+        del found[name]
 
 
 def check_gradient(doctor: Doctor, best: Candidate) -> None:
     """Compare the gradient by new log-probs with that of the formula that explains the loss."""
     found, mask = doctor.arrays, doctor.mask
-    leaf = found["new_logprobs"].clone().requires_grad_()
-    (expected,) = torch.autograd.grad(best.predict(found | {"new_logprobs": leaf}).sum(), leaf)
-    candidate = Candidate(words="the gradient of that loss", predict=lambda a: expected)
-    _, gap, _ = doctor.choose("gradient", [candidate], mask)
-    ok = gap <= 1e-4 * float(expected.abs().max()) + 2 * doctor.batch.eps["gradient"] * float(
-        found["gradient"][mask].abs().max()
-    )
-    if ok:
-        doctor.add("gradient", candidate.words, gap=gap)
-        return
-    nothing = float(found["gradient"][mask].abs().max()) < 1e-9 < float(expected.abs().max())
-    name = "the loss has no gradient" if nothing else "advantages are not detached"
+    leaf, there = found["new_logprobs"].clone().requires_grad_(), found["gradient"]
+    total, slopes = best.predict(found | {"new_logprobs": leaf}), []
+    for _, reduce in REDUCTIONS[:5] if total.ndim else [("", lambda x, m: x)]:
+        slopes += torch.autograd.grad(reduce(total, mask), leaf, retain_graph=True)
+    expected = min(slopes, key=lambda slope: float((slope - there)[mask].abs().max()))
+    rounding = 1e-4 * float(expected.abs().max()) + 2 * doctor.batch.eps["gradient"] * float(there[mask].abs().max())
+    gap = float((there - expected)[mask].abs().max())
+    factor = float((there * expected)[mask].sum() / (expected[mask] ** 2).sum().clamp(min=1e-30))
+    if gap <= rounding:
+        name, words = "", "the gradient of that loss"
+        outside = float(there[~mask].abs().max()) if not mask.all() else 0.0
+        name = "padding has a gradient" if outside > rounding and not expected[~mask].any() else ""
+    elif float(there[mask].abs().max()) < 1e-9 < float(expected.abs().max()):
+        name, words = "the loss has no gradient", "not that of the loss"
+    elif float((there - factor * expected)[mask].abs().max()) <= rounding * max(1, abs(factor)):
+        words = f"{written(factor, 4)} times that of the loss"
+        name = "the gradient has the wrong sign" if factor < 0 else "the gradient is on another scale"
+    else:
+        name, words = "advantages are not detached", "not that of the loss"
     doctor.add(
         "gradient",
-        "not that of the loss",
+        words,
         gap=gap,
-        names=list(wiring(name)),
-        where=doctor.place("gradient", expected, mask),
+        names=list(named(name)),
+        where=doctor.place("gradient", expected, mask) if name else "",
     )
 
 
-def value_losses(doctor: Doctor) -> Iterator[Candidate]:
-    """Losses of the critic, on tokens, or on the step after the end, too."""
-    mask, told = doctor.mask, doctor.batch.settings.get("cliprange")
-    new = "new_values" if "new_values" in doctor.arrays else "values"
+# ---- The critic's loss -----------------------------------------------------------------------------------------
 
-    def predict(a: Arrays, f: Callable, m: Tensor, bound: float) -> Tensor:
-        return f(a[new], a["values"], a["returns"], m, bound)
 
-    further = mask | doctor.following(mask)
-    for (m, after), bound in itertools.product(
-        ((mask, ""), (further, ", the step after the end too")), [*([told] if told else []), 0.2, 0.5, math.inf]
-    ):
-        clipped = f", clipped to {bound:g}" if bound < math.inf else ""
-        for f, names in doctor.variants("value_loss"):
-            if m is mask or not names or names[0].name == "without its half":
-                words = f"half the squared error{clipped}{after}"
-                yield Candidate(words=words, predict=partial(predict, f=f, m=m, bound=bound), names=names)
+def value_losses(doctor: Doctor, mistakes: int, one_number: bool = False) -> Iterator[Candidate]:
+    """Losses of the critic, with so many mistakes."""
+    found, mask, told = doctor.arrays, doctor.mask, doctor.batch.settings.get("cliprange")
+    by_token = not one_number and found["value_loss"].ndim == 2
+    bounds = [("", c) for c in dict.fromkeys([*([told] if told else []), 0.2, 0.5, 0.1, 0.05])]
+    regions = [("", mask), ("", mask | doctor.following(mask))]
+    reductions = [("mean over padding" if name == "divided by the width" else name, f) for name, f in REDUCTIONS]
+    tables = (bounds, regions, VALUE_TARGETS, VALUES, VALUE_ERRORS, SCALES, BY_TOKEN if by_token else reductions)
+    for rows in rows_of(doctor, tables, mistakes, choices=1):
+
+        def predict(a: Arrays, rows=rows) -> Tensor:
+            bound, region, target, new, error, scale, reduce = (f for _, f in rows)
+            return reduce(scale(error(new(a), a["values"], target(a), bound)), region)
+
+        bound, after = rows[0][1], ", the step after the end too" if rows[1][1] is not mask else ""
+        clip = f", clipped to {bound:g}" if rows[4] is not VALUE_ERRORS[1] else ""
+        yield Candidate(
+            words=f"half the squared error{clip}{after}",
+            predict=predict,
+            names=tuple(fault for name, _ in rows for fault in named(name, "value_loss")),
+        )
 
 
 def check_value_loss(doctor: Doctor) -> None:
-    """Explain the critic's loss."""
     found = doctor.arrays
-    if not {"values", "returns"} <= found.keys():
-        doctor.add("value_loss", lacks="values and returns")
-    elif found["value_loss"].ndim:
-        doctor.add("value_loss", lacks="one number")
+    assumed = [name for name in ("new_values", "values") if name not in found]
+    lacks = [name for name in ("returns",) if name not in found] + (assumed if len(assumed) > 1 else [])
+    if lacks:
+        doctor.add("value_loss", lacks=" and ".join(lacks))
+        return
+    for name in assumed:
+        found[name] = found["values" if name == "new_values" else "new_values"].clone()
+        doctor.batch.eps[name] = doctor.batch.eps["value_loss"]
+    fits = explain(doctor, "value_loss", (value_losses,), mistakes=0 if assumed else 2)
+    if fits:
+        say(doctor, "value_loss", fits, (value_losses,))
     else:
-        best, gap, is_explained = doctor.choose("value_loss", value_losses(doctor), torch.ones((), dtype=torch.bool))
-        if is_explained:
-            doctor.add("value_loss", best.words, gap=gap, names=list(best.names))
-        else:
-            doctor.add("value_loss", lacks="new_values, or the coefficient")
+        leave_open(doctor, "value_loss", value_losses(doctor, 0), assumed[0] if assumed else "")
+    for name in assumed:
+        del found[name]

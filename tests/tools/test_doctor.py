@@ -145,7 +145,7 @@ def test_the_loss_is_explained_and_its_gradient():
         (lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum(), "sum", True),
         (
             lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].sum() / m.numel(),
-            "divided by the width, mean over padding",
+            "divided by the width",
             False,
         ),
         (
@@ -155,7 +155,26 @@ def test_the_loss_is_explained_and_its_gradient():
             "mean of row means",
             False,
         ),
-        (lambda a, r, m: (a * r).sum() * 0 + 0.1234567, None, False),
+        (lambda a, r, m: -torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].mean(), "of the wrong sign", True),
+        (
+            lambda a, r, m: torch.maximum(-a * r, -(a * r).clamp(-0.2, 0.2))[m].mean(),
+            "clips ratio times advantage",
+            True,
+        ),
+        (lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1))[m].mean(), "one bound is 1", True),
+        (lambda a, r, m: torch.maximum(-a * r, -a * r.clamp(0.8, 1.2))[m].mean() / m.sum(), "divided twice", True),
+        (
+            lambda a, r, m: torch.maximum(-a.abs() * r, -a.abs() * r.clamp(0.8, 1.2))[m].mean(),
+            "advantages without their sign",
+            True,
+        ),
+        (
+            lambda a, r, m: torch.maximum(-a.roll(1, 0) * r, -a.roll(1, 0) * r.clamp(0.8, 1.2)),
+            "advantages of another row",
+            True,
+        ),
+        (lambda a, r, m: torch.minimum(-a * r, -a * r.clamp(0.8, 1.2)), "the smaller loss", True),
+        (lambda a, r, m: (a * r).sum() * 0 + 0.1234567, None, True),
     ],
 )
 def test_one_number_shows_which_loss_it_is(form, name, is_fault):
@@ -164,6 +183,24 @@ def test_one_number_shows_which_loss_it_is(form, name, is_fault):
     wrong, names, open_ = verdict(arrays | {"loss": form(a, ratio, arrays["mask"]).float()})
     assert (wrong, open_) == (is_fault, set() if name else {"loss"})
     assert {*name.split(", ")} <= names if name else not names
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (lambda v, old, r, m: ((v - r) ** 2 / 2)[m].mean(), None),
+        (lambda v, old, r, m: -((v - r) ** 2 / 2)[m].mean(), "the value loss has the wrong sign"),
+        (lambda v, old, r, m: ((v - old) ** 2 / 2)[m].mean(), "old values for returns"),
+        (lambda v, old, r, m: ((old - r) ** 2 / 2)[m].mean(), "old values for new"),
+    ],
+)
+def test_one_number_shows_which_value_loss_it_is(form, name):
+    arrays = arrays_of(rows=16)
+    old, returns = arrays["values"].double(), arrays["returns"].double()
+    new = old + 0.1 * torch.randn(old.shape, generator=torch.Generator().manual_seed(5))
+    made = {"new_values": new.float(), "value_loss": form(new.float().double(), old, returns, arrays["mask"]).float()}
+    wrong, names, open_ = verdict(arrays | made)
+    assert wrong == bool(name) and not open_ and names >= ({name} if name else set())
 
 
 def test_a_number_that_many_losses_give_is_said_to_be_one():
