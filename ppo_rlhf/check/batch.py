@@ -7,6 +7,7 @@ dump.py reads the file. inputs.py looks at the mask and the log-probs, which rec
 rewards.py, advantages.py and losses.py explain the other arrays by the candidates that doctor.py judges.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def examine(batch: Batch, model: Path | None = None, reference: Path | None = No
         advantages.check_returns(doctor, made)
     if doctor.has("loss"):
         losses.check_loss(doctor)
+    settle_penalty(doctor)
     if doctor.has("value_loss"):
         losses.check_value_loss(doctor)
     if doctor.has("advantages_grad") and batch.arrays["advantages_grad"].any():
@@ -54,6 +56,18 @@ def replace(doctor: Doctor, finding: Finding) -> None:
         return other.array != finding.array or bool(other.names and not other.asks and not finding.names)
 
     doctor.findings = [*filter(stays, doctor.findings), finding]
+
+
+def settle_penalty(doctor: Doctor) -> None:
+    """Whether a penalty that the rewards do not hold is in the loss, if the dump shows it."""
+    lost = wiring("without a penalty")
+    losses_of = [finding.words for finding in doctor.findings if finding.array == "loss" and finding.words]
+    is_there = any(re.search(r"\bk[123]\b|KL", words) for words in losses_of)
+    for finding in [finding for finding in doctor.findings if lost[0] in finding.names]:
+        if is_there or not losses_of:
+            finding.names = [name for name in finding.names if name not in lost]
+        if not losses_of:
+            doctor.add("rewards", names=lost, asks=True, where="the loss, which may have it, but does not show it")
 
 
 def check_groups(doctor: Doctor) -> None:

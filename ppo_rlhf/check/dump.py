@@ -229,8 +229,8 @@ def in_middle(batch: Batch) -> Tensor:
 def put(batch: Batch, name: str, x: Tensor) -> None:
     """Add an array, cut to the columns of the responses."""
     (rows, width), n = batch.mask.shape, x.numel()
-    if name in ("loss", "value_loss") and n == 1:
-        batch.arrays[name] = x.reshape(())
+    if name in ("loss", "value_loss") and (n == 1 or (x.shape == (rows,) and x.unique().numel() == 1)):
+        batch.arrays[name] = x.flatten()[0]  # it may be repeated in every row of a file
         return
     if x.ndim == 3 and x.shape[2] == 1:
         x = x.squeeze(2)
@@ -244,7 +244,7 @@ def put(batch: Batch, name: str, x: Tensor) -> None:
             batch.not_finite.append(name)
         x = x.nan_to_num(0, 0, 0)
         if name in PER_ROW:
-            x = x.masked_fill(~batch.mask, 0).sum(1) if name == "scores" else x[:, -1]
+            x = x.sum(1) if name == "scores" else x[:, -1]
     elif x.shape != (rows,):
         raise InputError(f"{name} is {tuple(x.shape)}; the mask is {(rows, width)}")
     elif not x.isfinite().all():

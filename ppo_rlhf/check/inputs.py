@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.check import dump
+from ppo_rlhf.check.advantages import prompts_of
 from ppo_rlhf.check.doctor import Doctor, last_columns, root_mean_square, wiring
 from ppo_rlhf.report.derivation import written
 
@@ -19,40 +20,84 @@ LOGPROBS = ("logprobs", "ref_logprobs", "new_logprobs", "sampler_logprobs")
 
 def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
     """Compare the mask with what the token ids show: padding, the end token, prompts, tools."""
-    batch, mask, pad = doctor.batch, doctor.mask, dump.pad_of(doctor.batch)
+    batch, mask = doctor.batch, doctor.mask
     told = [int(batch.settings["eos_id"])] if "eos_id" in batch.settings else []
     ends = torch.tensor([*end_ids, *told], dtype=batch.tokens.dtype)
-    last = last_columns(mask)
+    pad, last = pad_of(doctor), last_columns(mask)
     token, before = in_columns(batch.responses, last), in_columns(batch.responses, last - 1)
     short = mask.any(1) & (last < mask.shape[1] - 1)  # rows that end before the last column
-    text, beyond = batch.responses != pad, mask & False
+    padding = (batch.responses == pad).flip(1).cumprod(1).flip(1).bool()  # that the ids show
+    text, shown = batch.responses != pad, ~padding
+    if len(ends) == 0 or pad in ends or "pad_id" not in batch.settings:  # the first of them may be the end
+        shown |= padding & (padding.cumsum(1) == 1)
     if batch.settings["has_attention"]:
-        text = batch.is_text[:, -mask.shape[1] :]
-        beyond = mask & ~text
+        text = shown = batch.is_text[:, -mask.shape[1] :]
+    beyond = mask & ~shown
     is_end, is_pad = torch.isin(token, ends), (token == pad) & (mask.sum(1) > 1)
     lacks_end = one_is_left(mask, text, short) or (short.any() and pad in ends and not is_end[short].any())
     # The last token is padding: the one before is the end, or log-probs are a filling there.
     is_over = short.any() and is_pad[short].all()
     is_known = torch.isin(before[short], ends).all() or is_filled(doctor, last, short)
-    if lacks_end:
+    if is_over and not len(ends) and short.sum() > 2 and before[short].unique().numel() == 1:
+        # A token that is nowhere else ends the responses.
+        end = before[short][0]
+        is_known |= (batch.tokens == end).sum() == short.sum() + (token[~short] == end).sum()
+        if not is_known:
+            doctor.add("mask", names=wiring("the mask is one too long"), asks=True)
+    is_moved = is_of_another_row(mask, padding)
+    if is_moved:
+        doctor.true_mask = mask
+    elif lacks_end:
         doctor.true_mask = mask | doctor.following(mask)
     elif beyond.any():
         doctor.true_mask = mask & ~beyond
     elif is_over and is_known:
         doctor.true_mask = mask & ~doctor.only_last(mask)
-    elif is_over and not len(ends) and short.sum() > 2 and before[short].unique().numel() == 1:
-        doctor.add("mask", names=wiring("the mask is one too long"), asks=True)
-    shown = {
-        "the mask is without the end": lacks_end,
-        "the mask is one too long": beyond.any() or (is_over and is_known),
+    is_wide = int(beyond.sum(1).max()) > 1
+    names = {
+        "the mask of another row": is_moved,
+        "the mask is without the end": lacks_end and not is_moved,
+        "the mask includes padding": is_wide and not is_moved,
+        "the mask is one too long": (beyond.any() or (is_over and is_known)) and not (is_wide or is_moved),
+        "the mask is without the first token": lacks_first(doctor),
         "the mask includes the prompt": includes_prompt(doctor),
         "the mask includes tokens of tools": includes_tools(doctor),
     }
-    names = wiring(*(name for name, is_so in shown.items() if is_so))
     words = f"{mask.sum()} tokens in {mask.any(1).sum()} responses"
     words += f"; {is_end.sum()} of them end with an end token" if len(ends) else ""
-    row = int(short.byte().argmax())
-    doctor.add("mask", words, names=names, where=f"row {row} counts up to token {last[row]}, id {token[row]}")
+    row = int((beyond.any(1) if beyond.any() else short).byte().argmax())
+    where = f"row {row} counts tokens {int(mask[row].byte().argmax())} to {last[row]}, whose id is {token[row]}"
+    doctor.add("mask", words, names=wiring(*(name for name, is_so in names.items() if is_so)), where=where)
+
+
+def pad_of(doctor: Doctor) -> int:
+    """The padding id. If the mask counts every token, it is an id that only ends responses, several times in each."""
+    pad, ids = dump.pad_of(doctor.batch), doctor.batch.responses
+    if pad >= 0 or not doctor.mask.all() or not ids.numel():
+        return pad
+    for x in ids[:, -1].unique():
+        run = (ids == x).flip(1).cumprod(1).flip(1)
+        if (run.sum(1) > 2).sum() > 1 and run.sum() == (ids == x).sum():
+            return int(x)
+    return pad
+
+
+def is_of_another_row(mask: Tensor, padding: Tensor) -> bool:
+    """Whether responses are as long as the mask says, but in another order."""
+    counted, there = last_columns(mask) + 1, (~padding).sum(1)
+    for ended in (there, (there + 1).clamp(max=mask.shape[1])):  # the end may have the id of padding
+        gap = counted - ended
+        if (gap > 0).any() and (gap < 0).any() and counted.sort().values.equal(ended.sort().values):
+            return True
+    return False
+
+
+def lacks_first(doctor: Doctor) -> bool:
+    """Whether no row counts the first token after the prompts, but each the second."""
+    batch, mask = doctor.batch, doctor.mask
+    before = batch.is_text[:, -mask.shape[1] - 1] if batch.has_context else mask[:, 0]
+    starts = mask[:, 1] if mask.shape[1] > 1 else mask[:, 0]
+    return bool(before.all() and starts.all() and not mask[:, 0].any())
 
 
 def in_columns(x: Tensor, columns: Tensor) -> Tensor:
@@ -99,10 +144,10 @@ def check_logprobs(doctor: Doctor) -> None:
     mask, found = doctor.mask, doctor.arrays
     names = [name for name in LOGPROBS if name in found]
     for name in names:
-        above = mask & (found[name] > 1e-3)
-        if above.any():
-            where = doctor.place(name, 0 * found[name], above).split(", the")[0]
-            doctor.add(name, names=wiring("log-probs above 0"), where=where)
+        kinds = no_logprobs(found[name], mask)
+        if kinds:
+            where = doctor.place(name, 0 * found[name], mask).split(", the")[0]
+            doctor.add(name, names=wiring(*kinds), where=where)
     for name in names:
         kind = "reference log-probs" if name == "ref_logprobs" else "log-probs"
         others = [other for other in names if other != name]
@@ -113,12 +158,41 @@ def check_logprobs(doctor: Doctor) -> None:
             where = versus(doctor, name, others[0], -1 if is_late else 1)
             doctor.add(name, names=wiring(f"{kind} one token {'late' if is_late else 'early'}"), where=where)
         elif others and all(is_of_other_rows(doctor, name, x) for x in others):
-            doctor.add(name, names=wiring("log-probs of another row"))
+            both = [x for x in names if len(others) > 1 or disagreement(doctor, x) is not False]
+            wrong = [x for x in both if disagreement(doctor, x)] or both
+            doctor.add(name if len(others) > 1 else " or ".join(wrong), names=wiring("log-probs of another row"))
             break
-    if doctor.has("logprobs", "ref_logprobs") and mask.any():
+    if doctor.has("ref_logprobs") and mask.any():
         check_reference(doctor)
     if doctor.has("logprobs", "sampler_logprobs"):
         check_sampler(doctor)
+    same = doctor.has("logprobs", "new_logprobs") and (found["logprobs"] == found["new_logprobs"])[mask].all()
+    if same and doctor.batch.settings.get("first") == 0 and mask.any():
+        doctor.add("new_logprobs", names=wiring("new log-probs are the old ones"))
+
+
+def no_logprobs(x: Tensor, mask: Tensor) -> list[str]:
+    """What numbers are that cannot be the log-probs of tokens."""
+    inner, both = x[mask], mask[:, 1:] & mask[:, :-1]
+    steps = (x[:, 1:] - x[:, :-1])[both]
+    if (inner > 1e-3).any():
+        is_probability = len(inner) > 4 and (inner >= 0).all() and (inner <= 1).all()
+        is_negative = len(inner) > 4 and (inner >= -1e-3).all()
+        return ["probabilities" if is_probability else "negative log-probs" if is_negative else "log-probs above 0"]
+    if len(steps) > 9 and (steps <= 0).all() and inner.any():
+        return ["one log-prob for the whole response" if not steps.any() else "log-probs added up"]
+    return []
+
+
+def disagreement(doctor: Doctor, name: str) -> bool | None:
+    """Whether log-probs differ where prompts and responses are equal up to a token; None if none are."""
+    prompts, x, mask, ids = prompts_of(doctor), doctor.arrays[name], doctor.mask, doctor.batch.responses
+    if prompts is None:
+        return None
+    equal = (ids.unsqueeze(0) == ids.unsqueeze(1)).byte().cumprod(2).bool() & mask & mask.unsqueeze(1)
+    equal &= (prompts.unsqueeze(0) == prompts.unsqueeze(1)).triu(1).unsqueeze(2)
+    gaps = (x.unsqueeze(0) - x.unsqueeze(1)).abs()[equal]
+    return bool((gaps > 0.1).float().mean() > 0.5) if len(gaps) > 2 else None
 
 
 def moves(doctor: Doctor, name: str, other: str) -> bool:
@@ -156,21 +230,32 @@ def versus(doctor: Doctor, name: str, other: str, shift: int) -> str:
 
 def check_reference(doctor: Doctor) -> None:
     """Say how far the policy is from the reference, unless the reference's log-probs are wrong."""
-    if any(finding.array == "ref_logprobs" for finding in doctor.findings):
+    policy = "logprobs" if doctor.has("logprobs") else "new_logprobs"
+    if not doctor.has(policy) or any("ref_logprobs" in finding.array for finding in doctor.findings):
         return
-    gap = (doctor.arrays["logprobs"] - doctor.arrays["ref_logprobs"])[doctor.mask]
-    step = doctor.batch.settings.get("step")
-    names = wiring("the reference is the policy") if doctor.is_reference("logprobs") and step != 0 else ()
-    words = f"KL from logprobs: {written(float(gap.mean()), 3)} nats per token"
-    doctor.add("ref_logprobs", words, names=names, asks=step is None)
+    gap = (doctor.arrays[policy] - doctor.arrays["ref_logprobs"])[doctor.mask]
+    step, names = doctor.batch.settings.get("step"), ()
+    if doctor.is_reference(policy):
+        names = wiring("the reference is the policy") if step != 0 else ()
+    elif doctor.is_reference("new_logprobs"):
+        names = wiring("the reference is the policy that is trained")
+    words = f"KL from {policy}: {written(float(gap.mean()), 3)} nats per token"
+    doctor.add("ref_logprobs", words, names=names, asks=step is None and doctor.is_reference(policy))
 
 
 def check_sampler(doctor: Doctor) -> None:
-    """Compare the sampler's log-probs with the training pass's, unless they are wrong."""
-    sampler = doctor.arrays["sampler_logprobs"]
-    gap = (sampler - doctor.arrays["logprobs"])[doctor.mask & (sampler != 0)]
-    if not gap.numel() or any(finding.array == "sampler_logprobs" for finding in doctor.findings):
+    """Compare the sampler's log-probs with the training pass's, unless one of them is wrong."""
+    sampler, logprobs = doctor.arrays["sampler_logprobs"], doctor.arrays["logprobs"]
+    there = doctor.mask & (sampler != 0)
+    x, y = logprobs[there], sampler[there]
+    wrong = {finding.array for finding in doctor.findings if finding.names}
+    if not len(x) or wrong & {"sampler_logprobs", "logprobs"}:
         return
-    is_larger = gap.numel() > 9 and float(gap.min()) > -1e-3 and float(gap.mean()) > 0.01
+    gap, factor = y - x, float((x * y).sum() / (x * x).sum().clamp(min=1e-30))
+    is_near = root_mean_square(y - factor * x) < 0.3 * root_mean_square(gap)
+    is_scaled = len(x) > 9 and abs(factor - 1) > 0.1 and is_near
+    is_larger = len(x) > 9 and float(gap.min()) > -1e-3 and float(gap.mean()) > 0.01
     words = f"logprobs + noise of {written(root_mean_square(gap), 2)} nats" if gap.any() else "equal to logprobs"
-    doctor.add("sampler_logprobs", words, names=wiring("log-probs of the sampler's nucleus") if is_larger else ())
+    words = f"{written(factor, 3)} * logprobs" if is_scaled else words
+    names = ("the sampler's log-probs times a factor",) if is_scaled else ("log-probs of the sampler's nucleus",)
+    doctor.add("sampler_logprobs", words, names=wiring(*names) if is_scaled or is_larger else ())
