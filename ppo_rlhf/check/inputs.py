@@ -41,7 +41,8 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
     if is_over and not len(ends) and short.sum() > 2 and before[short].unique().numel() == 1:
         # A token that is nowhere else ends the responses.
         end = before[short][0]
-        is_known |= (batch.tokens == end).sum() == short.sum() + (token[~short] == end).sum()
+        at_end = torch.stack([before, token])[:, ~short] == end
+        is_known |= (batch.tokens == end).sum() == short.sum() + at_end.sum()
         if not is_known:
             doctor.add("mask", names=wiring("the mask is one too long"), asks=True)
     is_moved = is_of_another_row(mask, padding)

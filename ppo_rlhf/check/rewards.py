@@ -100,8 +100,8 @@ def sources(doctor: Doctor) -> Table:
             found.append(((pair, (shift * p, shift * q), (same, same)), names))
     of_row = () if "log-probs of another row" in known else wiring("log-probs of another row")
     for order in orders(n):
-        found.append(((pair, (0, 0), (same, order)), of_row))
-        found.append(((pair, (0, 0), (order, order)), wiring("KL of another row")))
+        moved = [((same, order), of_row), ((order, same), of_row), ((order, order), wiring("KL of another row"))]
+        found += [((pair, (0, 0), rows), names) for rows, names in moved]
     return [entry for entry in found if doctor.has(*entry[0][0])]
 
 
@@ -312,7 +312,7 @@ def sums(
 def weighted(doctor: Doctor, penalty: Candidate, place: Candidate, coefficient: float, scale: float) -> Candidate:
     """A penalty and a score with their coefficients, rounded to numbers that are as good."""
     told, is_missing = doctor.batch.settings.get("kl_coef"), place.unknown is not None
-    is_any = is_missing or penalty.unknown is not None or WIRING["one score for all rows"] in place.names
+    is_any = is_missing or WIRING["one score for all rows"] in place.names  # the factor is not that of the score
     coefficient, scale = nice(coefficient, told), scale if is_any else nice(scale, 1.0)
     coefficient *= largest(penalty.predict(doctor.arrays)) * abs(coefficient) > 1e-7
     scale *= bool(place.words) and abs(scale) > 1e-3
@@ -324,8 +324,8 @@ def weighted(doctor: Doctor, penalty: Candidate, place: Candidate, coefficient: 
         names += of_factor(coefficient / told if told else math.copysign(1, coefficient), *COEFFICIENTS)
     if scale or is_missing:
         terms.append(place.words if is_missing or scale == 1 else f"{written(scale, 5)} * {place.words}")
-    if scale or (not is_any and largest(doctor.arrays["scores"]) > 0):
-        names += () if is_any and scale else of_factor(scale, *SCALES)
+    if not is_any and (scale or (penalty.unknown is None and largest(doctor.arrays["scores"]) > 0)):
+        names += of_factor(scale, *SCALES)
 
     def predict(arrays: Arrays) -> Tensor:
         return coefficient * penalty.predict(arrays) + scale * place.predict(arrays)
