@@ -96,7 +96,7 @@ def is_of_another_row(mask: Tensor, padding: Tensor) -> bool:
 def lacks_first(doctor: Doctor) -> bool:
     """Whether no row counts the first token after the prompts, but each the second."""
     batch, mask = doctor.batch, doctor.mask
-    before = batch.is_text[:, -mask.shape[1] - 1] if batch.has_context else mask[:, 0]
+    before = batch.is_text[:, : -mask.shape[1]].any(1)
     starts = mask[:, 1] if mask.shape[1] > 1 else mask[:, 0]
     return bool(before.all() and starts.all() and not mask[:, 0].any())
 
