@@ -194,8 +194,9 @@ def rescaled(doctor: Doctor, of_kl: list[Candidate]) -> Iterator[tuple[str, Call
         slope = float((centred * rest).sum() / centred.square().sum().clamp(min=1e-30))
         if abs(slope) > 1e-3:
             scale, shift = abs(slope), nice(float(rest.mean()) / slope - float(scores.mean()), within=1e-5)
-            words = f"{scale:.4g} * (the score {'-' if shift < 0 else '+'} {abs(shift):.4g})"
-            yield words, lambda s, scale=scale, shift=shift: scale * (s + shift)
+            if abs(shift) > 1e-3 * root_mean_square(scores):
+                words = f"{scale:.4g} * (the score {'-' if shift < 0 else '+'} {abs(shift):.4g})"
+                yield words, lambda s, scale=scale, shift=shift: scale * (s + shift)
 
 
 def end(x: Tensor, mask: Tensor, at: str = "last", f: Callable = forms.token_rewards) -> Tensor:

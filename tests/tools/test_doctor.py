@@ -215,7 +215,7 @@ def given(arrays):
         (None, lambda s, i, n: s.abs().unsqueeze(1) * (i == n), "score without its sign"),
         (None, lambda s, i, n: s.mean() * (i == n), "one score for all rows"),
         (None, lambda s, i, n: s[2] * (i == n), "one score for all rows"),
-        (None, lambda s, i, n: s.clamp(s.quantile(0.3), s.quantile(0.7)).unsqueeze(1) * (i == n), "scores on another scale"),
+        (None, lambda s, i, n: s.clamp(s.quantile(0.3), s.max()).unsqueeze(1) * (i == n), "scores on another scale"),
         (None, lambda s, i, n: (2 * s - 0.4).unsqueeze(1) * (i == n), "scores on another scale"),
         (
             None,
