@@ -375,10 +375,7 @@ def write(path: Path, arrays) -> Path:
         torch.save(arrays, path)
     else:
         rows = len(arrays["mask"])
-        found = [
-            {name: (x[i] if x.ndim else x).tolist() for name, x in arrays.items() if name != "loss"}
-            for i in range(rows)
-        ]
+        found = [{name: (x[i] if x.ndim else x).tolist() for name, x in arrays.items()} for i in range(rows)]
         if path.suffix == ".jsonl":
             path.write_text("".join(json.dumps(row) + "\n" for row in found))
         else:
