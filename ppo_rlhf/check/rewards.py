@@ -257,8 +257,6 @@ def check_rewards(doctor: Doctor) -> None:
     regions = ((mask | True, False), (step_after, False), (mask, True), (step_after, True))
     found = []
     for most, (where, is_white) in itertools.product((0, 1), regions if has_scores else regions[1:2]):
-        if most and found:
-            break
         few = ([c for c in candidates if wrong(c.names) <= most] for candidates in (of_kl, places))
         best, gap, is_explained = doctor.choose("rewards", sums(doctor, *few, where, is_white), where)
         found += [(best, gap, where)] if is_explained else []
