@@ -252,19 +252,6 @@ def bases_of(doctor: Doctor, what: str, rewards: Callable[[Arrays], Tensor], of_
 # ---- Bases by response -----------------------------------------------------------------------------------------
 
 
-def prompts_of(doctor: Doctor) -> Tensor | None:
-    """A number for each row, equal where prompts are; None where the dump has no prompts."""
-    batch = doctor.batch
-    width = batch.mask.shape[1]
-    start = batch.tokens.shape[1] - width
-    found = []
-    for row in range(len(batch.mask)):
-        first = start + int(batch.mask[row].byte().argmax())
-        first = max(first, batch.settings["context_length"]) if start == 0 else first
-        found.append(tuple(batch.tokens[row, :first][batch.is_text[row, :first]].tolist()))
-    return torch.tensor([found.index(x) for x in found]) if any(found) else None
-
-
 def partition(groups: Tensor) -> Tensor:
     return groups.unsqueeze(1) == groups
 
@@ -272,7 +259,7 @@ def partition(groups: Tensor) -> Tensor:
 def groupings(doctor: Doctor) -> list[tuple[str, Tensor, tuple[str, ...]]]:
     """Which responses may have been compared."""
     rows = torch.arange(len(doctor.mask))
-    prompts, told = prompts_of(doctor), doctor.arrays.get("groups")
+    prompts, told = doctor.batch.prompts, doctor.arrays.get("groups")
     size = int(doctor.batch.settings.get("group_size", 0))
     found: list[tuple[str, Tensor, tuple[str, ...]]] = []
     if told is not None:
@@ -808,7 +795,7 @@ def lacking(doctor: Doctor) -> str:
         return "rewards or scores"
     if is_constant(found["advantages"], doctor.mask, doctor.batch.eps["advantages"]):
         is_grouped = {"groups", "group_size"} & {*found, *doctor.batch.settings}
-        return "" if is_grouped or prompts_of(doctor) is not None else "groups, or prompts"
+        return "" if is_grouped or doctor.batch.prompts is not None else "groups, or prompts"
     return next((name for name in ("values", "rewards") if name not in found), "")
 
 

@@ -3,74 +3,92 @@
     python -m ppo_rlhf.check --batch dump.safetensors
     python -m ppo_rlhf.check --batch dump.jsonl --model models/policy     # recomputes log-probs, too
 
-dump.py reads the file; doctor.py, advantages.py and losses.py explain its arrays, and recompute.py asks the model.
+dump.py reads the file. inputs.py looks at the mask and the log-probs, which recompute.py compares with the model.
+rewards.py, advantages.py and losses.py explain the other arrays by the candidates that doctor.py judges.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppo_rlhf.check import advantages, losses, recompute
-from ppo_rlhf.check.doctor import Doctor, wiring
+from ppo_rlhf.check import advantages, inputs, losses, recompute, rewards
+from ppo_rlhf.check.doctor import Doctor, Finding, wiring
 from ppo_rlhf.check.dump import Batch
 
-TAKEN = {
-    "logprobs": "taken as they are; --model recomputes them",
-    "ref_logprobs": "taken as they are",
-    "new_logprobs": "taken as they are",
-    "sampler_logprobs": "taken as they are",
-    "values": "taken as they are",
-    "new_values": "taken as they are",
-    "scores": "taken as they are",
-    "groups": "taken as they are",
-    "baselines": "taken as they are",
-}
+TAKEN = (*inputs.LOGPROBS, "values", "new_values", "scores", "groups", "baselines")
 
 
 def examine(batch: Batch, model: Path | None = None, reference: Path | None = None) -> Doctor:
     """All findings about a batch."""
     doctor = Doctor(batch)
     loaded = recompute.load(model) if model else None
-    doctor.check_mask(recompute.end_ids(loaded) if loaded else ())
-    doctor.check_logprobs()
-    if loaded is not None:
-        name = "logprobs" if "logprobs" in batch.arrays else "new_logprobs"
-        if name in batch.arrays:
-            found = recompute.compare(doctor, name, model, loaded)
-            doctor.replace(found)
-    if reference is not None and "ref_logprobs" in batch.arrays:
-        doctor.replace(recompute.compare(doctor, "ref_logprobs", reference))
+    inputs.check_mask(doctor, recompute.end_ids(loaded) if loaded else ())
+    for name in batch.not_finite:
+        doctor.add(name, names=wiring("not finite"))
+    inputs.check_logprobs(doctor)
+    policy = "logprobs" if doctor.has("logprobs") else "new_logprobs"
+    if loaded is not None and doctor.has(policy):
+        replace(doctor, recompute.compare(doctor, policy, model, loaded))
+    if reference is not None and doctor.has("ref_logprobs"):
+        replace(doctor, recompute.compare(doctor, "ref_logprobs", reference))
     losses.check_ratio(doctor)
-    if "rewards" in batch.arrays:
-        doctor.check_rewards()
-    if "groups" in batch.arrays:
-        prompts = advantages.prompts_of(doctor)
-        groups = batch.arrays["groups"]
-        if prompts is not None and any(prompts[groups == g].unique().numel() > 1 for g in groups.unique()):
-            doctor.add("groups", names=list(wiring("groups over the wrong rows")))
-    made = advantages.check_advantages(doctor) if "advantages" in batch.arrays else None
-    if "returns" in batch.arrays:
+    if doctor.has("rewards"):
+        rewards.check_rewards(doctor)
+    if doctor.has("groups"):
+        check_groups(doctor)
+    made = advantages.check_advantages(doctor) if doctor.has("advantages") else None
+    if doctor.has("returns"):
         advantages.check_returns(doctor, made)
-    if "loss" in batch.arrays:
+    if doctor.has("loss"):
         losses.check_loss(doctor)
-    if "value_loss" in batch.arrays:
+    settle_penalty(doctor)
+    if doctor.has("value_loss"):
         losses.check_value_loss(doctor)
-    if "advantages_grad" in batch.arrays and batch.arrays["advantages_grad"].any():
-        doctor.add("advantages_grad", names=list(wiring("advantages are not detached")))
+    if doctor.has("advantages_grad") and batch.arrays["advantages_grad"].any():
+        doctor.add("advantages_grad", names=wiring("advantages are not detached"))
     return doctor
+
+
+def replace(doctor: Doctor, finding: Finding) -> None:
+    """Say what the model shows of an array, in place of what a comparison of arrays has said."""
+
+    def stays(other: Finding) -> bool:
+        return other.array != finding.array or bool(other.names and not other.asks and not finding.names)
+
+    doctor.findings = [*filter(stays, doctor.findings), finding]
+
+
+def settle_penalty(doctor: Doctor) -> None:
+    """Whether a penalty that the rewards do not hold is in the loss, if the dump shows it."""
+    lost = wiring("without a penalty")
+    losses_of = [finding.words for finding in doctor.findings if finding.array == "loss" and finding.words]
+    is_there = any(re.search(r"\bk[123]\b|KL", words) for words in losses_of)
+    for finding in [finding for finding in doctor.findings if lost[0] in finding.names]:
+        if is_there or not losses_of:
+            finding.names = [name for name in finding.names if name not in lost]
+        if not losses_of:
+            doctor.add("rewards", names=lost, asks=True, where="the loss, which may have it, but does not show it")
+
+
+def check_groups(doctor: Doctor) -> None:
+    """Whether the responses of each group answer one prompt."""
+    prompts, groups = doctor.batch.prompts, doctor.arrays["groups"]
+    if prompts is not None and any(prompts[groups == g].unique().numel() > 1 for g in groups.unique()):
+        doctor.add("groups", names=wiring("groups over the wrong rows"))
 
 
 def lines_of(doctor: Doctor) -> Iterator[str]:
     """What is printed: how each array was made, then what differs, then what is not explained."""
-    batch = doctor.batch
+    arrays, unread = doctor.batch.arrays, doctor.batch.unread
     done = {finding.array for finding in doctor.findings}
-    width = max(map(len, [*done, *batch.arrays]), default=0)
+    width = max(map(len, [*done, *arrays]), default=0)
     for finding in doctor.findings:
         if finding.words:
             gap = f": largest difference {finding.gap:.1e}" if finding.gap is not None else ""
             yield f"{finding.array:{width}}  {finding.words}{gap}"
-    for name in batch.arrays:
+    for name in arrays:
         if name not in done and name in TAKEN:
-            yield f"{name:{width}}  {TAKEN[name]}"
+            yield f"{name:{width}}  taken as they are{'; --model recomputes them' if name == 'logprobs' else ''}"
     for finding in doctor.findings:
         if finding.lacks:
             yield f"Not explained: {finding.array}. It would need {finding.lacks}."
@@ -81,6 +99,6 @@ def lines_of(doctor: Doctor) -> Iterator[str]:
             kind = "Perhaps" if finding.asks else "Choice" if name.choice else "Fault"
             where = f" Seen best at {finding.where}." if finding.where and not name.choice else ""
             yield f"{kind} in {finding.array}: {name.name}. {name.says}{where} [{name.mark}] {name.page}"
-    if batch.unread:
-        yield f"Not read, because the names are not known: {', '.join(map(str, batch.unread))}."
+    if unread:
+        yield f"Not read, because the names are not known: {', '.join(map(str, unread))}."
     yield doctor.verdict()

@@ -48,6 +48,16 @@ class Batch:
         return self.tokens[:, -self.mask.shape[1] :]
 
     @property
+    def prompts(self) -> Tensor | None:
+        """A number for each row, equal where prompts are; None where the dump has no prompts."""
+        start, found = self.tokens.shape[1] - self.mask.shape[1], []
+        for tokens, is_text, mask in zip(self.tokens, self.is_text, self.mask, strict=True):
+            first = start + int(mask.byte().argmax())
+            first = max(first, self.settings["context_length"]) if start == 0 else first
+            found.append(tuple(tokens[:first][is_text[:first]].tolist()))
+        return torch.tensor([found.index(x) for x in found]) if any(found) else None
+
+    @property
     def has_context(self) -> bool:
         return self.tokens.shape[1] > self.mask.shape[1]
 
@@ -243,8 +253,9 @@ def pad_of(batch: Batch) -> int:
 def put(batch: Batch, name: str, x: Tensor) -> None:
     """Add an array, cut to the columns of the responses."""
     rows, width = batch.mask.shape
-    if name in ("loss", "value_loss") and x.numel() == 1:
-        batch.arrays[name] = x.reshape(())
+    is_one = x.numel() == 1 or (x.shape == (rows,) and x.unique().numel() == 1)  # repeated in every row of a file
+    if name in ("loss", "value_loss") and is_one:
+        batch.arrays[name] = x.flatten()[0]
         return
     if x.ndim == 3 and x.shape[2] == 1:
         x = x.squeeze(2)
@@ -260,7 +271,7 @@ def put(batch: Batch, name: str, x: Tensor) -> None:
         batch.not_finite.append(name)
     x = x.nan_to_num(0, 0, 0)
     if is_by_token and name in PER_ROW:
-        x = x.masked_fill(~batch.mask, 0).sum(1) if name == "scores" else x[:, -1]
+        x = x.sum(1) if name == "scores" else x[:, -1]
     if x.ndim == 1 and name == "rewards":
         name = "scores"  # one number for each response
     if x.ndim == 1 and name not in (*PER_ROW, "advantages"):

@@ -298,6 +298,108 @@ def test_a_mistake_in_gae_or_after_it_is_named(change, name):
     assert wrong and name in names and open_ <= {"rewards"}
 
 
+def given(arrays):
+    """The rows, log-probs, coefficient and columns that the expected rewards below are made of."""
+    mask = arrays["mask"]
+    old, ref, new = (arrays[name].double() * mask for name in ("logprobs", "ref_logprobs", "new_logprobs"))
+    return mask, old, ref, new, arrays["scores"].double(), mask.cumsum(1), mask.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "score", "names"),
+    [
+        (lambda p, q, n, m: n - q, None, "KL of other log-probs"),
+        (lambda p, q, n, m: p - q.roll(1, 0) * m, None, "log-probs of another row"),
+        (lambda p, q, n, m: (p - q).roll(1, 0) * m, None, "KL of another row"),
+        (lambda p, q, n, m: (p - q).sum(1, keepdim=True), None, "KL of the response on every token"),
+        (lambda p, q, n, m: (p - q).cumsum(1), None, "KL of the response on every token"),
+        (lambda p, q, n, m: (p - q).relu(), None, "KL clamped at 0"),
+        (lambda p, q, n, m: p.exp() - q.exp(), None, "KL of probabilities"),
+        (lambda p, q, n, m: p.exp() * (p - q), None, "KL weighted by the probability"),
+        (lambda p, q, n, m: p, None, "a penalty without the reference"),
+        (None, lambda s, i, n: s.unsqueeze(1) / n, "score spread over the tokens"),
+        (None, lambda s, i, n: s.unsqueeze(1) * i / n, "score spread over the tokens"),
+        (None, lambda s, i, n: s.abs().unsqueeze(1) * (i == n), "score without its sign"),
+        (None, lambda s, i, n: s.mean() * (i == n), "one score for all rows"),
+        (None, lambda s, i, n: s[2] * (i == n), "one score for all rows"),
+        (None, lambda s, i, n: s.clamp(s.quantile(0.3), s.max()).unsqueeze(1) * (i == n), "scores on another scale"),
+        (None, lambda s, i, n: (2 * s - 0.4).unsqueeze(1) * (i == n), "scores on another scale"),
+        (
+            None,
+            lambda s, i, n: (s - s.view(-1, 4).mean(1).repeat_interleave(4)).unsqueeze(1) * (i == n),
+            "a baseline in the scores",
+        ),
+        (lambda p, q, n, m: q - p, lambda s, i, n: s.unsqueeze(1) / n, "KL with the wrong sign"),
+        (lambda p, q, n, m: q - p, lambda s, i, n: s.unsqueeze(1) / n, "score spread over the tokens"),
+    ],
+)  # fmt: skip
+def test_rewards_of_another_penalty_or_score_are_named(penalty, score, names):
+    lost = ("values", "advantages", "returns", "loss")
+    arrays = {name: x for name, x in arrays_of(rows=16).items() if name not in lost}
+    if "sign" in names:  # scores of both signs
+        arrays["scores"] = arrays["scores"] - arrays["scores"].mean()
+    mask, p, q, new, scores, index, count = given(arrays)
+    paid = penalty(p, q, new, mask) if penalty else p - q
+    earned = score(scores, index, count) if score else scores.unsqueeze(1) * (index == count)
+    _, found, open_ = verdict(arrays | {"rewards": ((-0.1 * paid + earned) * mask).float()})
+    assert names in found and not open_
+    wrong = {name for name in found if not batch.wiring(name)[0].choice}
+    assert len(wrong) == (2 if penalty and score else 0 if batch.wiring(names)[0].choice else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "array"),
+    [
+        ("probabilities", torch.exp, "logprobs"),
+        ("negative log-probs", torch.neg, "ref_logprobs"),
+        ("log-probs added up", lambda x: x.cumsum(1), "new_logprobs"),
+        ("one log-prob for the whole response", lambda x: x.sum(1, keepdim=True).expand_as(x), "logprobs"),
+        ("the sampler's log-probs times a factor", lambda x: 1.6 * x, "sampler_logprobs"),
+        ("the mask includes padding", lambda x: x | True, "mask"),
+        ("the mask of another row", lambda x: x.roll(1, 0), "mask"),
+        ("the mask is without the first token", lambda x: x & (x.cumsum(1) > 1), "mask"),
+    ],
+)
+def test_masks_and_log_probs_that_cannot_be_right(name, change, array):
+    kept = ("query_responses", "mask", "logprobs", "ref_logprobs", "new_logprobs")
+    arrays = {key: x for key, x in arrays_of(rows=8).items() if key in kept}
+    arrays["sampler_logprobs"] = arrays["logprobs"] * 1
+    arrays[array] = change(arrays[array])
+    wrong, found, _ = verdict(arrays)
+    assert wrong and name in found
+
+
+def test_arrays_that_are_copies_of_each_other():
+    arrays = {key: x for key, x in arrays_of().items() if "logprobs" in key or key in ("query_responses", "mask")}
+    same = arrays | {"ref_logprobs": arrays["new_logprobs"]}
+    assert verdict(same)[:2] == (True, {"the reference is the policy that is trained"})
+    same = arrays | {"new_logprobs": arrays["logprobs"], "first": torch.tensor(0)}
+    assert verdict(same)[:2] == (True, {"new log-probs are the old ones"})
+
+
+def test_of_two_arrays_the_one_that_differs_where_texts_are_equal_is_wrong():
+    kept = ("query_responses", "mask", "logprobs", "ref_logprobs")
+    arrays = {key: x for key, x in arrays_of(rows=16).items() if key in kept}
+    arrays["ref_logprobs"] = arrays["logprobs"].roll(5, 0)
+    (finding,) = [f for f in batch.examine(dump.arranged(arrays)).findings if f.names]
+    assert finding.names[0].name == "log-probs of another row" and finding.array.endswith("ref_logprobs")
+
+
+@pytest.mark.parametrize("loss", [None, "plain", "k3"])
+def test_a_penalty_that_is_not_in_the_rewards_may_be_in_the_loss(loss):
+    arrays = arrays_of(rows=8)
+    mask, _, ref, new, scores, index, count = given(arrays)
+    arrays["rewards"] = (scores.unsqueeze(1) * (index == count)).float()
+    d = ((new - ref) * mask)[mask]
+    arrays["loss"] = arrays["loss"] + (0.1 * (torch.exp(-d) - 1 + d).mean().float() if loss == "k3" else 0)
+    del arrays["returns"]
+    if not loss:
+        del arrays["loss"]
+    found = batch.examine(dump.arranged(arrays)).findings
+    said = [f.asks for f in found for name in f.names if name.name == "without a penalty"]
+    assert said == {None: [True], "plain": [False], "k3": []}[loss]
+
+
 # ---- With the model --------------------------------------------------------------------------------------------
 
 
@@ -380,10 +482,7 @@ def write(path: Path, arrays) -> Path:
         torch.save(arrays, path)
     else:
         rows = len(arrays["mask"])
-        found = [
-            {name: (x[i] if x.ndim else x).tolist() for name, x in arrays.items() if name != "loss"}
-            for i in range(rows)
-        ]
+        found = [{name: (x[i] if x.ndim else x).tolist() for name, x in arrays.items()} for i in range(rows)]
         if path.suffix == ".jsonl":
             path.write_text("".join(json.dumps(row) + "\n" for row in found))
         else:
