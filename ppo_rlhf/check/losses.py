@@ -211,7 +211,6 @@ def check_ratio(doctor: Doctor) -> None:
         ratio = gap[mask].exp()
         first = doctor.batch.settings.get("first")
         names = wiring("the ratio is not 1") if largest > rounding and (first == 1 or size > FAR) else ()
-        names = wiring("the ratio stays 1") if first == 0 and largest == 0 else names
         words = (
             "the ratio to logprobs is 1"
             if largest <= rounding
