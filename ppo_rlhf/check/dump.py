@@ -157,8 +157,10 @@ def renamed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], str]:
     found: dict[str, Any] = {}
     unread, name_of_ids = [], ""
     order = {alias: number for number, alias in enumerate(CANONICAL)}
-    for given in sorted(raw, key=lambda name: order.get(plain(name), 0)):
+    for given in sorted(raw, key=lambda name: (not plain(name).startswith("old"), order.get(plain(name), 0))):
         name = CANONICAL.get(plain(given))
+        if name == "logprobs" and name in found:  # next to the old ones, those without a name are the new ones
+            name = "new_logprobs"
         if name is not None and name not in found:
             found[name] = raw[given]
             name_of_ids = plain(given) if name == "ids" else name_of_ids

@@ -54,7 +54,12 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
     elif is_over and is_known:
         doctor.true_mask = mask & ~doctor.only_last(mask)
     is_wide = int(beyond.sum(1).max()) > 1
+    inside, outside = (batch.responses[there].unique().numel() for there in (mask, ~mask))
+    is_inverted = mask.sum() > 3 and inside == 1 < outside
+    if is_inverted:
+        doctor.true_mask = mask
     names = {
+        "the mask is upside down": is_inverted,
         "the mask of another row": is_moved,
         "the mask is without the end": lacks_end and not is_moved,
         "the mask includes padding": is_wide and not is_moved,
