@@ -154,6 +154,11 @@ def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tens
             yield "scores" if has_rewards else words, rewards, names
 
 
+def score_is_after_the_end(doctor: Doctor) -> bool:
+    """Whether the rewards have been explained with the score on the step after the last token."""
+    return any(f.array == "rewards" and "on the step after" in f.words for f in doctor.findings)
+
+
 def regions(doctor: Doctor) -> list[tuple[Tensor, Names]]:
     """Masks of the steps that GAE may have gone over."""
     mask, true_mask = doctor.mask, doctor.true_mask
@@ -162,7 +167,7 @@ def regions(doctor: Doctor) -> list[tuple[Tensor, Names]]:
     found: list[tuple[Tensor, Names]] = [(mask, ())]
     if (further != mask).any():
         found.append((further, wiring("bootstrapped past the end") if "on the last token" in of_rewards else ()))
-    if "on the step after" in of_rewards:
+    if score_is_after_the_end(doctor):
         found.reverse()
     if (true_mask != mask).any():
         found += [(true_mask, ()), (true_mask | doctor.following(true_mask), ())]
@@ -179,36 +184,50 @@ def gae(
     form: Callable = forms.gae,
     of_values: Callable[[Tensor], Tensor] = same,
     of_rewards: Callable[[Tensor], Tensor] = same,
+    of_result: Callable[[Tensor], Tensor] = same,
+    critic: str = "values",
     plus: str = "",
 ) -> Tensor:
-    """GAE, or the sum of rewards where there are no values. of_values and of_rewards move those arrays.
+    """GAE, or the sum of rewards where there are no values. of_values, of_rewards and of_result move those arrays.
 
     plus: an array by response that is added.
     """
     paid = of_rewards(rewards(a))
-    values, lam = (of_values(a["values"]), lam) if "values" in a else (torch.zeros_like(paid), 1.0)
-    made = form(paid, values, mask, gamma, lam)[0]
+    values, lam = (of_values(a[critic]), lam) if "values" in a else (torch.zeros_like(paid), 1.0)
+    made = of_result(form(paid, values, mask, gamma, lam)[0])
     return made + spread(a[plus], mask) if plus else made
 
 
-def across(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
-    """GAE of all rows as one episode."""
-    flat = [x.reshape(1, -1) for x in (rewards, values, mask)]
-    return (forms.gae(*flat, gamma, lam)[0].reshape(mask.shape),)
+def across(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, packs: Tensor) -> tuple[Tensor]:
+    """GAE of all rows of a pack as one episode. packs: (rows,)."""
+    made = torch.zeros_like(rewards)
+    for rows in (packs == n for n in packs.unique()):
+        flat = [x[rows].reshape(1, -1) for x in (rewards, values, mask)]
+        made[rows] = forms.gae(*flat, gamma, lam)[0].reshape(made[rows].shape)
+    return (made,)
 
 
-def across_without_values(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
+def across_without_values(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, packs: Tensor
+) -> tuple[Tensor]:
     """As across, but the value after a row is 0, as it should be."""
-    first = of_first(values, mask).roll(-1)
-    first[-1] = 0
-    return across(rewards - gamma * first.unsqueeze(1) * Doctor.only_last(mask), values, mask, gamma, lam)
+    first = of_first(values, mask).roll(-1).masked_fill(packs.diff(append=packs[:1] - 1) != 0, 0)
+    paid = rewards - gamma * first.unsqueeze(1) * Doctor.only_last(mask)
+    return across(paid, values, mask, gamma, lam, packs)
 
 
 def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, Any]]]:
     """Names of mistakes in GAE, and the arguments that make them."""
+    other = {"one step", "without lambda"}  # they are lambdas of 0 and 1
+    if (region | (region.flip(1).cumsum(1).flip(1) == 0)).all():  # there are no holes, only padding
+        other.add("steps over masked tokens")
     for form, names in doctor.variants("gae"):
-        if len(names) == 1 and names[0].name not in ("one step", "without lambda"):  # they are lambdas of 0 and 1
+        if len(names) == 1 and names[0].name not in other:
             yield names, {"form": form}
+    if "new_values" in doctor.arrays and "values" in doctor.arrays:
+        yield wiring("values after the update"), {"critic": "new_values"}
+    for shift, word in SHIFTS:
+        yield wiring(f"advantages one token {word}"), {"of_result": partial(shifted, shift=shift)}
     arrays = [name for name in ("values", "rewards") if name == "rewards" or name in doctor.arrays]
     for array, (shift, word) in itertools.product(arrays, SHIFTS):
         unknown = {"unknown": only_first(region)} if shift > 0 else {}
@@ -243,9 +262,12 @@ def bases_of(doctor: Doctor, what: str, rewards: Callable[[Arrays], Tensor], of_
         for names, changes in mistakes(doctor, region) if not of_rewards else ():
             yield base(region, (*of_region, *names), **changes)
     if not of_rewards:
-        yield base(mask, wiring("GAE across episodes"), form=across)
-        yield base(mask, wiring("GAE across episodes"), form=across_without_values)
-        yield base(everywhere, wiring("GAE across episodes", "bootstrapped from padding"), form=across)
+        one = torch.zeros(len(mask))
+        for packs in (doctor.arrays.get("packs", one), one):
+            for form in (across, across_without_values):
+                yield base(mask, wiring("GAE across episodes"), form=partial(form, packs=packs))
+        names = wiring("GAE across episodes", "bootstrapped from padding")
+        yield base(everywhere, names, form=partial(across, packs=one))
         yield base(everywhere, wiring("bootstrapped from padding"))
 
 
@@ -518,6 +540,8 @@ def shapes(doctor: Doctor, y: Tensor) -> Iterator[tuple[Tensor, Names]]:
         decay = float((y[:, :-1][pairs] / y[:, 1:][pairs]).median())
         decay = nice(decay) if decay > 0 else 1.0
         yield decay**left, wiring("discounted advantages")
+    for shift, word in SHIFTS:
+        yield shifted(mask.double(), shift), wiring(f"advantages one token {word}")
     for order in orders_of(len(mask)):
         yield (mask[order] & mask).double(), wiring("advantages of another row")
     position = mask.cumsum(1).double()
@@ -761,13 +785,8 @@ def check_advantages(doctor: Doctor) -> Made | None:
         doctor.unexplained("advantages", best, gap, lacking(doctor), mask)
         return None
     doctor.explained("advantages", best, gap, reference(doctor, best) if best.is_wrong else None, mask)
-    lost = doctor.following(mask)
-    if (
-        best.base.constants
-        and not best.base.is_wrong
-        and (doctor.arrays.get("rewards", torch.zeros_like(lost)) * lost).any()
-    ):
-        without = doctor.arrays | {"rewards": doctor.arrays["rewards"].masked_fill(lost, 0)}
+    if best.base.constants and not best.base.is_wrong and score_is_after_the_end(doctor):
+        without = doctor.arrays | {"rewards": doctor.arrays["rewards"].masked_fill(doctor.following(mask), 0)}
         if torch.equal(best.predict(without)[mask], best.predict(doctor.arrays)[mask]):
             doctor.add("rewards", names=list(wiring("a score that no advantage sees")))
     return best
@@ -823,7 +842,7 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
         raw = made.before(found)
         sources.append((words, lambda a: raw if a is found else made.before(a), ()))
     if "advantages" in found:
-        is_raw = is_not_whitened(doctor, made)
+        is_raw = not has_critic(doctor) or is_not_whitened(doctor, made)
         sources.append(("advantages", itemgetter("advantages"), () if is_raw else whitened))
         for how, f, names in whiteners(doctor)[1:] if made is not None and not is_raw else ():
             names = (*whitened, *(name for name in names if name.choice))
@@ -858,6 +877,10 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
         yield Candidate(words="scores", predict=spread_scores, names=wiring("returns are scores"))
 
 
+def has_critic(doctor: Doctor) -> bool:
+    return bool({"values", "new_values", "value_loss"} & doctor.arrays.keys())
+
+
 def is_not_whitened(doctor: Doctor, made: Made | None) -> bool:
     """Whether the advantages of the dump are what they were made of, or do not look whitened."""
     where, advantages = doctor.mask & doctor.true_mask, doctor.arrays["advantages"]
@@ -877,7 +900,7 @@ def check_returns(doctor: Doctor, made: Made | None) -> None:
         ways = whiteners(doctor) if made is None else whiteners(doctor)[:1]
         alone, gap_alone, is_explained = explain(doctor, "returns", ways)
         if alone is not None and is_explained:
-            best, gap, right = named_as_returns(alone, made), gap_alone, None
+            best, gap, right = named_as_returns(doctor, alone, made), gap_alone, None
     if best is not None and is_explained:
         doctor.explained("returns", best, gap, right, where)
     else:
@@ -885,13 +908,13 @@ def check_returns(doctor: Doctor, made: Made | None) -> None:
         doctor.unexplained("returns", best, gap, needs if has_values else "values", where)
 
 
-def named_as_returns(alone: Made, made: Made | None) -> Made:
+def named_as_returns(doctor: Doctor, alone: Made, made: Made | None) -> Made:
     """Returns that do not follow from the advantages, with the mistakes that this means."""
     names = alone.names
     if made is not None and len(alone.constants) == len(made.constants) == 2:
         if abs(alone.constants[1] - made.constants[1]) > 2e-3:
             kept = (name for name in names if name.name != "another lambda")
             names = (*kept, *wiring("a lambda of their own"))
-    elif alone.how:
+    elif alone.how and has_critic(doctor):
         names = (*names, *wiring("returns of whitened advantages"))
     return dataclasses.replace(alone, names=names)
