@@ -118,7 +118,8 @@ def whiteners(doctor: Doctor) -> list[Way]:
             found.append((f", then whitened{how}", partial(apply, f), (*names, *wiring(*mistakes))))
 
     add(lambda f, a: f(a, mask), book)
-    add(partial(over_responses, mask), right, "whitened over responses", how=" over responses")
+    of_batch = [(lambda a, m: standardised(a[:, 0], m[:, 0].long(), 1e-4).unsqueeze(1), named("epsilon 1e-4"))]
+    add(partial(over_responses, mask), right + of_batch, "whitened over responses", how=" over responses")
     if (further != mask).any():
         add(lambda f, a: f(a, further), right, "whitened with the step after the end")
     for k in numbers_of_parts(len(mask)):
@@ -402,6 +403,7 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
         below[word if eps or not of_eps else f"{word} alone"] = divisor + eps, (*of_divisor, *of_eps)
     upper, lower = (torch.stack([value for value, _ in table.values()]) for table in (above, below))
     is_single = algebra.by_group(torch.ones_like(x), groups) == 1
+    centred = above["score - mean"][0]
     value = (upper.unsqueeze(1) / lower.clamp(min=1e-30)).flatten(0, 1)
     names = [
         (
@@ -414,10 +416,24 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
         )
         for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items())
     ]
+    value = torch.cat([value, x - (x - centred) / lower[1:].clamp(min=1e-30)])
+    names += [
+        (f"score - mean / {under}", (*of_under, "only the mean is divided"))
+        for under, (_, of_under) in below.items()
+        if under
+    ]
     if not is_single.any():
         return value, names
     names += [(words, (*of_words, "raw score of a group of one")) for words, of_words in names]
     return torch.cat([value.masked_fill(is_single, 0), torch.where(is_single, x, value)]), names
+
+
+def standardised(a: Tensor, groups: Tensor, eps: float) -> Tensor:
+    """Numbers (..., rows) less the mean of their group, divided by its deviation, with n - 1."""
+    members = partition(groups).double()
+    n = members.sum(1)
+    a = a - a @ members / n
+    return a / ((a**2 @ members / (n - 1).clamp(min=1)).sqrt() + eps)
 
 
 def orders_of(rows: int) -> list[Tensor]:
@@ -468,6 +484,9 @@ def response_bases(
         totals["scores"] = itemgetter("scores")
     if "rewards" in found:
         totals["sums of rewards"] = lambda a: a["rewards"].masked_fill(~further, 0).sum(1)
+    elif (coefficient := coefficient_of_responses(doctor, y)) > 0:
+        words = f"scores - {written(coefficient, 4)} * KL of the response"
+        totals[words] = lambda a: a["scores"] - coefficient * kl_of_responses(a, mask)
     afters = steps_after(doctor, y) if y is not None else [("", same, ())]
     afters = afters[:2] if is_whitened else afters
     pool: list[tuple[float, int, Base]] = []
@@ -488,7 +507,9 @@ def response_bases(
 
     for what, total in totals.items():
         for after, g, of_after in afters:
-            is_by_token = what != "scores" and bool((found["rewards"] * mask * ~Doctor.only_last(mask)).any())
+            is_by_token = what == "sums of rewards" and bool(
+                (found["rewards"] * mask * ~Doctor.only_last(mask)).any()
+            )
             names = ("the whole return on every token" if is_by_token else "without a baseline", *of_after)
             add(
                 what + after,
@@ -504,7 +525,11 @@ def response_bases(
                 continue
             made, estimates = estimators(total(found)[at], groups, lengths)
             wrong = [names for _, names in estimates]
-            for after, g, of_after in afters[: 1 if of_order or of_groups else None]:
+            again = [
+                (", normalised again", partial(standardised, groups=groups, eps=eps), ("normalised twice",))
+                for eps in (1e-6, 1e-4)
+            ]
+            for after, g, of_after in afters[:1] if of_order or of_groups else [*afters, *again]:
                 around = (*of_order, *of_groups, *of_after)
                 cost = costs(g(made), wrong) * 1.5 ** mistakes_in(around)
                 for i in cost.argsort(stable=True)[:4].tolist():
@@ -515,6 +540,28 @@ def response_bases(
 
                     add(f"{formula} of {what} in {words}{after}", f, named(*around, *names), float(cost[i]))
     return [base for _, _, base in sorted(pool, key=itemgetter(0))[:40]]
+
+
+def kl_of_responses(a: Arrays, mask: Tensor) -> Tensor:
+    return (a["logprobs"] - a["ref_logprobs"]).masked_fill(~mask, 0).sum(1)
+
+
+def coefficient_of_responses(doctor: Doctor, y: Tensor | None) -> float:
+    """The KL coefficient of the dump; else the one with which centred totals of responses are nearest to y (rows,).
+
+    It is 0 where there is none.
+    """
+    told = doctor.batch.settings.get("kl_coef")
+    if not doctor.has("scores", "logprobs", "ref_logprobs") or doctor.is_reference("logprobs"):
+        return 0.0
+    _, groups, _ = groupings(doctor)[0]
+    if told is not None or y is None or len(y) < len(groups.unique()) + 4:
+        return told or 0.0
+    members = partition(groups).double()
+    both = torch.stack([doctor.arrays["scores"], kl_of_responses(doctor.arrays, doctor.mask)])
+    both = both - both @ members / members.sum(1)
+    of_score, of_kl = torch.linalg.lstsq(both.T, y.unsqueeze(1), driver="gelsd").solution[:, 0].tolist()
+    return nice(-of_kl / of_score, within=1e-3) if of_score > 0 and of_kl < 0 else 0.0
 
 
 def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool) -> Tensor:
@@ -782,6 +829,10 @@ def check_advantages(doctor: Doctor) -> Made | None:
         doctor.arrays["advantages"] = spread(doctor.arrays["advantages"], mask)
     best, gap, is_explained = explain(doctor, "advantages", whiteners(doctor))
     if best is None or not is_explained:
+        names = () if {"rewards", "scores", "values"} & doctor.arrays.keys() else of_shift(doctor)
+        if names:
+            doctor.add("advantages", names=names)
+            return None
         doctor.unexplained("advantages", best, gap, lacking(doctor), mask)
         return None
     doctor.explained("advantages", best, gap, reference(doctor, best) if best.is_wrong else None, mask)
@@ -805,6 +856,22 @@ def reference(doctor: Doctor, best: Made) -> Callable[[Arrays], Tensor] | None:
         return None
     whiten = partial(forms.whiten, mask=doctor.mask) if best.how and not best.base.is_divided else same
     return lambda a: whiten(right.predict(a, *constants))
+
+
+def of_shift(doctor: Doctor) -> Names:
+    """Whether each response has one number, but for a 0 at one end, so that it must have been moved by a token."""
+    mask, advantages = doctor.mask, doctor.arrays["advantages"]
+    for shift, word in SHIFTS:
+        edge = only_first(mask) if shift > 0 else Doctor.only_last(mask)
+        inner = mask & ~edge
+        is_live = (advantages * inner).any(1)
+        if (
+            is_live.sum() > 1
+            and not advantages[edge].any()
+            and is_constant(advantages, inner, doctor.batch.eps["advantages"])
+        ):
+            return wiring(f"advantages one token {word}")
+    return ()
 
 
 def lacking(doctor: Doctor) -> str:
@@ -867,6 +934,7 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
             made_of += [added(words, source, "returns with the new values", values="new_values")]
         no_values = wiring("returns without values") if has_values else ()
         made_of.append(Candidate(words=words, predict=source, names=no_values))
+        made_of += [moved(candidate, mask, shift, word) for candidate in made_of[:1] for shift, word in SHIFTS]
         yield from (dataclasses.replace(candidate, names=(*names, *candidate.names)) for candidate in made_of)
     if "rewards" in found:
         yield Candidate(words="rewards", predict=itemgetter("rewards"), names=wiring("returns are rewards"))
@@ -875,6 +943,16 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
     if "scores" in found:
         spread_scores = lambda a: spread(a["scores"], mask)  # noqa: E731
         yield Candidate(words="scores", predict=spread_scores, names=wiring("returns are scores"))
+
+
+def moved(made: Candidate, mask: Tensor, shift: int, word: str) -> Candidate:
+    """Returns moved by one token."""
+    return Candidate(
+        words=f"{made.words}, one token {word}",
+        predict=lambda a: shifted(made.predict(a), shift),
+        names=(*made.names, *wiring(f"returns one token {word}")),
+        unknown=only_first(mask) if shift > 0 else Doctor.only_last(mask),
+    )
 
 
 def has_critic(doctor: Doctor) -> bool:
