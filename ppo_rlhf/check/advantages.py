@@ -58,14 +58,9 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-def only_first(mask: Tensor) -> Tensor:
-    """The first token of each row."""
-    return mask & (mask.cumsum(1) == 1)
-
-
 def of_first(x: Tensor, mask: Tensor) -> Tensor:
     """The number at the first token of each row: (rows,)."""
-    return x.masked_fill(~only_first(mask), 0).sum(1)
+    return x.masked_fill(~Doctor.only_first(mask), 0).sum(1)
 
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
@@ -99,6 +94,11 @@ def over_responses(mask: Tensor, f: Callable, a: Tensor) -> Tensor:
     return spread(f(of_first(a, mask).unsqueeze(1), mask.any(1, keepdim=True))[:, 0], mask)
 
 
+def with_large_epsilon(a: Tensor, mask: Tensor) -> Tensor:
+    """As TRL's RLOO does."""
+    return ((a - a[mask].mean()) / (a[mask].std() + 1e-4)).masked_fill(~mask, 0)
+
+
 def in_parts(mask: Tensor, k: int, f: Callable, a: Tensor) -> Tensor:
     """Whiten each of k parts of the batch on its own."""
     return torch.cat([f(x, m) for x, m in zip(a.chunk(k), mask.chunk(k), strict=True)])
@@ -118,8 +118,12 @@ def whiteners(doctor: Doctor) -> list[Way]:
             found.append((f", then whitened{how}", partial(apply, f), (*names, *wiring(*mistakes))))
 
     add(lambda f, a: f(a, mask), book)
-    of_batch = [(lambda a, m: standardised(a[:, 0], m[:, 0].long(), 1e-4).unsqueeze(1), named("epsilon 1e-4"))]
-    add(partial(over_responses, mask), right + of_batch, "whitened over responses", how=" over responses")
+    add(
+        partial(over_responses, mask),
+        [*right, (with_large_epsilon, named("epsilon 1e-4"))],
+        "whitened over responses",
+        how=" over responses",
+    )
     if (further != mask).any():
         add(lambda f, a: f(a, further), right, "whitened with the step after the end")
     for k in numbers_of_parts(len(mask)):
@@ -231,7 +235,7 @@ def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, 
         yield wiring(f"advantages one token {word}"), {"of_result": partial(shifted, shift=shift)}
     arrays = [name for name in ("values", "rewards") if name == "rewards" or name in doctor.arrays]
     for array, (shift, word) in itertools.product(arrays, SHIFTS):
-        unknown = {"unknown": only_first(region)} if shift > 0 else {}
+        unknown = {"unknown": Doctor.only_first(region)} if shift > 0 else {}
         move = partial(shifted, shift=shift)
         yield wiring(f"{array} one token {word}"), {f"of_{array}": move} | unknown
     for shift, _ in SHIFTS if "values" in arrays else ():
@@ -428,14 +432,6 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
     return torch.cat([value.masked_fill(is_single, 0), torch.where(is_single, x, value)]), names
 
 
-def standardised(a: Tensor, groups: Tensor, eps: float) -> Tensor:
-    """Numbers (..., rows) less the mean of their group, divided by its deviation, with n - 1."""
-    members = partition(groups).double()
-    n = members.sum(1)
-    a = a - a @ members / n
-    return a / ((a**2 @ members / (n - 1).clamp(min=1)).sqrt() + eps)
-
-
 def orders_of(rows: int) -> list[Tensor]:
     """Other orders of rows: moved by one, turned round, transposed."""
     right = torch.arange(rows)
@@ -525,11 +521,7 @@ def response_bases(
                 continue
             made, estimates = estimators(total(found)[at], groups, lengths)
             wrong = [names for _, names in estimates]
-            again = [
-                (", normalised again", partial(standardised, groups=groups, eps=eps), ("normalised twice",))
-                for eps in (1e-6, 1e-4)
-            ]
-            for after, g, of_after in afters[:1] if of_order or of_groups else [*afters, *again]:
+            for after, g, of_after in afters[: 1 if of_order or of_groups else None]:
                 around = (*of_order, *of_groups, *of_after)
                 cost = costs(g(made), wrong) * 1.5 ** mistakes_in(around)
                 for i in cost.argsort(stable=True)[:4].tolist():
@@ -547,21 +539,16 @@ def kl_of_responses(a: Arrays, mask: Tensor) -> Tensor:
 
 
 def coefficient_of_responses(doctor: Doctor, y: Tensor | None) -> float:
-    """The KL coefficient of the dump; else the one with which centred totals of responses are nearest to y (rows,).
-
-    It is 0 where there is none.
-    """
-    told = doctor.batch.settings.get("kl_coef")
+    """The KL coefficient in totals of responses, of the dump or by least squares from y (rows,); else 0."""
     if not doctor.has("scores", "logprobs", "ref_logprobs") or doctor.is_reference("logprobs"):
         return 0.0
-    _, groups, _ = groupings(doctor)[0]
-    if told is not None or y is None or len(y) < len(groups.unique()) + 4:
+    told, members = doctor.batch.settings.get("kl_coef"), partition(groupings(doctor)[0][1]).double()
+    if told is not None or y is None or len(y) < len(members.unique(dim=0)) + 4:
         return told or 0.0
-    members = partition(groups).double()
     both = torch.stack([doctor.arrays["scores"], kl_of_responses(doctor.arrays, doctor.mask)])
     both = both - both @ members / members.sum(1)
     of_score, of_kl = torch.linalg.lstsq(both.T, y.unsqueeze(1), driver="gelsd").solution[:, 0].tolist()
-    return nice(-of_kl / of_score, within=1e-3) if of_score > 0 and of_kl < 0 else 0.0
+    return nice(-of_kl / of_score, within=1e-3) if of_score > 0 > of_kl else 0.0
 
 
 def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool) -> Tensor:
@@ -577,23 +564,24 @@ def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool
     return ((made - y) ** 2 * w).sum(-1).sqrt()
 
 
-def shapes(doctor: Doctor, y: Tensor) -> Iterator[tuple[Tensor, Names]]:
-    """Weights of tokens with which advantages of a response may have been multiplied."""
-    mask = doctor.mask
-    left = mask.flip(1).cumsum(1).flip(1) - 1  # tokens after this one
-    yield doctor.only_last(mask).double(), wiring("advantages on the last token alone")
-    pairs = mask[:, :-1] & mask[:, 1:] & (y[:, 1:].abs() > 1e-6)
-    if pairs.any():
-        decay = float((y[:, :-1][pairs] / y[:, 1:][pairs]).median())
-        decay = nice(decay) if decay > 0 else 1.0
-        yield decay**left, wiring("discounted advantages")
-    for shift, word in SHIFTS:
-        yield shifted(mask.double(), shift), wiring(f"advantages one token {word}")
-    for order in orders_of(len(mask)):
-        yield (mask[order] & mask).double(), wiring("advantages of another row")
-    position = mask.cumsum(1).double()
-    for length in (mask.shape[1], mask.sum(1, keepdim=True).clamp(min=1)):
-        yield position / length, wiring("advantages by position")
+def shapes(doctor: Doctor, target: Tensor, where: Tensor) -> Iterator[tuple[Tensor, Tensor, Names]]:
+    """One number per response (rows,) and weights of tokens whose product advantages are, by mistake."""
+    mask, eps = doctor.mask, doctor.batch.eps["advantages"]
+    left, position = mask.flip(1).cumsum(1).flip(1) - 1, mask.cumsum(1).double()
+    pairs = mask[:, :-1] & mask[:, 1:] & (target[:, 1:].abs() > 1e-6)
+    decay = float((target[:, :-1][pairs] / target[:, 1:][pairs]).median()) if pairs.any() else 1.0
+    found = [(Doctor.only_last(mask), "advantages on the last token alone")]
+    found += [((nice(decay) if decay > 0 else 1.0) ** left, "discounted advantages")]
+    found += [(shifted(mask, shift), f"advantages one token {word}") for shift, word in SHIFTS]
+    found += [(mask[order] & mask, "advantages of another row") for order in orders_of(len(mask))]
+    found += [
+        (position / n, "advantages by position") for n in (mask.shape[1], mask.sum(1, keepdim=True).clamp(min=1))
+    ]
+    for shape, name in found:
+        shape = shape.double().masked_fill(~where, 0)
+        y = (target * shape).sum(1) / (shape**2).sum(1).clamp(min=1e-30)
+        if root_mean_square((target - y.unsqueeze(1) * shape)[where]) < 8 * eps * root_mean_square(target[where]):
+            yield y, shape, wiring(name)
 
 
 # ---- Fitting ---------------------------------------------------------------------------------------------------
@@ -793,15 +781,10 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
             yield fits(bases, whole, 12, known=constants)
             for after in steps:
                 yield fits(plain, whole, 2, after, constants)
-            for shape, names in shapes(doctor, target) if has_totals and steps and constants else ():
-                y = (target * shape).masked_fill(~where, 0).sum(1) / (shape**2).masked_fill(~where, 0).sum(1)
-                apart_by = root_mean_square((target - y.unsqueeze(1) * shape)[where])
-                if apart_by < 8 * eps * root_mean_square(target[where]):
-                    found = response_bases(doctor, y, shape)
-                    found = [
-                        dataclasses.replace(base, names=tuple(dict.fromkeys((*base.names, *names)))) for base in found
-                    ]
-                    yield fits(found, None, 20)
+            for y, shape, names in shapes(doctor, target, where) if has_totals and steps and constants else ():
+                found = response_bases(doctor, y, shape)
+                found = [dataclasses.replace(x, names=tuple(dict.fromkeys((*x.names, *names)))) for x in found]
+                yield fits(found, None, 20)
             yield []
 
     pool: list[Made] = []
@@ -829,9 +812,11 @@ def check_advantages(doctor: Doctor) -> Made | None:
         doctor.arrays["advantages"] = spread(doctor.arrays["advantages"], mask)
     best, gap, is_explained = explain(doctor, "advantages", whiteners(doctor))
     if best is None or not is_explained:
-        names = () if {"rewards", "scores", "values"} & doctor.arrays.keys() else of_shift(doctor)
-        if names:
-            doctor.add("advantages", names=names)
+        sees = doctor.has("rewards") or doctor.has("scores") or doctor.has("values")
+        moved = {name for _, _, names in shapes(doctor, doctor.arrays["advantages"], mask) for name in names}
+        moved &= set(wiring(*(f"advantages one token {word}" for _, word in SHIFTS)))
+        if moved and not sees:  # each response has one number, but for a 0 at one end
+            doctor.add("advantages", names=list(moved))
             return None
         doctor.unexplained("advantages", best, gap, lacking(doctor), mask)
         return None
@@ -858,22 +843,6 @@ def reference(doctor: Doctor, best: Made) -> Callable[[Arrays], Tensor] | None:
     return lambda a: whiten(right.predict(a, *constants))
 
 
-def of_shift(doctor: Doctor) -> Names:
-    """Whether each response has one number, but for a 0 at one end, so that it must have been moved by a token."""
-    mask, advantages = doctor.mask, doctor.arrays["advantages"]
-    for shift, word in SHIFTS:
-        edge = only_first(mask) if shift > 0 else Doctor.only_last(mask)
-        inner = mask & ~edge
-        is_live = (advantages * inner).any(1)
-        if (
-            is_live.sum() > 1
-            and not advantages[edge].any()
-            and is_constant(advantages, inner, doctor.batch.eps["advantages"])
-        ):
-            return wiring(f"advantages one token {word}")
-    return ()
-
-
 def lacking(doctor: Doctor) -> str:
     """What the dump would need so that its advantages could be explained."""
     found = doctor.arrays
@@ -895,8 +864,9 @@ def plus_values(
     shift: int = 0,
     rows: int = 0,
     sign: int = 1,
+    moved: int = 0,
 ) -> Tensor:
-    return source(a) + sign * a[values].roll((rows, shift), (0, 1))
+    return (source(a) + sign * a[values].roll((rows, shift), (0, 1))).roll(moved, 1)
 
 
 def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candidate]:
@@ -916,12 +886,12 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
             sources.append((f"advantages{how}", lambda a, f=f: f(raw if a is found else made.before(a)), names))
 
     def added(words: str, source: Callable[[Arrays], Tensor], *mistakes: str, values: str = "values", **how: Any):
-        edge = how.get("shift", 0)
+        edge = how.get("shift", 0) or how.get("moved", 0)
         return Candidate(
             words=f"{words} {'-' if how.get('sign', 1) < 0 else '+'} {values}",
             predict=partial(plus_values, source=source, values=values, **how),
             names=wiring(*mistakes),
-            unknown={0: None, 1: only_first(mask), -1: doctor.only_last(mask)}[edge],
+            unknown={0: None, 1: Doctor.only_first(mask), -1: doctor.only_last(mask)}[edge],
         )
 
     for words, source, names in sources:
@@ -930,11 +900,11 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
             made_of += [added(words, source, f"returns with values one token {w}", shift=n) for n, w in SHIFTS]
             made_of += [added(words, source, "returns with values of another row", rows=n) for n in (1, -1)]
             made_of += [added(words, source, "returns minus the values", sign=-1)]
+            made_of += [added(words, source, f"returns one token {w}", moved=n) for n, w in SHIFTS]
         if "new_values" in found:
             made_of += [added(words, source, "returns with the new values", values="new_values")]
         no_values = wiring("returns without values") if has_values else ()
         made_of.append(Candidate(words=words, predict=source, names=no_values))
-        made_of += [moved(candidate, mask, shift, word) for candidate in made_of[:1] for shift, word in SHIFTS]
         yield from (dataclasses.replace(candidate, names=(*names, *candidate.names)) for candidate in made_of)
     if "rewards" in found:
         yield Candidate(words="rewards", predict=itemgetter("rewards"), names=wiring("returns are rewards"))
@@ -943,16 +913,6 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
     if "scores" in found:
         spread_scores = lambda a: spread(a["scores"], mask)  # noqa: E731
         yield Candidate(words="scores", predict=spread_scores, names=wiring("returns are scores"))
-
-
-def moved(made: Candidate, mask: Tensor, shift: int, word: str) -> Candidate:
-    """Returns moved by one token."""
-    return Candidate(
-        words=f"{made.words}, one token {word}",
-        predict=lambda a: shifted(made.predict(a), shift),
-        names=(*made.names, *wiring(f"returns one token {word}")),
-        unknown=only_first(mask) if shift > 0 else Doctor.only_last(mask),
-    )
 
 
 def has_critic(doctor: Doctor) -> bool:
