@@ -238,24 +238,25 @@ def token_bases(doctor: Doctor) -> Iterator[Base]:
     mask, everywhere, one = doctor.mask, torch.ones_like(doctor.mask), torch.zeros(len(doctor.mask))
     has_values, packs = "values" in doctor.arrays, [doctor.arrays["packs"]] if doctor.has("packs") else []
 
-    def base(region: Tensor, names: Names, unknown: Tensor | None = None, **changes: Any) -> Base:
+    def base(source: tuple, region: Tensor, names: Names, unknown: Tensor | None = None, **changes: Any) -> Base:
+        what, rewards, of_rewards = source
         words = f"the sum of {what} from each token on, with gamma {{0}}"
         words = f"GAE with gamma {{0}}, lambda {{1}} of {what} and values" if has_values else words
         predict = partial(gae, rewards=rewards, mask=region, **changes)
         names = (*of_rewards, *names)
         return Base(words=words, predict=predict, names=names, constants=1 + has_values, unknown=unknown)
 
-    for what, rewards, of_rewards in reward_arrays(doctor):
+    for source in reward_arrays(doctor):
         for region, of_region in regions(doctor):
-            yield base(region, of_region)
-            for names, changes in mistakes(doctor, region) if not of_rewards else ():
-                yield base(region, (*of_region, *names), **changes)
-        if not of_rewards:
+            yield base(source, region, of_region)
+            for names, changes in mistakes(doctor, region) if not source[2] else ():
+                yield base(source, region, (*of_region, *names), **changes)
+        if not source[2]:
             for pack, ends in itertools.product([one, *packs], (False, True)):
-                yield base(mask, wiring("GAE across episodes"), form=partial(across, packs=pack, ends=ends))
+                yield base(source, mask, wiring("GAE across episodes"), form=partial(across, packs=pack, ends=ends))
             names = wiring("GAE across episodes", "bootstrapped from padding")
-            yield base(everywhere, names, form=partial(across, packs=one, ends=False))
-            yield base(everywhere, names[1:])
+            yield base(source, everywhere, names, form=partial(across, packs=one, ends=False))
+            yield base(source, everywhere, names[1:])
 
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
