@@ -96,6 +96,14 @@ def test_without_a_critic_returns_may_be_whitened():
     assert not verdict(arrays | {"advantages": white, "returns": white})[0]
 
 
+def test_a_penalty_on_padding_is_no_score():
+    """It is masked before GAE."""
+    arrays = arrays_of(rows=16)
+    padding = 0.05 * torch.arange(arrays["mask"].shape[1]).cos() * ~arrays["mask"]
+    _, names, _ = verdict(arrays | {"rewards": arrays["rewards"] + padding})
+    assert "a score that no advantage sees" not in names
+
+
 def test_moved_advantages_are_seen_without_scores():
     """Each response has one number, and its last token that of the next response's prompt, which is 0."""
     arrays = arrays_of("grpo", rows=16)
@@ -129,7 +137,7 @@ def test_a_missing_array_is_no_fault(lost):
 # ---- Mistakes --------------------------------------------------------------------------------------------------
 
 # Two names for the same numbers.
-ALSO = {"bootstrapped from padding": "steps over masked tokens", "log-probs of another row": "the ratio is not 1"}
+ALSO = {"log-probs of another row": "the ratio is not 1"}
 
 
 @pytest.mark.parametrize("name", [*list(corpus.WIRING)[::3], *corpus.OF_GROUPS])
