@@ -58,14 +58,9 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-def only_first(mask: Tensor) -> Tensor:
-    """The first token of each row."""
-    return mask & (mask.cumsum(1) == 1)
-
-
 def of_first(x: Tensor, mask: Tensor) -> Tensor:
     """The number at the first token of each row: (rows,)."""
-    return x.masked_fill(~only_first(mask), 0).sum(1)
+    return x.masked_fill(~Doctor.only_first(mask), 0).sum(1)
 
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
@@ -99,6 +94,11 @@ def over_responses(mask: Tensor, f: Callable, a: Tensor) -> Tensor:
     return spread(f(of_first(a, mask).unsqueeze(1), mask.any(1, keepdim=True))[:, 0], mask)
 
 
+def with_large_epsilon(a: Tensor, mask: Tensor) -> Tensor:
+    """As TRL's RLOO does."""
+    return ((a - a[mask].mean()) / (a[mask].std() + 1e-4)).masked_fill(~mask, 0)
+
+
 def in_parts(mask: Tensor, k: int, f: Callable, a: Tensor) -> Tensor:
     """Whiten each of k parts of the batch on its own."""
     return torch.cat([f(x, m) for x, m in zip(a.chunk(k), mask.chunk(k), strict=True)])
@@ -118,7 +118,8 @@ def whiteners(doctor: Doctor) -> list[Way]:
             found.append((f", then whitened{how}", partial(apply, f), (*names, *wiring(*mistakes))))
 
     add(lambda f, a: f(a, mask), book)
-    add(partial(over_responses, mask), right, "whitened over responses", how=" over responses")
+    as_trl = [(with_large_epsilon, named("epsilon 1e-4"))] if mask.any(1).sum() > 1 else []
+    add(partial(over_responses, mask), right + as_trl, "whitened over responses", how=" over responses")
     if (further != mask).any():
         add(lambda f, a: f(a, further), right, "whitened with the step after the end")
     for k in numbers_of_parts(len(mask)):
@@ -154,15 +155,19 @@ def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tens
             yield "scores" if has_rewards else words, rewards, names
 
 
+def score_is(doctor: Doctor, place: str) -> bool:
+    """Whether the rewards have been explained with the score there."""
+    return any(f.array == "rewards" and place in f.words for f in doctor.findings)
+
+
 def regions(doctor: Doctor) -> list[tuple[Tensor, Names]]:
     """Masks of the steps that GAE may have gone over."""
     mask, true_mask = doctor.mask, doctor.true_mask
     further = mask | doctor.following(mask)
-    of_rewards = next((f.words for f in doctor.findings if f.array == "rewards"), "")
     found: list[tuple[Tensor, Names]] = [(mask, ())]
     if (further != mask).any():
-        found.append((further, wiring("bootstrapped past the end") if "on the last token" in of_rewards else ()))
-    if "on the step after" in of_rewards:
+        found.append((further, wiring("bootstrapped past the end") if score_is(doctor, "on the last token") else ()))
+    if score_is(doctor, "on the step after"):
         found.reverse()
     if (true_mask != mask).any():
         found += [(true_mask, ()), (true_mask | doctor.following(true_mask), ())]
@@ -179,41 +184,46 @@ def gae(
     form: Callable = forms.gae,
     of_values: Callable[[Tensor], Tensor] = same,
     of_rewards: Callable[[Tensor], Tensor] = same,
+    of_advantages: Callable[[Tensor], Tensor] = same,
+    critic: str = "values",
     plus: str = "",
 ) -> Tensor:
-    """GAE, or the sum of rewards where there are no values. of_values and of_rewards move those arrays.
-
-    plus: an array by response that is added.
-    """
+    """GAE, or the sum of rewards where there are no values. of_...: moves an array. plus: is added, by response."""
     paid = of_rewards(rewards(a))
-    values, lam = (of_values(a["values"]), lam) if "values" in a else (torch.zeros_like(paid), 1.0)
-    made = form(paid, values, mask, gamma, lam)[0]
+    values, lam = (of_values(a[critic]), lam) if "values" in a else (torch.zeros_like(paid), 1.0)
+    made = of_advantages(form(paid, values, mask, gamma, lam)[0])
     return made + spread(a[plus], mask) if plus else made
 
 
-def across(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
-    """GAE of all rows as one episode."""
-    flat = [x.reshape(1, -1) for x in (rewards, values, mask)]
-    return (forms.gae(*flat, gamma, lam)[0].reshape(mask.shape),)
-
-
-def across_without_values(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor]:
-    """As across, but the value after a row is 0, as it should be."""
-    first = of_first(values, mask).roll(-1)
-    first[-1] = 0
-    return across(rewards - gamma * first.unsqueeze(1) * Doctor.only_last(mask), values, mask, gamma, lam)
+def across(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, *, packs: Tensor, ends: bool
+) -> tuple[Tensor]:
+    """GAE of all rows of a pack (rows,) as one episode. ends: the value after each row is 0, as it should be."""
+    if ends:
+        first = of_first(values, mask).roll(-1).masked_fill(packs.diff(append=packs[:1] - 1) != 0, 0)
+        rewards = rewards - gamma * first.unsqueeze(1) * Doctor.only_last(mask)
+    made = torch.zeros_like(rewards)
+    for rows in (packs == n for n in packs.unique()):
+        flat = [x[rows].reshape(1, -1) for x in (rewards, values, mask)]
+        made[rows] = forms.gae(*flat, gamma, lam)[0].reshape(made[rows].shape)
+    return (made,)
 
 
 def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, Any]]]:
     """Names of mistakes in GAE, and the arguments that make them."""
+    other = {"one step", "without lambda"}  # they are lambdas of 0 and 1
+    if (region | (region.flip(1).cumsum(1).flip(1) == 0)).all():  # there are no holes, only padding
+        other.add("steps over masked tokens")
     for form, names in doctor.variants("gae"):
-        if len(names) == 1 and names[0].name not in ("one step", "without lambda"):  # they are lambdas of 0 and 1
+        if len(names) == 1 and names[0].name not in other:
             yield names, {"form": form}
-    arrays = [name for name in ("values", "rewards") if name == "rewards" or name in doctor.arrays]
+    if "new_values" in doctor.arrays and "values" in doctor.arrays:
+        yield wiring("values after the update"), {"critic": "new_values"}
+    arrays = ["rewards", "advantages", *(["values"] if "values" in doctor.arrays else [])]
     for array, (shift, word) in itertools.product(arrays, SHIFTS):
-        unknown = {"unknown": only_first(region)} if shift > 0 else {}
+        edge = {1: Doctor.only_first(region), -1: Doctor.only_last(region) if array == "advantages" else None}[shift]
         move = partial(shifted, shift=shift)
-        yield wiring(f"{array} one token {word}"), {f"of_{array}": move} | unknown
+        yield wiring(f"{array} one token {word}"), {f"of_{array}": move, "unknown": edge}
     for shift, _ in SHIFTS if "values" in arrays else ():
         yield wiring("values of another row"), {"of_values": partial(torch.roll, shifts=shift, dims=0)}
     if "scores" in doctor.arrays:
@@ -221,32 +231,32 @@ def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, 
 
 
 def token_bases(doctor: Doctor) -> Iterator[Base]:
-    """GAE, or sums of rewards where there are no values, without and with mistakes."""
-    for what, rewards, names in reward_arrays(doctor):
-        yield from bases_of(doctor, what, rewards, names)
+    """GAE, or sums of rewards where there are no values, without and with mistakes.
 
+    Rewards that are a mistake themselves have no other.
+    """
+    mask, everywhere, one = doctor.mask, torch.ones_like(doctor.mask), torch.zeros(len(doctor.mask))
+    has_values, packs = "values" in doctor.arrays, [doctor.arrays["packs"]] if doctor.has("packs") else []
 
-def bases_of(doctor: Doctor, what: str, rewards: Callable[[Arrays], Tensor], of_rewards: Names) -> Iterator[Base]:
-    """Bases of some rewards. Those that are a mistake themselves have no other."""
-    mask, everywhere = doctor.mask, torch.ones_like(doctor.mask)
-    has_values = "values" in doctor.arrays
-    words = f"the sum of {what} from each token on, with gamma {{0}}"
-    words = f"GAE with gamma {{0}}, lambda {{1}} of {what} and values" if has_values else words
-
-    def base(region: Tensor, names: Names, unknown: Tensor | None = None, **changes: Any) -> Base:
+    def base(source: tuple, region: Tensor, names: Names, unknown: Tensor | None = None, **changes: Any) -> Base:
+        what, rewards, of_rewards = source
+        words = f"the sum of {what} from each token on, with gamma {{0}}"
+        words = f"GAE with gamma {{0}}, lambda {{1}} of {what} and values" if has_values else words
         predict = partial(gae, rewards=rewards, mask=region, **changes)
         names = (*of_rewards, *names)
         return Base(words=words, predict=predict, names=names, constants=1 + has_values, unknown=unknown)
 
-    for region, of_region in regions(doctor):
-        yield base(region, of_region)
-        for names, changes in mistakes(doctor, region) if not of_rewards else ():
-            yield base(region, (*of_region, *names), **changes)
-    if not of_rewards:
-        yield base(mask, wiring("GAE across episodes"), form=across)
-        yield base(mask, wiring("GAE across episodes"), form=across_without_values)
-        yield base(everywhere, wiring("GAE across episodes", "bootstrapped from padding"), form=across)
-        yield base(everywhere, wiring("bootstrapped from padding"))
+    for source in reward_arrays(doctor):
+        for region, of_region in regions(doctor):
+            yield base(source, region, of_region)
+            for names, changes in mistakes(doctor, region) if not source[2] else ():
+                yield base(source, region, (*of_region, *names), **changes)
+        if not source[2]:
+            for pack, ends in itertools.product([one, *packs], (False, True)):
+                yield base(source, mask, wiring("GAE across episodes"), form=partial(across, packs=pack, ends=ends))
+            names = wiring("GAE across episodes", "bootstrapped from padding")
+            yield base(source, everywhere, names, form=partial(across, packs=one, ends=False))
+            yield base(source, everywhere, names[1:])
 
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
@@ -331,7 +341,7 @@ def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
     """What the difference is divided by, without an epsilon."""
     n, mean = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
     mean, others = mean / n, (n - 1).clamp(min=1)
-    squares = algebra.by_group((x - mean) ** 2, groups)
+    squares, absolute = (algebra.by_group(gap, groups) for gap in ((x - mean) ** 2, (x - mean).abs() / n))
     std, biased = (squares / others).sqrt(), (squares / n).sqrt()
     batch, all_biased = (x.std(correction=c).expand_as(x) for c in (min(1, len(x) - 1), 0))
     weights = algebra.by_group(lengths, groups)
@@ -348,10 +358,7 @@ def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
         "std weighted by length": (weighted, ("statistics weighted by length",)),
         "mean": (mean.abs(), ("another estimator",)),
         "standard error": (std / n.sqrt(), ("divided by the standard error",)),
-        "mean absolute deviation": (
-            algebra.by_group((x - mean).abs(), groups) / n,
-            ("divided by the mean absolute deviation",),
-        ),
+        "mean absolute deviation": (absolute, ("divided by the mean absolute deviation",)),
         "range": (high - low, ("divided by the range",)),
         "1 / std": (1 / (std + 1e-12), ("multiplied by the deviation",)),
         "1 / std with n": (1 / (biased + 1e-12), ("multiplied by the deviation", "std with n")),
@@ -380,18 +387,20 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
         below[word if eps or not of_eps else f"{word} alone"] = divisor + eps, (*of_divisor, *of_eps)
     upper, lower = (torch.stack([value for value, _ in table.values()]) for table in (above, below))
     is_single = algebra.by_group(torch.ones_like(x), groups) == 1
+    centred = above["score - mean"][0]
     value = (upper.unsqueeze(1) / lower.clamp(min=1e-30)).flatten(0, 1)
     names = [
         (
             f"({over}) / {under}" if under else over,
-            (
-                *of_over,
-                *of_under,
-                *("a divided RLOO",) * (over.endswith("the others") and not of_over and under != ""),
-            ),
+            of_over + of_under + ("a divided RLOO",) * (over == "score - mean of the others" and under != ""),
         )
         for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items())
     ]
+    value = torch.cat([value, x - (x - centred) / lower[1:].clamp(min=1e-30)])
+    of_mean = [
+        (f"score - mean / {under}", (*names, "only the mean is divided")) for under, (_, names) in below.items()
+    ]
+    names += of_mean[1:]
     if not is_single.any():
         return value, names
     names += [(words, (*of_words, "raw score of a group of one")) for words, of_words in names]
@@ -405,19 +414,39 @@ def orders_of(rows: int) -> list[Tensor]:
     return found + [right.reshape(k, -1).T.flatten() for k in range(2, rows) if rows % k == 0]
 
 
+@dataclass(kw_only=True, frozen=True)
+class After:
+    """What is done with advantages once they are whitened. apply: it takes `dim`, that of rows. before: where the
+    target has them before it is done."""
+
+    words: str
+    apply: Callable[..., Tensor]
+    before: Callable[[Tensor], Tensor]
+    names: tuple[str, ...]
+
+
+def afters(rows: int, y: Tensor) -> list[After]:
+    """Rows in another order, and a bound if several of the numbers y have it."""
+    found, bound = [], float(y.abs().max())
+    for order in orders_of(rows):
+        apply, before = (partial(torch.index_select, index=at) for at in (order, order.argsort()))
+        names = ("advantages of another row",)
+        found.append(After(words=", in another order", apply=apply, before=partial(before, dim=0), names=names))
+    if (y.abs() >= bound * (1 - 2**-9)).sum() > 1:
+        words = f", clipped at {written(bound, 4)}"
+        apply = lambda a, dim: a.clamp(-bound, bound)  # noqa: E731
+        found.append(After(words=words, apply=apply, before=same, names=("clipped advantages",)))
+    return found
+
+
 def steps_after(doctor: Doctor, y: Tensor) -> list[tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]]:
     """What may be done with advantages (..., rows) once they are made."""
-    lengths, bound = doctor.mask.sum(1).clamp(min=1).double(), float(y.abs().max())
+    lengths = doctor.mask.sum(1).clamp(min=1).double()
     found: list[tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]] = [("", same, ())]
     found.append((", negated", torch.neg, ("advantages with the wrong sign",)))
     found.append((", divided by the length", lambda a: a / lengths, ("advantages divided by the length",)))
     found.append((", doubled", lambda a: 2 * a, ("advantages doubled",)))
-    for order in orders_of(len(y)):
-        found.append((", in another order", lambda a, at=order: a[..., at], ("advantages of another row",)))
-    if (y.abs() >= bound * (1 - 2**-9)).sum() > 1:
-        words = f", clipped at {written(bound, 4)}"
-        found.append((words, lambda a: a.clamp(-bound, bound), ("clipped advantages",)))
-    return found
+    return found + [(after.words, partial(after.apply, dim=-1), after.names) for after in afters(len(y), y)]
 
 
 @cache
@@ -446,8 +475,12 @@ def response_bases(
         totals["scores"] = itemgetter("scores")
     if "rewards" in found:
         totals["sums of rewards"] = lambda a: a["rewards"].masked_fill(~further, 0).sum(1)
-    afters = steps_after(doctor, y) if y is not None else [("", same, ())]
-    afters = afters[:2] if is_whitened else afters
+        is_early = bool((found["rewards"] * mask * ~Doctor.only_last(mask)).any())
+    elif (coefficient := coefficient_of_responses(doctor, y)) > 0:
+        words = f"scores - {written(coefficient, 4)} * KL of the response"
+        totals[words] = lambda a: a["scores"] - coefficient * kl_of_responses(a, mask)
+    steps = steps_after(doctor, y) if y is not None else [("", same, ())]
+    steps = steps[:2] if is_whitened else steps
     pool: list[tuple[float, int, Base]] = []
 
     def add(words: str, f: Callable[[Arrays], Tensor], names: Names, cost: float) -> None:
@@ -465,15 +498,13 @@ def response_bases(
         return distances(made, y, lengths, is_whitened).clamp(min=floor) * 1.5**wrong
 
     for what, total in totals.items():
-        for after, g, of_after in afters:
-            is_by_token = what != "scores" and bool((found["rewards"] * mask * ~Doctor.only_last(mask)).any())
-            names = ("the whole return on every token" if is_by_token else "without a baseline", *of_after)
-            add(
-                what + after,
-                lambda a, f=total, g=g: g(f(a)),
-                named(*names),
-                0.9 * float(costs(g(total(found)), [names])),
-            )
+        nothing = (
+            "the whole return on every token" if what == "sums of rewards" and is_early else "without a baseline"
+        )
+        for after, g, of_after in steps:
+            names = (nothing, *of_after)
+            cost = 0.9 * float(costs(g(total(found)), [names]))
+            add(what + after, lambda a, f=total, g=g: g(f(a)), named(*names), cost)
         if "baselines" in found:
             add(f"{what} - baselines", lambda a, f=total: f(a) - a["baselines"], (), 0.0)
         orders = [(rows, ()), *((order, ("score of another row",)) for order in orders_of(len(rows)))]
@@ -482,7 +513,7 @@ def response_bases(
                 continue
             made, estimates = estimators(total(found)[at], groups, lengths)
             wrong = [names for _, names in estimates]
-            for after, g, of_after in afters[: 1 if of_order or of_groups else None]:
+            for after, g, of_after in steps[: 1 if of_order or of_groups else None]:
                 around = (*of_order, *of_groups, *of_after)
                 cost = costs(g(made), wrong) * 1.5 ** mistakes_in(around)
                 for i in cost.argsort(stable=True)[:4].tolist():
@@ -493,6 +524,23 @@ def response_bases(
 
                     add(f"{formula} of {what} in {words}{after}", f, named(*around, *names), float(cost[i]))
     return [base for _, _, base in sorted(pool, key=itemgetter(0))[:40]]
+
+
+def kl_of_responses(a: Arrays, mask: Tensor) -> Tensor:
+    return (a["logprobs"] - a["ref_logprobs"]).masked_fill(~mask, 0).sum(1)
+
+
+def coefficient_of_responses(doctor: Doctor, y: Tensor | None) -> float:
+    """The KL coefficient in totals of responses, of the dump or by least squares from y (rows,); else 0."""
+    if not doctor.has("scores", "logprobs", "ref_logprobs") or doctor.is_reference("logprobs"):
+        return 0.0
+    told, members = doctor.batch.settings.get("kl_coef"), partition(groupings(doctor)[0][1]).double()
+    if told is not None or y is None or len(y) < len(members.unique(dim=0)) + 4:
+        return told or 0.0
+    both = torch.stack([doctor.arrays["scores"], kl_of_responses(doctor.arrays, doctor.mask)])
+    both = both - both @ members / members.sum(1)
+    of_score, of_kl = torch.linalg.lstsq(both.T, y.unsqueeze(1), driver="gelsd").solution[:, 0].tolist()
+    return nice(-of_kl / of_score, within=1e-3) if of_score > 0 > of_kl else 0.0
 
 
 def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool) -> Tensor:
@@ -508,21 +556,25 @@ def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool
     return ((made - y) ** 2 * w).sum(-1).sqrt()
 
 
-def shapes(doctor: Doctor, y: Tensor) -> Iterator[tuple[Tensor, Names]]:
-    """Weights of tokens with which advantages of a response may have been multiplied."""
-    mask = doctor.mask
-    left = mask.flip(1).cumsum(1).flip(1) - 1  # tokens after this one
-    yield doctor.only_last(mask).double(), wiring("advantages on the last token alone")
-    pairs = mask[:, :-1] & mask[:, 1:] & (y[:, 1:].abs() > 1e-6)
-    if pairs.any():
-        decay = float((y[:, :-1][pairs] / y[:, 1:][pairs]).median())
-        decay = nice(decay) if decay > 0 else 1.0
-        yield decay**left, wiring("discounted advantages")
-    for order in orders_of(len(mask)):
-        yield (mask[order] & mask).double(), wiring("advantages of another row")
-    position = mask.cumsum(1).double()
-    for length in (mask.shape[1], mask.sum(1, keepdim=True).clamp(min=1)):
-        yield position / length, wiring("advantages by position")
+def shapes(doctor: Doctor, target: Tensor, where: Tensor) -> Iterator[tuple[Tensor, Tensor, Names]]:
+    """One number per response (rows,) and weights of tokens whose product advantages are, by mistake."""
+    mask, eps = doctor.mask, doctor.batch.eps["advantages"]
+    left, position = mask.flip(1).cumsum(1).flip(1) - 1, mask.cumsum(1).double()
+    pairs = mask[:, :-1] & mask[:, 1:] & (target[:, 1:].abs() > 1e-6)
+    decay = float((target[:, :-1][pairs] / target[:, 1:][pairs]).median()) if pairs.any() else 1.0
+    found: list[tuple[Tensor, str]] = [
+        (Doctor.only_last(mask), "advantages on the last token alone"),
+        ((nice(decay) if decay > 0 else 1.0) ** left, "discounted advantages"),
+        *((shifted(mask, shift), f"advantages one token {word}") for shift, word in SHIFTS),
+        *((mask[order] & mask, "advantages of another row") for order in orders_of(len(mask))),
+        (position / mask.shape[1], "advantages by position"),
+        (position / mask.sum(1, keepdim=True).clamp(min=1), "advantages by position"),
+    ]
+    for shape, name in found:
+        shape = shape.double().masked_fill(~where, 0)
+        y = (target * shape).sum(1) / (shape**2).sum(1).clamp(min=1e-30)
+        if root_mean_square((target - y.unsqueeze(1) * shape)[where]) < 8 * eps * root_mean_square(target[where]):
+            yield y, shape, wiring(name)
 
 
 # ---- Fitting ---------------------------------------------------------------------------------------------------
@@ -608,7 +660,7 @@ class Fit:
 
 def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[Made]:
     """The candidates of a fit, one for each way to whiten."""
-    base, names = fit.base, [*fit.base.names, *(fit.after.names if fit.after else ())]
+    base, names = fit.base, [*fit.base.names, *(named(*fit.after.names) if fit.after else ())]
     told = as_told(doctor, fit.constants)
     for value, other, name in zip(fit.constants, told, ("another gamma", "another lambda"), strict=False):
         names += wiring(name) if abs(value - other) > 2e-3 else ()
@@ -618,7 +670,7 @@ def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[M
 
     def made(how: str, f: Callable[[Tensor], Tensor], names: Names) -> Made:
         def finished(x: Tensor, a: Arrays) -> Tensor:
-            x = f(x) if fit.after is None else fit.after.apply(f(x))
+            x = f(x) if fit.after is None else fit.after.apply(f(x), dim=0)
             return x + a["values"] if adds_values else x
 
         return Made(
@@ -642,35 +694,6 @@ def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[M
         yield made(", then shifted and scaled", lambda x: slope * x + constant, tuple(names))
 
 
-@dataclass(kw_only=True, frozen=True)
-class After:
-    """What is done with advantages once they are whitened. before: where the target has them before it is done."""
-
-    words: str
-    apply: Callable[[Tensor], Tensor]
-    before: Callable[[Tensor], Tensor]
-    names: Names
-
-
-def afters(target: Tensor, where: Tensor) -> list[After]:
-    """Rows in another order, tokens moved by one, a bound."""
-    found = []
-    for order in orders_of(len(target)):
-        apply, before = (partial(torch.index_select, dim=0, index=at) for at in (order, order.argsort()))
-        found.append(
-            After(words=", in another order", apply=apply, before=before, names=wiring("advantages of another row"))
-        )
-    for shift, word in SHIFTS:
-        apply, before = partial(shifted, shift=shift), partial(shifted, shift=-shift)
-        names = wiring(f"advantages one token {word}")
-        found.append(After(words=f", one token {word}", apply=apply, before=before, names=names))
-    bound = float(target[where].abs().max())
-    if (target[where].abs() >= bound * (1 - 2**-9)).sum() > 1:
-        apply, names = partial(torch.clamp, min=-bound, max=bound), wiring("clipped advantages")
-        found.append(After(words=f", clipped at {written(bound, 4)}", apply=apply, before=same, names=names))
-    return found
-
-
 def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, float, bool]:
     """The best candidate for advantages or returns, its largest difference, and whether that is rounding."""
     where = doctor.mask & doctor.true_mask
@@ -690,7 +713,7 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
         y, there = target, where
         if after is not None:
             y = after.before(target)
-            there = where & (after.before(where.double()) > 0.5) & (after.apply(y * 1.001) - target != 0)
+            there = where & (after.before(where.double()) > 0.5) & (after.apply(y * 1.001, dim=0) - target != 0)
         found = [Fit(doctor, base, y, there, labels, known) for base in bases]
         if labels is whole and any(base.names for base in bases):  # mistakes: any of them may be near
             found = [fit.refine(2) for fit in found]
@@ -715,22 +738,17 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
         nearest = fits(plain, whole, 6)
         yield nearest
         known = next((as_told(doctor, fit.constants) for fit in nearest), ())
-        steps = afters(target, where) if array == "advantages" else []
+        steps = afters(len(target), target[where]) if array == "advantages" else []
         apart = (*parts, rows, columns) if whole is not None else ()
         for constants in (known, ()):  # first those of the dump, or those that are nearest without a mistake
             yield [fit for labels in apart for fit in fits(plain, labels, 2, known=constants)]
             yield fits(bases, whole, 12, known=constants)
             for after in steps:
                 yield fits(plain, whole, 2, after, constants)
-            for shape, names in shapes(doctor, target) if has_totals and steps and constants else ():
-                y = (target * shape).masked_fill(~where, 0).sum(1) / (shape**2).masked_fill(~where, 0).sum(1)
-                apart_by = root_mean_square((target - y.unsqueeze(1) * shape)[where])
-                if apart_by < 8 * eps * root_mean_square(target[where]):
-                    found = response_bases(doctor, y, shape)
-                    found = [
-                        dataclasses.replace(base, names=tuple(dict.fromkeys((*base.names, *names)))) for base in found
-                    ]
-                    yield fits(found, None, 20)
+            for y, shape, names in shapes(doctor, target, where) if has_totals and steps and constants else ():
+                found = response_bases(doctor, y, shape)
+                found = [dataclasses.replace(x, names=tuple(dict.fromkeys((*x.names, *names)))) for x in found]
+                yield fits(found, None, 20)
             yield []
 
     pool: list[Made] = []
@@ -758,16 +776,16 @@ def check_advantages(doctor: Doctor) -> Made | None:
         doctor.arrays["advantages"] = spread(doctor.arrays["advantages"], mask)
     best, gap, is_explained = explain(doctor, "advantages", whiteners(doctor))
     if best is None or not is_explained:
-        doctor.unexplained("advantages", best, gap, lacking(doctor), mask)
+        lacks, moved = lacking(doctor), wiring(*(f"advantages one token {word}" for _, word in SHIFTS))
+        found = [names for _, _, names in shapes(doctor, doctor.arrays["advantages"], mask) if names[0] in moved]
+        if found and "scores" in lacks:  # each response has one number, but for a 0 at one end
+            doctor.add("advantages", names=found[0])
+        else:
+            doctor.unexplained("advantages", best, gap, lacks, mask)
         return None
     doctor.explained("advantages", best, gap, reference(doctor, best) if best.is_wrong else None, mask)
-    lost = doctor.following(mask)
-    if (
-        best.base.constants
-        and not best.base.is_wrong
-        and (doctor.arrays.get("rewards", torch.zeros_like(lost)) * lost).any()
-    ):
-        without = doctor.arrays | {"rewards": doctor.arrays["rewards"].masked_fill(lost, 0)}
+    if best.base.constants and not best.base.is_wrong and score_is(doctor, "on the step after"):
+        without = doctor.arrays | {"rewards": doctor.arrays["rewards"].masked_fill(doctor.following(mask), 0)}
         if torch.equal(best.predict(without)[mask], best.predict(doctor.arrays)[mask]):
             doctor.add("rewards", names=list(wiring("a score that no advantage sees")))
     return best
@@ -809,8 +827,9 @@ def plus_values(
     shift: int = 0,
     rows: int = 0,
     sign: int = 1,
+    moved: int = 0,
 ) -> Tensor:
-    return source(a) + sign * a[values].roll((rows, shift), (0, 1))
+    return (source(a) + sign * a[values].roll((rows, shift), (0, 1))).roll(moved, 1)
 
 
 def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candidate]:
@@ -823,19 +842,19 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
         raw = made.before(found)
         sources.append((words, lambda a: raw if a is found else made.before(a), ()))
     if "advantages" in found:
-        is_raw = is_not_whitened(doctor, made)
+        is_raw = not has_critic(doctor) or is_not_whitened(doctor, made)
         sources.append(("advantages", itemgetter("advantages"), () if is_raw else whitened))
         for how, f, names in whiteners(doctor)[1:] if made is not None and not is_raw else ():
             names = (*whitened, *(name for name in names if name.choice))
             sources.append((f"advantages{how}", lambda a, f=f: f(raw if a is found else made.before(a)), names))
 
     def added(words: str, source: Callable[[Arrays], Tensor], *mistakes: str, values: str = "values", **how: Any):
-        edge = how.get("shift", 0)
+        edge = how.get("shift", 0) or how.get("moved", 0)
         return Candidate(
             words=f"{words} {'-' if how.get('sign', 1) < 0 else '+'} {values}",
             predict=partial(plus_values, source=source, values=values, **how),
             names=wiring(*mistakes),
-            unknown={0: None, 1: only_first(mask), -1: doctor.only_last(mask)}[edge],
+            unknown={0: None, 1: Doctor.only_first(mask), -1: doctor.only_last(mask)}[edge],
         )
 
     for words, source, names in sources:
@@ -844,6 +863,7 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
             made_of += [added(words, source, f"returns with values one token {w}", shift=n) for n, w in SHIFTS]
             made_of += [added(words, source, "returns with values of another row", rows=n) for n in (1, -1)]
             made_of += [added(words, source, "returns minus the values", sign=-1)]
+            made_of += [added(words, source, f"returns one token {w}", moved=n) for n, w in SHIFTS]
         if "new_values" in found:
             made_of += [added(words, source, "returns with the new values", values="new_values")]
         no_values = wiring("returns without values") if has_values else ()
@@ -854,8 +874,12 @@ def returns_of_advantages(doctor: Doctor, made: Made | None) -> Iterator[Candida
         if has_values:
             yield added("rewards", itemgetter("rewards"), "returns are rewards")
     if "scores" in found:
-        spread_scores = lambda a: spread(a["scores"], mask)  # noqa: E731
-        yield Candidate(words="scores", predict=spread_scores, names=wiring("returns are scores"))
+        of_scores = wiring("returns are scores")
+        yield Candidate(words="scores", predict=lambda a: spread(a["scores"], mask), names=of_scores)
+
+
+def has_critic(doctor: Doctor) -> bool:
+    return bool({"values", "new_values", "value_loss"} & doctor.arrays.keys())
 
 
 def is_not_whitened(doctor: Doctor, made: Made | None) -> bool:
@@ -877,21 +901,16 @@ def check_returns(doctor: Doctor, made: Made | None) -> None:
         ways = whiteners(doctor) if made is None else whiteners(doctor)[:1]
         alone, gap_alone, is_explained = explain(doctor, "returns", ways)
         if alone is not None and is_explained:
-            best, gap, right = named_as_returns(alone, made), gap_alone, None
+            names = alone.names
+            if made is not None and len(alone.constants) == len(made.constants) == 2:
+                if abs(alone.constants[1] - made.constants[1]) > 2e-3:
+                    kept = (name for name in names if name.name != "another lambda")
+                    names = (*kept, *wiring("a lambda of their own"))
+            elif alone.how and has_critic(doctor):
+                names = (*names, *wiring("returns of whitened advantages"))
+            best, gap, right = dataclasses.replace(alone, names=names), gap_alone, None
     if best is not None and is_explained:
         doctor.explained("returns", best, gap, right, where)
     else:
         needs = "rewards or scores" if "rewards" not in found else ""
         doctor.unexplained("returns", best, gap, needs if has_values else "values", where)
-
-
-def named_as_returns(alone: Made, made: Made | None) -> Made:
-    """Returns that do not follow from the advantages, with the mistakes that this means."""
-    names = alone.names
-    if made is not None and len(alone.constants) == len(made.constants) == 2:
-        if abs(alone.constants[1] - made.constants[1]) > 2e-3:
-            kept = (name for name in names if name.name != "another lambda")
-            names = (*kept, *wiring("a lambda of their own"))
-    elif alone.how:
-        names = (*names, *wiring("returns of whitened advantages"))
-    return dataclasses.replace(alone, names=names)

@@ -24,7 +24,7 @@ from ppo_rlhf.train_policy import InputError
 NAMES = faults.tomllib.loads(Path(__file__).with_name("batch.toml").read_text())["names"]
 CANONICAL = {alias: name for name, aliases in NAMES.items() for alias in (name, *aliases.split())}
 SETTINGS = "gamma lam kl_coef cliprange temperature pad_id eos_id group_size step first context_length"
-PER_ROW = ("scores", "groups", "baselines")
+PER_ROW = ("scores", "groups", "baselines", "packs")
 WHOLE = ("query_responses", "prompt_completion_ids", "query_response_ids", "prompt_response_ids", "sequences")
 OF_SHAPE = ("ids", "queries", "responses", "mask", "padding_mask", "attention_mask")  # they are no arrays by token
 EXACT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -293,4 +293,5 @@ def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     def cut(x: Tensor) -> Tensor:
         return pad_sequence([x[row][columns] for row, columns in pieces], batch_first=True, padding_value=math.nan)
 
-    return {name: cut(x) if x.shape == segments.shape else x for name, x in tensors.items()}
+    packs = {"packs": torch.tensor([float(row) for row, _ in pieces])}  # the row that each piece is from
+    return {name: cut(x) if x.shape == segments.shape else x for name, x in tensors.items()} | packs

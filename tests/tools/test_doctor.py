@@ -76,6 +76,56 @@ def test_the_constants_of_gae_are_found(gamma, lam):
     assert choice.choice and choice.name.endswith("with n minus 1")  # with either epsilon
 
 
+@pytest.mark.parametrize("coefficient", [{"kl_coef": torch.tensor(0.3)}, {}])
+def test_a_response_may_pay_for_its_divergence(coefficient):
+    """As in TRL's RLOO: each total is compared with the mean of the others."""
+    arrays = arrays_of("grpo", rows=16) | {"ref_logprobs": corpus.rollout()["ref_logprobs"][:16]}
+    gap = (arrays["logprobs"] - arrays["ref_logprobs"]).double().masked_fill(~arrays["mask"], 0)
+    totals = (arrays["scores"].double() - 0.3 * gap.sum(1)).view(4, 4)
+    made = {"advantages": (totals - (totals.sum(1, keepdim=True) - totals) / 3).flatten().float()}
+    kept = {name: x for name, x in arrays.items() if name not in ("kl_coef", "rewards")}
+    assert verdict(kept | made | coefficient) == (False, set(), set())
+
+
+def test_without_a_critic_returns_may_be_whitened():
+    arrays = arrays_of("grpo", rows=16)
+    mask = arrays["mask"]
+    scores = arrays["scores"].double().view(4, 4)
+    raw = (scores - scores.mean(1, keepdim=True)).flatten().unsqueeze(1).expand(mask.shape)
+    white = ((raw - raw[mask].mean()) / raw[mask].std(correction=0)).masked_fill(~mask, 0).float()
+    assert not verdict(arrays | {"advantages": white, "returns": white})[0]
+
+
+def test_a_penalty_on_padding_is_no_score():
+    """It is masked before GAE."""
+    arrays = arrays_of(rows=16)
+    padding = 0.05 * torch.arange(arrays["mask"].shape[1]).cos() * ~arrays["mask"]
+    _, names, _ = verdict(arrays | {"rewards": arrays["rewards"] + padding})
+    assert "a score that no advantage sees" not in names
+
+
+def test_moved_advantages_are_seen_without_scores():
+    """Each response has one number, and its last token that of the next response's prompt, which is 0."""
+    arrays = arrays_of("grpo", rows=16)
+    mask = arrays["mask"]
+    moved = arrays["advantages"].reshape(16, -1)[:, :1].expand(mask.shape) * mask
+    moved = torch.cat([moved[:, 1:], 0 * moved[:, :1]], 1)
+    kept = {name: x for name, x in arrays.items() if name not in ("scores", "rewards", "values", "returns")}
+    wrong, names, _ = verdict(kept | {"advantages": moved})
+    assert wrong and "advantages one token early" in names
+
+
+def test_advantages_from_values_after_the_update_are_named():
+    arrays = arrays_of()
+    mask = arrays["mask"]
+    new = (arrays["values"] + 0.1 * torch.arange(mask.shape[1]).sin()).masked_fill(~mask, 0)
+    raw = by_hand(arrays["rewards"].double(), new, mask.sum(1).tolist(), 1.0, 0.95)
+    made = {"new_values": new, "advantages": raw.float(), "returns": (raw + new).float()}
+    wrong, names, open_ = verdict(arrays | made)
+    assert wrong and {"values after the update", "returns with the new values"} <= names
+    assert open_ <= {"value_loss"}
+
+
 @pytest.mark.parametrize("lost", ["rewards", "scores", "values", "ref_logprobs", "logprobs", "advantages"])
 def test_a_missing_array_is_no_fault(lost):
     arrays = arrays_of(loss=True)
@@ -87,7 +137,7 @@ def test_a_missing_array_is_no_fault(lost):
 # ---- Mistakes --------------------------------------------------------------------------------------------------
 
 # Two names for the same numbers.
-ALSO = {"bootstrapped from padding": "steps over masked tokens", "log-probs of another row": "the ratio is not 1"}
+ALSO = {"log-probs of another row": "the ratio is not 1"}
 
 
 @pytest.mark.parametrize("name", [*list(corpus.WIRING)[::3], *corpus.OF_GROUPS])
@@ -243,6 +293,7 @@ def test_rows_in_another_order_and_the_deviation_of_the_batch(change, names):
         (lambda x, s: x / (s.std(1, keepdim=True).roll(1, 0) + 1e-6), "statistics of another group"),
         (lambda x, s: (x / s.std(1, keepdim=True)).clamp(-0.5, 0.5), "clipped advantages"),
         (lambda x, s: s.view(8, 2) - s.view(8, 2).mean(1, keepdim=True), "groups over the wrong rows"),
+        (lambda x, s: s - s.mean(1, keepdim=True) / (s.std(1, keepdim=True) + 1e-4), "only the mean is divided"),
     ],
 )
 def test_a_mistake_in_group_advantages_is_named(change, name):
@@ -265,6 +316,11 @@ def by_hand(rewards, values, lengths, gamma, lam, after=lambda row, n: 0.0, delt
     return advantages
 
 
+def late(x):
+    """Each row moved to the right by one token."""
+    return torch.cat([0 * x[:, :1], x[:, :-1]], 1)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -279,6 +335,9 @@ def by_hand(rewards, values, lengths, gamma, lam, after=lambda row, n: 0.0, delt
         ({"white": lambda a, m: (a - a[m].mean()) / (a[m].var(correction=0) + 1).sqrt()}, "1 added to the deviation"),
         ({"white": lambda a, m: (a + a[m].mean()) / a[m].std(correction=0)}, "the mean is added"),
         ({"white": lambda a, m: a / m.sum(1, keepdim=True)}, "a sum divided by the length"),
+        ({"delta": lambda v: lambda r, own, following: r + 0.95 * own - own}, "the own value as the next"),
+        ({"white": lambda a, m: late(a) / late(a)[m].std(correction=0)}, "advantages one token late"),
+        ({"returns": lambda a, v: (a + v).roll(-1, 1)}, "returns one token early"),
         ({"returns": lambda a, v: a - v}, "returns minus the values"),
         ({"returns": lambda a, v: a + v.roll(1, 0)}, "returns with values of another row"),
     ],
@@ -526,6 +585,14 @@ def test_rows_that_hold_several_episodes_are_cut():
     packed["segments"] = torch.arange(1, 5).repeat_interleave(width).unsqueeze(0)
     wrong, _, open_ = verdict(packed)
     assert not wrong and not open_
+    rewards, values, mask = (packed[name].reshape(2, -1) for name in ("rewards", "values", "mask"))
+    raw = torch.zeros(rewards.shape)
+    for row, columns in enumerate(map(torch.nonzero, mask)):  # two episodes in each, and nothing ends the first
+        there, counted = columns[:, 0], len(columns)
+        raw[row, there] = by_hand(rewards[row : row + 1, there], values[row : row + 1, there], [counted], 1, 0.95)[0]
+    packed = {name: x.reshape(2, -1) for name, x in packed.items()}
+    wrong, names, _ = verdict(packed | {"advantages": raw, "returns": (raw + values) * mask})
+    assert wrong and "GAE across episodes" in names
 
 
 @pytest.mark.parametrize(
