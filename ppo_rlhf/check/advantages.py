@@ -308,6 +308,9 @@ def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
     n, total = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
     mean, others = total / n, (n - 1).clamp(min=1)
     weighted = algebra.by_group(x * lengths, groups) / algebra.by_group(lengths, groups)
+    rows, kinds = torch.arange(len(x)), len(groups.unique())
+    tiles, order = rows % kinds, rows * kinds // len(x)  # a view with its sizes in the wrong order
+    tiled = algebra.by_group(x, tiles) / algebra.by_group(torch.ones_like(x), tiles)
     return {
         "score - mean": (x - mean, ()),
         "score - mean of the others": ((x - mean) * n / others, ()),
@@ -320,6 +323,8 @@ def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
         "score - maximum": (x - algebra.by_group(x, groups, "amax"), ("an extreme as a baseline",)),
         "score - minimum": (x - algebra.by_group(x, groups, "amin"), ("an extreme as a baseline",)),
         "score - mean of the batch": (x - x.mean(), ("statistics of the batch",)),
+        "score - mean of the wrong rows": (x - tiled, ("groups over the wrong rows",)),
+        "score - mean of the wrong rows, in order": (x - tiled[order], ("groups over the wrong rows",)),
     } | {f"score - mean of {words}": (x - mean[of], names) for words, of, names in other_groups(groups)}
 
 
@@ -329,12 +334,12 @@ def other_groups(groups: Tensor) -> list[tuple[str, Tensor, tuple[str, ...]]]:
     first = torch.tensor([int((groups == g).nonzero()[0]) for g in kinds])
     if not 1 < len(kinds) < len(groups):
         return []
-    tiled = first[torch.arange(len(groups)) % len(kinds)]
-    return [
-        ("groups in another order", tiled, ("statistics of groups in another order",)),
-        ("the group before", first.roll(1)[number], ("statistics of another group",)),
-        ("the group after", first.roll(-1)[number], ("statistics of another group",)),
-    ]
+    rows, name = torch.arange(len(groups)), "statistics of groups in another order"
+    orders = (rows % len(kinds), rows * len(kinds) // len(groups))  # repeated as a whole, and one by one
+    found = [("groups in another order", first[order], (name,)) for order in orders if (order != number).any()]
+    for words, shift in (("the group before", 1), ("the group after", -1)):
+        found.append((words, first.roll(shift)[number], ("statistics of another group",)))
+    return found
 
 
 def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:

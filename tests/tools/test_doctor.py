@@ -293,6 +293,7 @@ def test_rows_in_another_order_and_the_deviation_of_the_batch(change, names):
         (lambda x, s: x / (s.std(1, keepdim=True).roll(1, 0) + 1e-6), "statistics of another group"),
         (lambda x, s: (x / s.std(1, keepdim=True)).clamp(-0.5, 0.5), "clipped advantages"),
         (lambda x, s: s.view(8, 2) - s.view(8, 2).mean(1, keepdim=True), "groups over the wrong rows"),
+        (lambda x, s: (s - s.mean(0).unsqueeze(1)) / s.std(1, keepdim=True), "groups over the wrong rows"),
         (lambda x, s: s - s.mean(1, keepdim=True) / (s.std(1, keepdim=True) + 1e-4), "only the mean is divided"),
     ],
 )
