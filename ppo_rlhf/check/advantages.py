@@ -365,6 +365,8 @@ def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
         "standard error": (std / n.sqrt(), ("divided by the standard error",)),
         "mean absolute deviation": (absolute, ("divided by the mean absolute deviation",)),
         "range": (high - low, ("divided by the range",)),
+        "root mean square": ((algebra.by_group(x**2, groups) / others).sqrt(), ("not centred",)),
+        "root mean square with n": ((algebra.by_group(x**2, groups) / n).sqrt(), ("not centred", "std with n")),
         "1 / std": (1 / (std + 1e-12), ("multiplied by the deviation",)),
         "1 / std with n": (1 / (biased + 1e-12), ("multiplied by the deviation", "std with n")),
     }
@@ -394,13 +396,10 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
     is_single = algebra.by_group(torch.ones_like(x), groups) == 1
     centred = above["score - mean"][0]
     value = (upper.unsqueeze(1) / lower.clamp(min=1e-30)).flatten(0, 1)
-    names = [
-        (
-            f"({over}) / {under}" if under else over,
-            of_over + of_under + ("a divided RLOO",) * (over == "score - mean of the others" and under != ""),
-        )
-        for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items())
-    ]
+    names = []
+    for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items()):
+        of_both = ("a divided RLOO",) * (over == "score - mean of the others" and under != "")
+        names.append((f"({over}) / {under}" if under else over, (*dict.fromkeys(of_over + of_under), *of_both)))
     value = torch.cat([value, x - (x - centred) / lower[1:].clamp(min=1e-30)])
     of_mean = [
         (f"score - mean / {under}", (*names, "only the mean is divided")) for under, (_, names) in below.items()
