@@ -407,7 +407,7 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
     names += of_mean[1:]
     if not is_single.any():
         return value, names
-    names += [(words, (*of_words, "raw score of a group of one")) for words, of_words in names]
+    names += [(words, (*of_words, "the score of a group of one")) for words, of_words in names]
     return torch.cat([value.masked_fill(is_single, 0), torch.where(is_single, x, value)]), names
 
 
@@ -436,7 +436,7 @@ def afters(rows: int, y: Tensor) -> list[After]:
         apply, before = (partial(torch.index_select, index=at) for at in (order, order.argsort()))
         names = ("advantages of another row",)
         found.append(After(words=", in another order", apply=apply, before=partial(before, dim=0), names=names))
-    if (y.abs() >= bound * (1 - 2**-9)).sum() > 1:
+    if bound and (y.abs() >= bound * (1 - 2**-9)).sum() > 1:
         words = f", clipped at {written(bound, 4)}"
         apply = lambda a, dim: a.clamp(-bound, bound)  # noqa: E731
         found.append(After(words=words, apply=apply, before=same, names=("clipped advantages",)))
@@ -688,9 +688,14 @@ def made_by(doctor: Doctor, fit: Fit, ways: list[Way], array: str) -> Iterator[M
             how=how,
         )
 
+    of_batch = wiring("statistics of the batch", "without a baseline")
     for how, f, of_f in ways:
+        own = names
+        if how == ", then whitened" and not base.is_divided and any(name in of_batch for name in names):
+            # REINFORCE++: the mean over the tokens of the batch is the baseline.
+            own = [*(name for name in names if name not in of_batch), *wiring("another estimator")]
         twice = wiring("normalised twice") if base.is_divided and how else ()
-        yield made(how, f, (*names, *of_f, *twice))
+        yield made(how, f, (*own, *of_f, *twice))
     if base.unknown is not None and len(ways) > 1:  # what is not known is in the statistics, too
         x = value[fit.where]
         slope = torch.cov(torch.stack([x, fit.y]))[0, 1] / x.var().clamp(min=1e-30)
@@ -914,6 +919,8 @@ def check_returns(doctor: Doctor, made: Made | None) -> None:
                 names = (*names, *wiring("returns of whitened advantages"))
             best, gap, right = dataclasses.replace(alone, names=names), gap_alone, None
     if best is not None and is_explained:
+        if not has_critic(doctor):  # nothing learns from them
+            best = dataclasses.replace(best, names=tuple(name for name in best.names if name.choice))
         doctor.explained("returns", best, gap, right, where)
     else:
         needs = "rewards or scores" if "rewards" not in found else ""

@@ -179,7 +179,7 @@ def arranged(raw: Mapping[str, Any]) -> Batch:
     tensors = unpacked({name: x.to(torch.float64) for name, x in tensors.items()})
     if not {"ids", "responses"} & tensors.keys():
         raise InputError("token ids are missing, such as query_responses, input_ids, or prompts and responses")
-    mask = mask_of(tensors)
+    mask = mask_of(tensors, any(plain(name) == "completion_mask" for name in raw) and "mask" in tensors)
     ids = ids_of(tensors, mask)
     context = settings.get("context_length", tensors["queries"].shape[1] if "queries" in tensors else 0)
     attention = tensors.get("attention_mask")
@@ -203,10 +203,15 @@ def arranged(raw: Mapping[str, Any]) -> Batch:
     return batch
 
 
-def mask_of(tensors: dict[str, Tensor]) -> Tensor:
-    """The policy's tokens: the mask of the dump, or what its padding shows."""
+def mask_of(tensors: dict[str, Tensor], is_completion: bool) -> Tensor:
+    """The policy's tokens: the mask of the dump, or what its padding shows.
+
+    is_completion: the mask counts every token of a completion, as `completion_mask` does, and a tool mask is apart.
+    """
     responses, attention = tensors.get("responses"), tensors.get("attention_mask")
     source = tensors.get("mask")
+    if is_completion and "tool_mask" in tensors:  # TRL keeps the two apart
+        source = source * tensors.pop("tool_mask").nan_to_num(0)
     if source is None and "padding_mask" in tensors:
         source = 1 - tensors["padding_mask"]
     if source is None and responses is not None and responses.isnan().any():

@@ -82,7 +82,10 @@ RATIOS: list[Row] = [
     ("ratio to the reference", lambda a, m: (a["new_logprobs"] - a["ref_logprobs"]).exp()),
     ("ratio without the old", lambda a, m: a["new_logprobs"].exp()),
     ("ratio of the new to itself", lambda a, m: (a["new_logprobs"] - a["new_logprobs"].detach()).exp()),
-    ("sum of log ratios", lambda a, m: (mean_of_rows(a["new_logprobs"] - a["logprobs"], m) * m.sum(1, True)).exp()),
+    (
+        "ratio of the whole response",
+        lambda a, m: (mean_of_rows(a["new_logprobs"] - a["logprobs"], m) * m.sum(1, True)).exp(),
+    ),
 ]
 
 
@@ -378,12 +381,10 @@ def explain(doctor: Doctor, array: str, kinds: Sequence[Callable], mistakes: int
 def leave_open(doctor: Doctor, array: str, candidates: Iterator[Candidate], lacks: str) -> None:
     """Say that no formula fits, or what it would need."""
     where = doctor.mask if doctor.arrays[array].ndim else torch.ones((), dtype=torch.bool)
+    if array == "loss" and not where.ndim and not lacks:
+        lacks = "losses by token, because one number may hold more, such as an entropy bonus"
     best, gap, _ = doctor.choose(array, candidates, where)
-    if lacks or where.ndim:
-        doctor.unexplained(array, best, gap, lacks, where)
-    else:
-        more = "It may hold an entropy bonus, or be that of other tokens than those of the dump"
-        doctor.add(array, unexplained=f"the nearest formula ({best.words}) is {written(gap, 3)} away. {more}")
+    doctor.unexplained(array, best, gap, lacks, where)
 
 
 def say(doctor: Doctor, array: str, fits: list[Candidate], kinds: Sequence[Callable]) -> Candidate:
@@ -426,7 +427,8 @@ def check_loss(doctor: Doctor) -> None:
         found[name] = found["logprobs" if name == "new_logprobs" else "new_logprobs"].clone()
         doctor.batch.eps[name] = doctor.batch.eps["loss"]
     kinds = (policy_losses, with_additions)
-    fits = explain(doctor, "loss", kinds, mistakes=0 if assumed else 2 if "ref_logprobs" in found else 1)
+    most = 2 if found["loss"].ndim and "ref_logprobs" in found else 1  # one number fits many formulas
+    fits = explain(doctor, "loss", kinds, mistakes=0 if assumed else most)
     if fits:
         best = say(doctor, "loss", fits, kinds)
         is_critic = not mean_of_rows(found["advantages"], mask).sub(found["advantages"])[mask].abs().max() < 1e-3

@@ -305,7 +305,8 @@ def sums(
             if told and abs(coefficient - told) < 0.3 * told:  # rounding may make it another one
                 yield weighted(doctor, penalty, place, told, scale)
         elif abs(scale) > 1e-9:
-            yield from whitened(doctor, weighted(doctor, penalty, place, coefficient / scale, 1.0))
+            for ratio in dict.fromkeys([coefficient / scale, told or coefficient / scale]):
+                yield from whitened(doctor, weighted(doctor, penalty, place, ratio, 1.0))
 
 
 def weighted(doctor: Doctor, penalty: Candidate, place: Candidate, coefficient: float, scale: float) -> Candidate:
