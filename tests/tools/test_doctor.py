@@ -461,6 +461,20 @@ def test_a_penalty_that_is_not_in_the_rewards_may_be_in_the_loss(loss):
     assert said == {None: [True], "plain": [False], "k3": []}[loss]
 
 
+def test_what_other_trainers_do_on_purpose_is_no_fault():
+    """REINFORCE++ whitens scores over the tokens of the batch; groups may agree; TRL keeps a tool mask apart."""
+    arrays = arrays_of("grpo", rows=16)
+    mask, scores = arrays["mask"], arrays["scores"].unsqueeze(1).expand(arrays["mask"].shape)
+    whitened = (scores - scores[mask].mean()) / scores[mask].std()
+    agreed = {"scores": torch.ones(16), "advantages": torch.zeros(mask.shape)}
+    tools = torch.ones(mask.shape).index_fill(1, torch.tensor([1, 2]), 0)
+    renamed = {("completion_mask" if name == "mask" else name): x for name, x in arrays.items()}
+    apart = renamed | {"tool_mask": tools, "advantages": arrays["advantages"] * tools}
+    for made in (arrays | {"advantages": whitened * mask}, arrays | agreed, apart):
+        wrong, _, open_ = verdict(made)
+        assert not wrong and not open_
+
+
 # ---- With the model --------------------------------------------------------------------------------------------
 
 
