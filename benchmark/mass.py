@@ -19,14 +19,21 @@ LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER
 
 def tokens_of(source: str) -> int:
     """The tokens of a module; a statement that is a text alone is a docstring."""
-    count = 0
+    count = depth = 0
     statement: list[int] = []  # kinds of the tokens of the current one
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
+        name = tokenize.tok_name[token.type]
+        # From Python 3.12 on, an f-string has tokens inside; here it is one text, as before.
+        depth += (name == "FSTRING_START") - (name == "FSTRING_END")
+        if name == "FSTRING_END" and not depth:
+            statement.append(tokenize.STRING)
+        elif depth:
+            continue
+        elif token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
             if set(statement) != {tokenize.STRING}:
                 count += len(statement)
             statement = []
-        elif tokenize.tok_name[token.type] not in LAYOUT:
+        elif name not in LAYOUT:
             statement.append(token.type)
     return count
 

@@ -181,7 +181,8 @@ def test_a_hostile_pickle_runs_its_code_and_is_noted(tmp_path, marker):
                 torch.load(tmp_path / name, weights_only=False)
             except RuntimeError:
                 pickle.loads((tmp_path / name).read_bytes())
-        assert marker.exists() and name in notes and "unpickled io.open" in notes, name
+        opened = {"unpickled io.open", "unpickled _io.open"}  # its name until Python 3.12, and after it
+        assert marker.exists() and name in notes and opened & {*notes}, name
 
 
 def test_pickles_beside_the_weights_are_not_opened(run, commands, places, work, marker):
