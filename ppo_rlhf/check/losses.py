@@ -2,7 +2,7 @@
 
 A loss is a product of tables: advantages, ratio, clip, sign and reduction, and then what is added to it. The first
 rows of a table, without a name, are the reference; a choice has the name of one. Combinations without a mistake are
-tried first, then those with one, then those with two.
+tried first, then those with one, and of losses by token those with two.
 """
 
 from __future__ import annotations
