@@ -235,10 +235,10 @@ def cast(arrays: Arrays, dtype: str) -> Arrays:
     return {name: (x.to(kind) if x.dtype == torch.float64 else x).contiguous().clone() for name, x in arrays.items()}
 
 
-def named(arrays: Arrays) -> tuple[bool, list[str]]:
-    """Whether the doctor finds a fault, or something that it cannot explain; and the names that it gives."""
+def named(arrays: Arrays) -> tuple[int, list[str]]:
+    """The exit status of the doctor, and the names that it gives."""
     found = doctor.examine(dump.arranged(arrays))
-    return found.wrong, [fault.title.removeprefix("wiring: ") for f in found.findings for fault in f.names]
+    return found.status, [fault.title.removeprefix("wiring: ") for f in found.findings for fault in f.names]
 
 
 def main() -> None:
@@ -252,8 +252,8 @@ def main() -> None:
             save_file(arrays, args.save / f"{number}.safetensors")
             rows.append([f"{number}.safetensors", truth, words])
         else:
-            wrong, names = named(arrays)
-            rows.append([truth, words, "alarm" if wrong else "", "; ".join(names)])
+            status, names = named(arrays)
+            rows.append([truth, words, status, "; ".join(names)])
             print(rows[-1], flush=True)
     path = args.save / "truth.csv" if args.save else ROOT / "benchmark/results/doctor.csv"
     with path.open("w", newline="") as file:

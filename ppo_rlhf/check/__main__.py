@@ -9,7 +9,8 @@
 
 The adapter's code runs in a process of its own, which is stopped if a call takes longer than two minutes. Exit
 status: 0 if everything matches (in a batch: no fault), 1 if something does not, 2 if nothing is wrong but a function
-cannot be called, or if the adapter or dump cannot be used, or the adapter ends its process.
+cannot be called, or if the adapter or dump cannot be used, or the adapter ends its process, 3 if there is no fault in
+a batch but an array that no formula explains.
 """
 
 import argparse
@@ -263,7 +264,7 @@ def main() -> int:
         doctor = batch.examine(dump.read(args.batch), args.model, args.reference)
         for line in batch.lines_of(doctor):
             print(WRAPPER.fill(line).removeprefix("  "))
-        return 1 if doctor.wrong else 0
+        return doctor.status
     if args.adapter is None:
         parser.error("name an adapter, or --list or --exercise N")
     if not args.adapter.is_file():

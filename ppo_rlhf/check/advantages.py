@@ -146,6 +146,10 @@ def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tens
     has_rewards = "rewards" in found
     if has_rewards:
         yield "rewards", itemgetter("rewards"), ()
+        for f, of_f in doctor.variants("whiten"):
+            if all(name.choice for name in of_f) and WIRING["whitened per row"] not in of_f:
+                white = lambda a, f=f: f(a["rewards"], doctor.mask, True)  # noqa: E731
+                yield "rewards, whitened with the mean kept,", white, (*wiring("whitened rewards"), *of_f)
     has_penalty = not has_rewards and told is not None and {"logprobs", "ref_logprobs"} <= found.keys()
     names = wiring("the KL does not reach the advantages") if has_rewards else ()
     for coefficient, (at, place) in itertools.product([0.0, told] if has_penalty else [0.0], PLACES):
@@ -308,6 +312,7 @@ def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
     n, total = algebra.by_group(torch.ones_like(x), groups), algebra.by_group(x, groups)
     mean, others = total / n, (n - 1).clamp(min=1)
     weighted = algebra.by_group(x * lengths, groups) / algebra.by_group(lengths, groups)
+    of_nonzero = len(x) / (x != 0).sum().clamp(min=1)
     rows, kinds = torch.arange(len(x)), len(groups.unique())
     tiles, order = rows % kinds, rows * kinds // len(x)  # a view with its sizes in the wrong order
     tiled = algebra.by_group(x, tiles) / algebra.by_group(torch.ones_like(x), tiles)
@@ -315,6 +320,7 @@ def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
         "score - mean": (x - mean, ()),
         "score - mean of the others": ((x - mean) * n / others, ()),
         "score - mean weighted by length": (x - weighted, ("another estimator",)),
+        "(score - mean) rows / scores other than 0": ((x - mean) * of_nonzero, ("scaled by the scores other than 0",)),
         "score": (x, ("not centred",)),
         "score - sum of the others / n": (x - (total - x) / n, ("a mean of the others divided by n",)),
         "score - sum / (n - 1)": (x - total / others, ("a mean divided by n minus 1",)),
@@ -348,6 +354,7 @@ def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
     mean, others = mean / n, (n - 1).clamp(min=1)
     squares, absolute = (algebra.by_group(gap, groups) for gap in ((x - mean) ** 2, (x - mean).abs() / n))
     std, biased = (squares / others).sqrt(), (squares / n).sqrt()
+    of_others = (squares - (x - mean) ** 2 * n / others).clamp(min=0) / (n - 2).clamp(min=1)
     batch, all_biased = (x.std(correction=c).expand_as(x) for c in (min(1, len(x) - 1), 0))
     weights = algebra.by_group(lengths, groups)
     weighted = (x - algebra.by_group(x * lengths, groups) / weights) ** 2
@@ -358,6 +365,7 @@ def divisors(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
         "std with n": (biased, ("std with n",)),
         "std of the batch": (batch, ("deviation of the batch",)),
         "std of the batch with n": (all_biased, ("deviation of the batch", "std with n")),
+        "std of the others": (of_others.sqrt(), ("statistics of the others",)),
         "variance": (std**2, ("divided by the variance",)),
         "variance with n": (biased**2, ("divided by the variance", "std with n")),
         "std weighted by length": (weighted, ("statistics weighted by length",)),
@@ -515,6 +523,8 @@ def response_bases(
         for (words, groups, of_groups), (at, of_order) in itertools.product(groupings(doctor), orders):
             if of_order and of_groups:
                 continue
+            if doctor.batch.unscored is not None:  # nothing is compared with what has no score
+                groups = groups.where(~doctor.batch.unscored, groups.max() + 1 + rows)
             made, estimates = estimators(total(found)[at], groups, lengths)
             wrong = [names for _, names in estimates]
             for after, g, of_after in steps[: 1 if of_order or of_groups else None]:
@@ -789,6 +799,9 @@ def check_advantages(doctor: Doctor) -> Made | None:
         found = [names for _, _, names in shapes(doctor, doctor.arrays["advantages"], mask) if names[0] in moved]
         if found and "scores" in lacks:  # each response has one number, but for a 0 at one end
             doctor.add("advantages", names=found[0])
+        elif best is not None and (line := line_of(doctor, best)):
+            words = best.words.removesuffix(best.how)
+            doctor.add("advantages", lacks=f"the rest of the batch, if there is more: they are {line}, where x is {words}")
         else:
             doctor.unexplained("advantages", best, gap, lacks, mask)
         return None
@@ -798,6 +811,18 @@ def check_advantages(doctor: Doctor) -> Made | None:
         if torch.equal(best.predict(without)[mask], best.predict(doctor.arrays)[mask]):
             doctor.add("rewards", names=list(wiring("a score that no advantage sees")))
     return best
+
+
+def line_of(doctor: Doctor, made: Made) -> str:
+    """How advantages follow from what is not whitened yet, if it is a multiple and a constant: as in a micro-batch,
+    whose statistics are those of more rows. Empty if they do not, or if these could be any numbers."""
+    x, y = made.before(doctor.arrays)[doctor.mask], doctor.arrays["advantages"][doctor.mask]
+    rest = affine(y, x, torch.zeros(len(x), dtype=torch.long))
+    rounding = max(3e-6, 4 * max(doctor.batch.eps.values())) * root_mean_square(y)
+    if made.is_wrong or x.unique().numel() < 6 or root_mean_square(rest) > rounding:
+        return ""
+    slope = float(torch.cov(torch.stack([x, y]))[0, 1] / x.var())
+    return f"{written(slope, 4)} * x + {written(float(y.mean() - slope * x.mean()), 4)}" if slope > 0 else ""
 
 
 def reference(doctor: Doctor, best: Made) -> Callable[[Arrays], Tensor] | None:

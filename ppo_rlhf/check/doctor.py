@@ -26,7 +26,8 @@ from ppo_rlhf.report.derivation import written
 
 TABLES = faults.tomllib.loads(Path(__file__).with_name("batch.toml").read_text())
 WIRING = {name: faults.read("wiring", name, entry) for name, entry in TABLES["wiring"].items()}
-ROUNDING = 1e-6  # of the largest number in an array: sums in float32
+ROUNDING = 3e-6  # of the largest number in an array: recursions and sums in float32
+ROUNDING_OF_ONE = 1e-6  # of one number, which many formulas would fit if it had fewer digits
 DRAWS = 4  # of rounding errors in what a candidate is given
 Arrays = dict[str, Tensor]
 Variants = list[tuple[Callable, tuple[Fault, ...]]]
@@ -41,6 +42,7 @@ class Candidate:
     names: tuple[Fault, ...] = ()
     now: Tensor | None = None  # of the arrays of the dump, where it is known
     unknown: Tensor | None = None  # entries that depend on what is not in the dump
+    rivals: tuple[Fault, ...] = ()  # mistakes of others that fit as well, though their numbers differ
 
     @property
     def is_wrong(self) -> bool:
@@ -183,7 +185,7 @@ class Doctor:
         squares = sum(root_mean_square(move) ** 2 for move in moves) / DRAWS
         there, eps = self.arrays[target][where], self.batch.eps[target]
         own = eps / 3**0.5 * root_mean_square(there)
-        floor = ROUNDING * largest(there) + 1e-12
+        floor = (ROUNDING if there.ndim else ROUNDING_OF_ONE) * largest(there) + 1e-12
         most = 4 * max(largest(move) for move in moves) + 2 * eps * largest(there)
         return most + floor, (squares + own**2) ** 0.5 + floor
 
@@ -201,6 +203,7 @@ class Doctor:
         self, target: str, candidates: Iterable[Candidate], where: Tensor
     ) -> tuple[Candidate | None, float, bool]:
         """The best of the candidates, its largest difference, and whether that is rounding."""
+        candidates = list(candidates)
         floor = 3e-7 * root_mean_square(self.arrays[target][where])
         best: dict[bool, tuple[float, Candidate]] = {}  # without a mistake, and with one
         for candidate in candidates:
@@ -213,7 +216,29 @@ class Doctor:
         if chosen.is_wrong and False in best and self.is_near(target, best[False][1], where):
             chosen = best[False][1]
         gap = largest(self.gap(target, chosen, where))
-        return chosen, gap, gap <= self.noise(target, chosen, where)[0]
+        is_explained = gap <= self.noise(target, chosen, where)[0]
+        if chosen.is_wrong and is_explained:  # an accusation must be near everywhere, not only where it is worst
+            is_explained = self.is_near(target, chosen, where)
+            chosen = dataclasses.replace(chosen, rivals=self.rivals(target, chosen, candidates, where))
+        return chosen, gap, is_explained
+
+    def rivals(
+        self, target: str, chosen: Candidate, candidates: Sequence[Candidate], where: Tensor
+    ) -> tuple[Fault, ...]:
+        """The mistakes of candidates that rounding does not tell from the chosen one, but that are not the same."""
+        floor = 1e-6 * root_mean_square(self.arrays[target][where])
+        least = root_mean_square(self.gap(target, chosen, where))
+        found, now = list(chosen.rivals), chosen.predict(self.arrays)
+        for other in candidates:
+            apart = [name for name in other.names if not name.choice and name not in chosen.names]
+            is_as_plain = other.weight <= 1.01 * chosen.weight
+            if not apart or not is_as_plain or other.unknown is not chosen.unknown:
+                continue
+            if root_mean_square(self.gap(target, other, where)) > 2 * least + floor:
+                continue
+            differs = largest((other.predict(self.arrays) - now)[where]) > 4 * floor
+            found += [name for name in apart if name not in found] if differs else []
+        return tuple(found)
 
     def fitting(self, target: str, candidates: Iterable[Candidate], where: Tensor) -> list[Candidate]:
         """The candidates that are as near to an array as rounding lets them be, the plainest first."""
@@ -231,7 +256,8 @@ class Doctor:
     def explained(self, array: str, best: Candidate, gap: float, plain: Callable | None, where: Tensor) -> None:
         """Say how an array came about. plain: what the reference would give."""
         place = self.place(array, plain, where) if best.is_wrong and plain is not None else ""
-        self.add(array, best.words, gap=gap, names=best.names, where=place)
+        rivals = best.rivals[:2] if best.is_wrong else ()
+        self.add(array, best.words, gap=gap, names=(*best.names, *rivals), where=place, asks=bool(rivals))
 
     def unexplained(self, array: str, best: Candidate | None, gap: float, lacks: str, where: Tensor) -> None:
         """Say that no candidate explains an array, or what the dump lacks for it."""
@@ -254,9 +280,11 @@ class Doctor:
         return f"row {row}, token {column}: {is_}, the reference gives {would}"
 
     @property
-    def wrong(self) -> bool:
-        """Whether there is a fault, or an array that has all it needs and is not explained."""
-        return any(finding.unexplained or finding.faults for finding in self.findings)
+    def status(self) -> int:
+        """The exit status: 1 for a fault, else 3 for an array that has all it needs and is not explained, else 0."""
+        if any(finding.faults for finding in self.findings):
+            return 1
+        return 3 if any(finding.unexplained for finding in self.findings) else 0
 
     def verdict(self) -> str:
         """How many faults there are, and which arrays are not explained, in a sentence."""

@@ -42,6 +42,7 @@ class Batch:
     arrays: dict[str, Tensor] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)  # names that mean nothing here
     not_finite: list[str] = field(default_factory=list)  # arrays with NaN or infinity where the mask is True
+    unscored: Tensor | None = None  # (rows,) bool: responses that no function judged, whose score is NaN
 
     @property
     def responses(self) -> Tensor:
@@ -274,6 +275,8 @@ def put(batch: Batch, name: str, x: Tensor) -> None:
     if not is_by_token and x.shape != (rows,):
         raise InputError(f"{name} is {tuple(x.shape)}; the mask is {(rows, width)}")
     x = x[:, -width:] if is_by_token else x
+    if name in ("scores", "rewards") and not is_by_token and x.isnan().any():
+        batch.unscored, x = x.isnan(), x.nan_to_num(0)
     if not x[batch.mask if is_by_token else ...].isfinite().all() and name != "sampler_logprobs":
         batch.not_finite.append(name)
     x = x.nan_to_num(0, 0, 0)
