@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ppo_rlhf.check import faults, forms
-from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, nice, root_mean_square, wiring
+from ppo_rlhf.check.doctor import WIRING, Arrays, Candidate, Doctor, largest, nice, root_mean_square, wiring
 from ppo_rlhf.check.faults import Fault
 from ppo_rlhf.report.derivation import written
 from ppo_rlhf.rlvr import algebra
@@ -191,12 +191,14 @@ def gae(
     of_advantages: Callable[[Tensor], Tensor] = same,
     critic: str = "values",
     plus: str = "",
+    minus: str = "",
 ) -> Tensor:
-    """GAE, or the sum of rewards where there are no values. of_...: moves an array. plus: is added, by response."""
+    """GAE, or the sum of rewards where there are no values. of_...: moves an array. plus, minus: by response."""
     paid = of_rewards(rewards(a))
     values, lam = (of_values(a[critic]), lam) if "values" in a else (torch.zeros_like(paid), 1.0)
     made = of_advantages(form(paid, values, mask, gamma, lam)[0])
-    return made + spread(a[plus], mask) if plus else made
+    made = made + spread(a[plus], mask) if plus else made
+    return made - spread(a[minus], mask) if minus else made
 
 
 def across(
@@ -246,6 +248,7 @@ def token_bases(doctor: Doctor) -> Iterator[Base]:
         what, rewards, of_rewards = source
         words = f"the sum of {what} from each token on, with gamma {{0}}"
         words = f"GAE with gamma {{0}}, lambda {{1}} of {what} and values" if has_values else words
+        words += ", minus the baselines" if "minus" in changes else ""
         predict = partial(gae, rewards=rewards, mask=region, **changes)
         names = (*of_rewards, *names)
         return Base(words=words, predict=predict, names=names, constants=1 + has_values, unknown=unknown)
@@ -253,6 +256,8 @@ def token_bases(doctor: Doctor) -> Iterator[Base]:
     for source in reward_arrays(doctor):
         for region, of_region in regions(doctor):
             yield base(source, region, of_region)
+            if not has_values and "baselines" in doctor.arrays:
+                yield base(source, region, of_region, minus="baselines")
             for names, changes in mistakes(doctor, region) if not source[2] else ():
                 yield base(source, region, (*of_region, *names), **changes)
         if not source[2]:
@@ -264,6 +269,47 @@ def token_bases(doctor: Doctor) -> Iterator[Base]:
 
 
 # ---- Bases by response -----------------------------------------------------------------------------------------
+
+
+def penalised_bases(doctor: Doctor, y: Tensor, where: Tensor) -> Iterator[Base]:
+    """A number for each response, as in response_bases, minus a KL penalty by token, with the coefficient that y has:
+    REINFORCE++ and others, where there is no critic."""
+    if doctor.has("values") or not doctor.has("scores", "logprobs", "ref_logprobs"):
+        return
+    mask, lengths, told = doctor.mask, doctor.mask.sum(1).double(), doctor.batch.settings.get("kl_coef")
+    numbers = ["score", "score - mean", "score - mean of the others", "(score - mean) / std"]
+    numbers += ["(score - mean) / (std with n + 1e-06)"]
+
+    def kl_of(a: Arrays, name: str, is_sum: bool) -> Tensor:
+        kl = forms.kl_estimate(a["logprobs"], a["ref_logprobs"], mask, name)
+        return (kl.flip(1).cumsum(1).flip(1) if is_sum else kl).masked_fill(~mask, 0)
+
+    usual = [(words, groups) for words, groups, names in groupings(doctor) if not names]
+    for (words, groups), name, is_sum in itertools.product(usual, ("k1", "k2", "k3"), (True, False)):
+        kl = kl_of(doctor.arrays, name, is_sum)
+        values, estimates = estimators(doctor.arrays["scores"], groups, lengths)
+        for number in numbers:
+            i = next((i for i, (formula, _) in enumerate(estimates) if formula == number), None)
+            if i is None:
+                continue
+            columns = torch.stack([spread(values[i], mask)[where], kl[where], torch.ones_like(kl[where])], 1)
+            solved = torch.linalg.lstsq(columns, y[where].unsqueeze(1), driver="gelsd").solution[:, 0]
+            of_score, of_kl, _ = solved.tolist()
+            if of_score <= 0 or not of_kl or root_mean_square(columns @ solved - y[where]) > 1e-3 * largest(y[where]):
+                continue
+            c = near(-of_kl / of_score, told)
+            names = wiring(*of_coefficient(c, told))
+
+            def predict(a: Arrays, i=i, c=c, name=name, is_sum=is_sum, groups=groups) -> Tensor:
+                number = estimators(a["scores"], groups, lengths)[0][i]
+                return spread(number, mask) - c * kl_of(a, name, is_sum)
+
+            at = "from each token on" if is_sum else "of each token"
+            yield Base(
+                words=f"{number} of scores in {words}, {minus(c)} * {name} {at}",
+                predict=predict,
+                names=(*names, *wiring("another estimator")),
+            )
 
 
 def partition(groups: Tensor) -> Tensor:
@@ -482,15 +528,18 @@ def response_bases(
     found, mask = doctor.arrays, doctor.mask
     further = mask | doctor.following(mask)
     lengths, rows = mask.sum(1).double(), torch.arange(len(mask))
-    totals: dict[str, Callable[[Arrays], Tensor]] = {}
+    totals: dict[str, tuple[Callable[[Arrays], Tensor], tuple[str, ...]]] = {}
     if "scores" in found:
-        totals["scores"] = itemgetter("scores")
+        totals["scores"] = itemgetter("scores"), ()
     if "rewards" in found:
-        totals["sums of rewards"] = lambda a: a["rewards"].masked_fill(~further, 0).sum(1)
+        totals["sums of rewards"] = lambda a: a["rewards"].masked_fill(~further, 0).sum(1), ()
         is_early = bool((found["rewards"] * mask * ~Doctor.only_last(mask)).any())
-    elif (coefficient := coefficient_of_responses(doctor, y)) > 0:
-        words = f"scores - {written(coefficient, 4)} * KL of the response"
-        totals[words] = lambda a: a["scores"] - coefficient * kl_of_responses(a, mask)
+    else:
+        for is_mean in (False, True):
+            for c, names in coefficients_of_responses(doctor, y, is_mean):
+                total = lambda a, c=c, n=is_mean: a["scores"] - c * kl_of_responses(a, mask, n)  # noqa: E731
+                words = f"scores {minus(c)} * {'mean ' * is_mean}KL of the response"
+                totals[words] = total, (*names, *("the KL of a response as a mean",) * is_mean)
     steps = steps_after(doctor, y) if y is not None else [("", same, ())]
     steps = steps[:2] if is_whitened else steps
     pool: list[tuple[float, int, Base]] = []
@@ -509,16 +558,16 @@ def response_bases(
         wrong = torch.tensor([mistakes_in(x) + 0.1 * len(x) for x in names])
         return distances(made, y, lengths, is_whitened).clamp(min=floor) * 1.5**wrong
 
-    for what, total in totals.items():
+    for what, (total, of_total) in totals.items():
         nothing = (
             "the whole return on every token" if what == "sums of rewards" and is_early else "without a baseline"
         )
         for after, g, of_after in steps:
-            names = (nothing, *of_after)
+            names = (nothing, *of_total, *of_after)
             cost = 0.9 * float(costs(g(total(found)), [names]))
             add(what + after, lambda a, f=total, g=g: g(f(a)), named(*names), cost)
         if "baselines" in found:
-            add(f"{what} - baselines", lambda a, f=total: f(a) - a["baselines"], (), 0.0)
+            add(f"{what} - baselines", lambda a, f=total: f(a) - a["baselines"], named(*of_total), 0.0)
         orders = [(rows, ()), *((order, ("score of another row",)) for order in orders_of(len(rows)))]
         for (words, groups, of_groups), (at, of_order) in itertools.product(groupings(doctor), orders):
             if of_order and of_groups:
@@ -528,7 +577,7 @@ def response_bases(
             made, estimates = estimators(total(found)[at], groups, lengths)
             wrong = [names for _, names in estimates]
             for after, g, of_after in steps[: 1 if of_order or of_groups else None]:
-                around = (*of_order, *of_groups, *of_after)
+                around = (*of_total, *of_order, *of_groups, *of_after)
                 cost = costs(g(made), wrong) * 1.5 ** mistakes_in(around)
                 for i in cost.argsort(stable=True)[:4].tolist():
                     formula, names = estimates[i]
@@ -540,21 +589,48 @@ def response_bases(
     return [base for _, _, base in sorted(pool, key=itemgetter(0))[:40]]
 
 
-def kl_of_responses(a: Arrays, mask: Tensor) -> Tensor:
-    return (a["logprobs"] - a["ref_logprobs"]).masked_fill(~mask, 0).sum(1)
+def kl_of_responses(a: Arrays, mask: Tensor, is_mean: bool = False) -> Tensor:
+    total = (a["logprobs"] - a["ref_logprobs"]).masked_fill(~mask, 0).sum(1)
+    return total / mask.sum(1).clamp(min=1) if is_mean else total
 
 
-def coefficient_of_responses(doctor: Doctor, y: Tensor | None) -> float:
-    """The KL coefficient in totals of responses, of the dump or by least squares from y (rows,); else 0."""
+def near(c: float, told: float | None) -> float:
+    """A coefficient, or the one of the dump if it is the same but for rounding."""
+    return told if told and abs(c - told) <= 2e-3 * told else c
+
+
+def minus(c: float) -> str:
+    return f"{'-' if c > 0 else '+'} {written(abs(c), 4)}"
+
+
+def of_coefficient(c: float, told: float | None) -> tuple[str, ...]:
+    """The mistakes in a KL coefficient."""
+    names = ("KL with the wrong sign",) * (c < 0)
+    if not told or abs(abs(c) - told) <= 0.01 * told:
+        return names
+    return (*names, "KL twice" if abs(abs(c) - 2 * told) < 0.02 * told else "another KL coefficient")
+
+
+def coefficients_of_responses(
+    doctor: Doctor, y: Tensor | None, is_mean: bool
+) -> Iterator[tuple[float, tuple[str, ...]]]:
+    """KL coefficients in totals of responses, and their mistakes: that of the dump, and by least squares from y
+    (rows,)."""
     if not doctor.has("scores", "logprobs", "ref_logprobs") or doctor.is_reference("logprobs"):
-        return 0.0
+        return
     told, members = doctor.batch.settings.get("kl_coef"), partition(groupings(doctor)[0][1]).double()
-    if told is not None or y is None or len(y) < len(members.unique(dim=0)) + 4:
-        return told or 0.0
-    both = torch.stack([doctor.arrays["scores"], kl_of_responses(doctor.arrays, doctor.mask)])
+    if told:
+        yield told, ()
+    if y is None or len(y) < len(members.unique(dim=0)) + 4:
+        return
+    both = torch.stack([doctor.arrays["scores"], kl_of_responses(doctor.arrays, doctor.mask, is_mean)])
     both = both - both @ members / members.sum(1)
     of_score, of_kl = torch.linalg.lstsq(both.T, y.unsqueeze(1), driver="gelsd").solution[:, 0].tolist()
-    return nice(-of_kl / of_score, within=1e-3) if of_score > 0 > of_kl else 0.0
+    is_plain = root_mean_square(both.T @ torch.tensor([of_score, of_kl], dtype=y.dtype) - y) < 1e-3 * largest(y)
+    if of_score > 0 and is_plain and of_kl:
+        c = near(-of_kl / of_score, told)
+        if c != told and abs(c) > 1e-6:
+            yield c, of_coefficient(c, told)
 
 
 def distances(made: Tensor, y: Tensor | None, lengths: Tensor, is_whitened: bool) -> Tensor:
@@ -756,6 +832,8 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
         plain = [base for base in bases if not base.is_wrong]
         nearest = fits(plain, whole, 6)
         yield nearest
+        for labels in (None, whole):
+            yield fits(list(penalised_bases(doctor, target, where)), labels, 4)
         known = next((as_told(doctor, fit.constants) for fit in nearest), ())
         steps = afters(len(target), target[where]) if array == "advantages" else []
         apart = (*parts, rows, columns) if whole is not None else ()
@@ -793,6 +871,9 @@ def check_advantages(doctor: Doctor) -> Made | None:
     mask = doctor.mask
     if doctor.arrays["advantages"].ndim == 1:
         doctor.arrays["advantages"] = spread(doctor.arrays["advantages"], mask)
+    if not largest(doctor.arrays["advantages"][mask]) and are_apart(doctor):
+        doctor.add("advantages", names=wiring("advantages are 0"))
+        return None
     best, gap, is_explained = explain(doctor, "advantages", whiteners(doctor))
     if best is None or not is_explained:
         lacks, moved = lacking(doctor), wiring(*(f"advantages one token {word}" for _, word in SHIFTS))
@@ -811,6 +892,16 @@ def check_advantages(doctor: Doctor) -> Made | None:
         if torch.equal(best.predict(without)[mask], best.predict(doctor.arrays)[mask]):
             doctor.add("rewards", names=list(wiring("a score that no advantage sees")))
     return best
+
+
+def are_apart(doctor: Doctor) -> bool:
+    """Whether scores or rewards differ within a group, or between rows where no group is known."""
+    totals = [x for x in (doctor.arrays.get("scores"),) if x is not None]
+    totals += [doctor.arrays["rewards"].sum(1)] if doctor.has("rewards") else []
+    groups = doctor.arrays.get("groups", doctor.batch.prompts)
+    if groups is None or len(groups.unique()) == len(groups):
+        groups = torch.zeros(len(doctor.mask))
+    return any(largest(x - algebra.by_group(x, groups, "amin")) > 1e-3 for x in totals)
 
 
 def line_of(doctor: Doctor, made: Made) -> str:
@@ -848,7 +939,8 @@ def lacking(doctor: Doctor) -> str:
     if is_constant(found["advantages"], doctor.mask, doctor.batch.eps["advantages"]):
         is_grouped = {"groups", "group_size"} & {*found, *doctor.batch.settings}
         return "" if is_grouped or doctor.batch.prompts is not None else "groups, or prompts"
-    return next((name for name in ("values", "rewards") if name not in found), "")
+    lost = [name for name in ("values, if there is a critic", "rewards") if name.split(",")[0] not in found]
+    return ", and ".join(lost)
 
 
 # ---- Returns ---------------------------------------------------------------------------------------------------
@@ -931,10 +1023,11 @@ def check_returns(doctor: Doctor, made: Made | None) -> None:
     has_values = "values" in found
     best, gap, is_explained = doctor.choose("returns", returns_of_advantages(doctor, made), where)
     right = partial(plus_values, source=made.before) if made is not None and has_values else None
-    if not is_explained and {"rewards", "scores"} & found.keys():
+    if (not is_explained or best.is_wrong) and {"rewards", "scores"} & found.keys():
         ways = whiteners(doctor) if made is None else whiteners(doctor)[:1]
-        alone, gap_alone, is_explained = explain(doctor, "returns", ways)
-        if alone is not None and is_explained:
+        alone, gap_alone, is_alone = explain(doctor, "returns", ways)
+        if alone is not None and is_alone and not (is_explained and alone.is_wrong):
+            is_explained = True
             names = alone.names
             if made is not None and len(alone.constants) == len(made.constants) == 2:
                 if abs(alone.constants[1] - made.constants[1]) > 2e-3:

@@ -26,6 +26,11 @@ from ppo_rlhf.report.derivation import written
 
 TABLES = faults.tomllib.loads(Path(__file__).with_name("batch.toml").read_text())
 WIRING = {name: faults.read("wiring", name, entry) for name, entry in TABLES["wiring"].items()}
+CHOICES = {  # mistakes of the book that other trainers make on purpose, under the names that they have here
+    "whiten: each row": "whitened per row",
+    "whiten: epsilon 1e-5": "another epsilon",
+    "whiten: epsilon at the deviation": "another epsilon",
+}
 ROUNDING = 3e-6  # of the largest number in an array: recursions and sums in float32
 ROUNDING_OF_ONE = 1e-6  # of one number, which many formulas would fit if it had fewer digits
 DRAWS = 4  # of rounding errors in what a candidate is given
@@ -95,8 +100,7 @@ def variants(function: str) -> Variants:
             compiled = dataclasses.replace(book[0], edits=edits).compiled
         except ValueError:  # both change the same part
             continue
-        names = tuple(WIRING["whitened per row"] if fault.title == "whiten: each row" else fault for fault in names)
-        found.append((compiled, names))
+        found.append((compiled, tuple(WIRING.get(CHOICES.get(fault.title, ""), fault) for fault in names)))
     return found
 
 
@@ -184,6 +188,8 @@ class Doctor:
         moves = [(candidate.predict(self.rounded()) - middle)[where] for _ in range(DRAWS)]
         squares = sum(root_mean_square(move) ** 2 for move in moves) / DRAWS
         there, eps = self.arrays[target][where], self.batch.eps[target]
+        if target in ("advantages", "returns"):  # what they are made of is multiplied in the dtype of values
+            eps = max(eps, self.batch.eps.get("values", 0))
         own = eps / 3**0.5 * root_mean_square(there)
         floor = (ROUNDING if there.ndim else ROUNDING_OF_ONE) * largest(there) + 1e-12
         most = 4 * max(largest(move) for move in moves) + 2 * eps * largest(there)

@@ -33,7 +33,12 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
         text = shown = batch.is_text[:, -mask.shape[1] :]
     beyond = mask & ~shown
     is_end, is_pad = torch.isin(token, ends), (token == pad) & (mask.sum(1) > 1)
-    lacks_end = one_is_left(mask, text, short) or (short.any() and pad in ends and not is_end[short].any())
+    is_left = one_is_left(mask, text, short)
+    lacks_end = is_left or (short.any() and pad in ends and not is_end[short].any())
+    # A token after the mask is the end, or every array stands at the token before; an end that is also the padding
+    # may never have been written.
+    is_moved_left = not batch.has_context and not mask[:, [0, -1]].any() and text[:, -1].any()
+    is_doubtful = lacks_end and (is_moved_left or not is_left)
     # The last token is padding: the one before is the end, or log-probs are a filling there.
     is_over = short.any() and is_pad[short].all()
     is_known = torch.isin(before[short], ends).all() or is_filled(doctor, last, short)
@@ -45,7 +50,7 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
         if not is_known:
             doctor.add("mask", names=wiring("the mask is one too long"), asks=True)
     is_moved = is_of_another_row(mask, padding)
-    if is_moved:
+    if is_moved or is_doubtful:
         doctor.true_mask = mask
     elif lacks_end:
         doctor.true_mask = mask | doctor.following(mask)
@@ -61,7 +66,7 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
     names = {
         "the mask is upside down": is_inverted,
         "the mask of another row": is_moved,
-        "the mask is without the end": lacks_end and not is_moved,
+        "the mask is without the end": lacks_end and not (is_moved or is_doubtful),
         "the mask includes padding": is_wide and not is_moved,
         "the mask is one too long": (beyond.any() or (is_over and is_known)) and not (is_wide or is_moved),
         "the mask is without the first token": lacks_first(doctor),
@@ -73,6 +78,9 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
     row = int((beyond.any(1) if beyond.any() else short).byte().argmax())
     where = f"row {row} counts tokens {int(mask[row].byte().argmax())} to {last[row]}, whose id is {token[row]}"
     doctor.add("mask", words, names=wiring(*(name for name, is_so in names.items() if is_so)), where=where)
+    if is_doubtful and not is_moved:
+        other = "padding and end are one id" if not is_left else "each array may stand at the token before its own"
+        doctor.add("mask", names=wiring("the mask is without the end"), asks=True, where=f"{where}; {other}")
 
 
 def pad_of(doctor: Doctor) -> int:

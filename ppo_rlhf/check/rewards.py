@@ -170,7 +170,11 @@ def values(doctor: Doctor, of_kl: list[Candidate]) -> Table:
         def centred(s: Tensor) -> Tensor:
             return forms.group_advantages(s, groups, None, "dr_grpo")
 
+        def normalised(s: Tensor) -> Tensor:
+            return forms.group_advantages(s, groups, None, "grpo")
+
         found.append((("the score - mean of its group", centred), wiring("a baseline in the scores")))
+        found.append((("(the score - mean) / std of its group", normalised), wiring("a baseline in the scores")))
     return found + [(way, wiring("scores on another scale")) for way in rescaled(doctor, of_kl)]
 
 
@@ -349,6 +353,8 @@ def whitened(doctor: Doctor, made: Candidate) -> Iterator[Candidate]:
     words = f"{made.words}, then whitened with the mean kept"
     for region in (doctor.mask, doctor.mask | doctor.following(doctor.mask)):
         for f, of_f in doctor.variants("whiten"):
+            if "not scaled" in {name.name for name in of_f}:  # with the mean kept, that is nothing at all
+                continue
             names = (*made.names, *wiring("whitened rewards"), *of_f)
             predict = partial(lambda a, f, region: f(made.predict(a), region, True), f=f, region=region)
             yield dataclasses.replace(made, words=words, predict=predict, names=names)
