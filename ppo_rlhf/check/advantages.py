@@ -371,6 +371,7 @@ def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
         "score - sum of the others / n": (x - (total - x) / n, ("a mean of the others divided by n",)),
         "score - sum / (n - 1)": (x - total / others, ("a mean divided by n minus 1",)),
         "score - sum of the others": (x - (total - x), ("a sum as a baseline",)),
+        "score n / (n - 1) - mean": (x * n / others - mean, ("n / (n - 1) on the score alone",)),
         "(score - mean) (n / (n - 1))^2": ((x - mean) * (n / others) ** 2, ("n / (n - 1) twice",)),
         "score - maximum": (x - algebra.by_group(x, groups, "amax"), ("an extreme as a baseline",)),
         "score - minimum": (x - algebra.by_group(x, groups, "amin"), ("an extreme as a baseline",)),
@@ -432,6 +433,7 @@ EPSILONS = {
     1e-4: ("epsilon 1e-4",),
     1e-8: ("another epsilon",),
     1e-5: ("another epsilon",),
+    0.1: ("a large epsilon",),
     0.0: ("another epsilon",),
     1.0: ("1 added to the deviation",),
 }

@@ -263,7 +263,14 @@ class Doctor:
         """Say how an array came about. plain: what the reference would give."""
         place = self.place(array, plain, where) if best.is_wrong and plain is not None else ""
         rivals = best.rivals[:2] if best.is_wrong else ()
-        self.add(array, best.words, gap=gap, names=(*best.names, *rivals), where=place, asks=bool(rivals))
+        # Two mistakes at once explain few numbers by chance.
+        few = sum(not name.choice for name in best.names) > 1 and self.distinct(array, where) < 6
+        self.add(array, best.words, gap=gap, names=(*best.names, *rivals), where=place, asks=bool(rivals) or few)
+
+    def distinct(self, array: str, where: Tensor) -> int:
+        """How many different sizes the numbers of an array have."""
+        x = self.arrays[array][where].abs()
+        return (x / largest(x)).round(decimals=4).unique().numel() if largest(x) else 0
 
     def unexplained(self, array: str, best: Candidate | None, gap: float, lacks: str, where: Tensor) -> None:
         """Say that no candidate explains an array, or what the dump lacks for it."""
