@@ -39,7 +39,7 @@ class Base(Candidate):
 
     @property
     def is_divided(self) -> bool:
-        return self.words.startswith("(score") and " / " in self.words
+        return self.words.startswith(("(score", "((score")) and ") / " in self.words
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -257,7 +257,7 @@ def check_rewards(doctor: Doctor) -> None:
     none = Candidate(words="", predict=nothing)
     of_kl = [none, *penalties(doctor)]
     places = [none, *score_places(doctor, of_kl)] if has_scores else list(missing_scores(doctor))
-    regions = ((mask | True, False), (step_after, False), (mask, True), (step_after, True))
+    regions = ((mask | True, False), (step_after, False), (mask, False), (mask, True), (step_after, True))
     found = []
     for most, (where, is_white) in itertools.product((0, 1), regions if has_scores else regions[1:2]):
         few = ([c for c in candidates if wrong(c.names) <= most] for candidates in (of_kl, places))
