@@ -1044,4 +1044,4 @@ def check_returns(doctor: Doctor, made: Made | None) -> None:
         doctor.explained("returns", best, gap, right, where)
     else:
         needs = "rewards or scores" if "rewards" not in found else ""
-        doctor.unexplained("returns", best, gap, needs if has_values else "values", where)
+        doctor.unexplained("returns", best, gap, needs if has_values else "values, if there is a critic", where)

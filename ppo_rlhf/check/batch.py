@@ -68,7 +68,7 @@ def settle_penalty(doctor: Doctor) -> None:
     for finding in [finding for finding in doctor.findings if lost[0] in finding.names]:
         if is_there or not losses_of:
             finding.names = [name for name in finding.names if name not in lost]
-        if not losses_of:
+        if not losses_of and doctor.has("values"):  # without a critic, the loss has it nearly always
             doctor.add("rewards", names=lost, asks=True, where="the loss, which may have it, but does not show it")
 
 

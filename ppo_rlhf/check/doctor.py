@@ -28,6 +28,7 @@ TABLES = faults.tomllib.loads(Path(__file__).with_name("batch.toml").read_text()
 WIRING = {name: faults.read("wiring", name, entry) for name, entry in TABLES["wiring"].items()}
 CHOICES = {  # mistakes of the book that other trainers make on purpose, under the names that they have here
     "whiten: each row": "whitened per row",
+    "whiten: always with the mean": "whitened with the mean kept",
     "whiten: epsilon 1e-5": "another epsilon",
     "whiten: epsilon at the deviation": "another epsilon",
 }
