@@ -306,9 +306,7 @@ def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
         for *_, (name, reduce) in group:
             yield Candidate(
                 words=f"ppo with the bounds {low:g} and {high:g}",
-                predict=lambda a, rows=rows, reduce=reduce: reduce(
-                    by_tokens(a, rows, lambda f: f(a, mask)), mask
-                ),
+                predict=lambda a, rows=rows, reduce=reduce: reduce(by_tokens(a, rows, lambda f: f(a, mask)), mask),
                 names=tuple(fault for name in (*(name for name, _ in rows), name) for fault in named(name)),
                 now=found[reductions.index((name, reduce))],
             )
@@ -443,7 +441,9 @@ def leave_open(doctor: Doctor, array: str, candidates: Iterator[Candidate], lack
     """Say that no formula fits, or what it would need."""
     where = doctor.mask if doctor.arrays[array].ndim else torch.ones((), dtype=torch.bool)
     if array == "loss" and not where.ndim and lacks not in ("logprobs", "new_logprobs"):
-        lacks = f"losses by token, because one number may hold more, such as an entropy bonus{lacks and ', or ' + lacks}"
+        lacks = (
+            f"losses by token, because one number may hold more, such as an entropy bonus{lacks and ', or ' + lacks}"
+        )
     best, gap, _ = doctor.choose(array, candidates, where)
     doctor.unexplained(array, best, gap, lacks, where)
 
