@@ -163,7 +163,7 @@ BY_TOKEN: list[Row] = [("", lambda x, m: x)]
 
 
 def shares(reductions: Sequence[Row], mask: Tensor) -> Tensor:
-    """By how much each reduction multiplies the loss of each token, because all are sums: (reductions, rows, width)."""
+    """By how much each reduction multiplies the loss of each token: (reductions, rows, width). All are sums."""
     nothing = torch.zeros(mask.shape, dtype=torch.float64)
     return torch.stack([jacobian(lambda x, f=f: f(x, mask), nothing) for _, f in reductions])
 
@@ -334,7 +334,7 @@ def estimates(doctor: Doctor) -> Iterator[tuple[str, Callable, tuple[Fault, ...]
 
 
 def additions(doctor: Doctor) -> Iterator[tuple[str, str, Callable[[Arrays], Tensor], tuple[Fault, ...]]]:
-    """What else may be in the loss: a KL with each reduction, and the critic's loss. The second text: the reduction."""
+    """What else may be in the loss: a KL and its reduction, and the critic's loss."""
     mask, by_token = doctor.mask, doctor.arrays["loss"].ndim == 2
     penalised = any(f.array == "rewards" and " * (" in f.words for f in doctor.findings)
     for words, estimate, names in estimates(doctor):
@@ -441,9 +441,8 @@ def leave_open(doctor: Doctor, array: str, candidates: Iterator[Candidate], lack
     """Say that no formula fits, or what it would need."""
     where = doctor.mask if doctor.arrays[array].ndim else torch.ones((), dtype=torch.bool)
     if array == "loss" and not where.ndim and lacks not in ("logprobs", "new_logprobs"):
-        lacks = (
-            f"losses by token, because one number may hold more, such as an entropy bonus{lacks and ', or ' + lacks}"
-        )
+        more = "because one number may hold more, such as an entropy bonus"
+        lacks = f"losses by token, {more}{lacks and ', or ' + lacks}"
     best, gap, _ = doctor.choose(array, candidates, where)
     doctor.unexplained(array, best, gap, lacks, where)
 
@@ -505,8 +504,8 @@ def check_loss(doctor: Doctor) -> None:
         where = mask if found["loss"].ndim else torch.ones((), dtype=torch.bool)
         best, *_ = doctor.choose("loss", policy_losses(doctor, 0), where)
         rest = (found["loss"] - best.predict(found))[where]
-        may_have_kl = "ref_logprobs" not in found and float(rest.min()) > -1e-5 * float(found["loss"].abs().max())
-        of_kl = "ref_logprobs, if it holds a KL" if may_have_kl else ""
+        is_more = not where.ndim or float(rest.min()) > -1e-5 * float(found["loss"].abs().max())
+        of_kl = "ref_logprobs, if it holds a KL" if is_more and "ref_logprobs" not in found else ""
         leave_open(doctor, "loss", policy_losses(doctor, 0), assumed[0] if assumed else of_kl)
     for name in assumed:
         del found[name]
