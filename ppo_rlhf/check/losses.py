@@ -126,7 +126,8 @@ CLIPS: list[Row] = [
         "dual clip of good tokens",
         lambda a, r, low, high, *_: torch.minimum(larger(a, r, r.clamp(1 - low, 1 + high)), -3 * a),
     ),
-    ("another loss", another("ppo", dual_clip=3.0)),
+    *(("another loss", another("ppo", dual_clip=c)) for c in (3.0, 1.4)),  # 1.4: ROLL's
+    ("another loss", another("cispo", bounds=(1.0, 0.2))),  # only an upper bound
     ("another loss", another("gspo", bounds=(3e-4, 4e-4))),
     *(("another loss", another(kind)) for kind in ("gspo", "cispo", "reinforce")),
 ]
@@ -142,6 +143,11 @@ def of_rows(first: bool, share: int) -> Callable:
     return reduce
 
 
+def with_holes(mask: Tensor) -> Tensor:
+    """From the first token of each row to the last one."""
+    return (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)
+
+
 REDUCTIONS: list[Row] = [
     ("", forms.aggregate),
     ("mean of row means", lambda x, m: forms.aggregate(x, m, "seq-mean-token-mean")),
@@ -151,6 +157,7 @@ REDUCTIONS: list[Row] = [
     ("sum", lambda x, m: forms.aggregate(x, m, tokens=1)),
     ("a mask of other tokens", lambda x, m: forms.aggregate(x, pad(m[:, 1:], (0, 1)))),
     ("a mask of other tokens", lambda x, m: forms.aggregate(x, pad(m[:, :-1], (1, 0)))),
+    ("the mask includes tokens of tools", lambda x, m: forms.aggregate(x, with_holes(m))),
     ("ignores the mask", lambda x, m: x.mean()),
     ("of masked tokens", lambda x, m: x.sum() / m.sum()),
     ("divided twice", lambda x, m: forms.aggregate(x, m) / m.sum()),

@@ -225,6 +225,11 @@ def test_the_loss_is_explained_and_its_gradient():
             True,
         ),
         (lambda a, r, m: torch.minimum(-a * r, -a * r.clamp(0.8, 1.2)), "the smaller loss", True),
+        (
+            lambda a, r, m: (-a * r.clamp(max=1.2) * arrays_of(rows=16)["new_logprobs"].double())[m].mean(),
+            "another loss",
+            False,
+        ),
         (lambda a, r, m: (a * r).sum() * 0 + 0.1234567, None, False),
     ],
 )
@@ -253,6 +258,16 @@ def test_one_number_shows_which_value_loss_it_is(form, name):
     made = {"new_values": new.float(), "value_loss": form(new.float().double(), old, returns, arrays["mask"]).float()}
     wrong, names, open_ = verdict(arrays | made)
     assert wrong == (name not in (None, "without its half")) and not open_ and names >= ({name} if name else set())
+
+
+def test_a_loss_that_counts_tokens_of_tools_is_named():
+    arrays = arrays_of("grpo", rows=16)
+    whole, mask = arrays["mask"], arrays["mask"].clone()
+    mask[:, 2:4] = False
+    a = arrays["advantages"].double()
+    ratio = (arrays["new_logprobs"].double() - arrays["logprobs"].double()).exp()
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))[whole].mean().float()
+    assert "the mask includes tokens of tools" in verdict(arrays | {"mask": mask, "loss": loss})[1]
 
 
 @pytest.mark.parametrize(("bonus", "lost"), [(0.0044, ""), (0.0069, ""), (0.0044, "ref_logprobs")])
