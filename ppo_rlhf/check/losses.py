@@ -8,11 +8,13 @@ tried first, then those with one, and of losses by token those with two.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd.functional import jacobian
 from torch.nn.functional import huber_loss, pad
 
 from ppo_rlhf.check import faults, forms
@@ -25,9 +27,12 @@ Row = tuple[str, Callable]  # the name of a mistake or choice, and what it compu
 FAR = 1.0  # nats per token: farther than an update moves a policy
 RANGES = [(0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3)]
 OTHER_RANGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-COEFFICIENTS = [digit * 10.0**power for power in range(-4, 1) for digit in (1, 2, 4, 5)]
+COEFFICIENTS = [*(digit * 10.0**power for power in range(-4, 0) for digit in (1, 2, 4, 5)), 1.0]
 BOUNDS = (2.0, 3.0, 5.0, 10.0, float("inf"))  # of importance weights
 PRECISE = 1e-5  # relative rounding up to which one number can tell two mistakes at once
+REACH = 100  # tolerances around one number, within which the numbers of other formulas are counted
+CHANCE = 0.01  # formulas that may be expected to fit one number by chance, if one that fits is to be believed
+SINGLE = 3e-7  # relative rounding of one number in float32
 
 
 def mean_of_rows(x: Tensor, mask: Tensor) -> Tensor:
@@ -121,7 +126,8 @@ CLIPS: list[Row] = [
         "dual clip of good tokens",
         lambda a, r, low, high, *_: torch.minimum(larger(a, r, r.clamp(1 - low, 1 + high)), -3 * a),
     ),
-    ("another loss", another("ppo", dual_clip=3.0)),
+    *(("another loss", another("ppo", dual_clip=c)) for c in (3.0, 1.4)),  # 1.4: ROLL's
+    ("another loss", another("cispo", bounds=(1.0, 0.2))),  # only an upper bound
     ("another loss", another("gspo", bounds=(3e-4, 4e-4))),
     *(("another loss", another(kind)) for kind in ("gspo", "cispo", "reinforce")),
 ]
@@ -137,6 +143,11 @@ def of_rows(first: bool, share: int) -> Callable:
     return reduce
 
 
+def with_holes(mask: Tensor) -> Tensor:
+    """From the first token of each row to the last one."""
+    return (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)
+
+
 REDUCTIONS: list[Row] = [
     ("", forms.aggregate),
     ("mean of row means", lambda x, m: forms.aggregate(x, m, "seq-mean-token-mean")),
@@ -146,6 +157,7 @@ REDUCTIONS: list[Row] = [
     ("sum", lambda x, m: forms.aggregate(x, m, tokens=1)),
     ("a mask of other tokens", lambda x, m: forms.aggregate(x, pad(m[:, 1:], (0, 1)))),
     ("a mask of other tokens", lambda x, m: forms.aggregate(x, pad(m[:, :-1], (1, 0)))),
+    ("the mask includes tokens of tools", lambda x, m: forms.aggregate(x, with_holes(m))),
     ("ignores the mask", lambda x, m: x.mean()),
     ("of masked tokens", lambda x, m: x.sum() / m.sum()),
     ("divided twice", lambda x, m: forms.aggregate(x, m) / m.sum()),
@@ -155,6 +167,18 @@ REDUCTIONS: list[Row] = [
     *(("a part of the rows", of_rows(first, share)) for first in (True, False) for share in (2, 4)),
 ]
 BY_TOKEN: list[Row] = [("", lambda x, m: x)]
+
+
+def shares(reductions: Sequence[Row], mask: Tensor) -> Tensor:
+    """By how much each reduction multiplies the loss of each token: (reductions, rows, width). All are sums."""
+    nothing = torch.zeros(mask.shape, dtype=torch.float64)
+    return torch.stack([jacobian(lambda x, f=f: f(x, mask), nothing) for _, f in reductions])
+
+
+def numbers(losses: Tensor, share: Tensor) -> Tensor:
+    """What each reduction makes of the losses by token: (reductions,). A token that does not count may be NaN."""
+    return (share * losses.where(share != 0, 0)).sum((1, 2))
+
 
 # Of new values, old values, targets and the bound.
 VALUE_TARGETS: list[Row] = [
@@ -273,21 +297,25 @@ def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
     """Losses of the policy as one number, or by token, with so many mistakes."""
     mask, by_token = doctor.mask, doctor.arrays["loss"].ndim == 2
     choices = 2 if not mistakes and doctor.batch.eps["loss"] < PRECISE else 1
-    tables = (bounds_of(doctor), ADVANTAGES, RATIOS, CLIPS, SIGNS, BY_TOKEN if by_token else REDUCTIONS)
+    reductions = BY_TOKEN if by_token else REDUCTIONS
+    tables = (bounds_of(doctor), ADVANTAGES, RATIOS, CLIPS, SIGNS, reductions)
+    share = None if by_token else shares(reductions, mask)
+    of_dump = cache(lambda f: f(doctor.arrays, mask))
 
-    def by_tokens(a: Arrays, rows: tuple[Row, ...]) -> Tensor:
+    def by_tokens(a: Arrays, rows: tuple[Row, ...], given: Callable) -> Tensor:
         (low, high), advantages, ratio, clip, sign = (f for _, f in rows)
-        return sign(clip(advantages(a, mask), ratio(a, mask), low, high, a["new_logprobs"], mask))
+        return sign(clip(given(advantages), given(ratio), low, high, a["new_logprobs"], mask))
 
     for rows, group in itertools.groupby(rows_of(doctor, tables, mistakes, choices), lambda x: x[:-1]):
-        now = by_tokens(doctor.arrays, rows)
+        losses = by_tokens(doctor.arrays, rows, of_dump)
+        found = [losses] if share is None else numbers(losses, share)
         low, high = rows[0][1]
         for *_, (name, reduce) in group:
             yield Candidate(
                 words=f"ppo with the bounds {low:g} and {high:g}",
-                predict=lambda a, rows=rows, reduce=reduce: reduce(by_tokens(a, rows), mask),
+                predict=lambda a, rows=rows, reduce=reduce: reduce(by_tokens(a, rows, lambda f: f(a, mask)), mask),
                 names=tuple(fault for name in (*(name for name, _ in rows), name) for fault in named(name)),
-                now=reduce(now, mask),
+                now=found[reductions.index((name, reduce))],
             )
 
 
@@ -312,50 +340,68 @@ def estimates(doctor: Doctor) -> Iterator[tuple[str, Callable, tuple[Fault, ...]
             yield "k3", lambda a, f=f: f(a["new_logprobs"], a["ref_logprobs"]), named(name, "kl_estimate")
 
 
-def additions(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor], tuple[Fault, ...]]]:
-    """What else may be in the loss: a KL, and the critic's loss."""
+def additions(doctor: Doctor) -> Iterator[tuple[str, str, Callable[[Arrays], Tensor], tuple[Fault, ...]]]:
+    """What else may be in the loss: a KL and its reduction, and the critic's loss."""
     mask, by_token = doctor.mask, doctor.arrays["loss"].ndim == 2
     penalised = any(f.array == "rewards" and " * (" in f.words for f in doctor.findings)
     for words, estimate, names in estimates(doctor):
         for mode, reduce in BY_TOKEN if by_token else REDUCTIONS[:5]:
             yield (
                 f"{words}{mode and ', ' + mode}",
+                mode,
                 lambda a, e=estimate, r=reduce: r(e(a), mask),
                 (*names, *(wiring("KL in reward and loss") if penalised else ())),
             )
     for array in () if by_token else ("value_loss", "new_values"):
         if array == "value_loss" and array in doctor.arrays:
-            yield "the critic's loss", lambda a: a["value_loss"].mean(), wiring("with the critic's loss")
+            yield "the critic's loss", "", lambda a: a["value_loss"].mean(), wiring("with the critic's loss")
         elif {array, "new_values", "values", "returns"} <= doctor.arrays.keys():
             for c in value_losses(doctor, 0, one_number=True):
-                yield "the critic's loss", c.predict, wiring("with the critic's loss")
+                yield "the critic's loss", "", c.predict, wiring("with the critic's loss")
+
+
+def coefficients(
+    doctor: Doctor, bases: Sequence[Candidate], now: Tensor, told: float | None
+) -> Iterator[tuple[Candidate, float]]:
+    """The coefficients with which something gives the loss, or nearly, if it is added to losses of the policy.
+
+    That of one number is told or has one digit, because some coefficient always fits.
+    """
+    loss = doctor.arrays["loss"]
+    if loss.ndim:
+        for base in bases:
+            rest, there = (loss - base.now)[doctor.mask], now[doctor.mask]
+            solved = float((rest * there).sum() / (there**2).sum())
+            if solved and math.isfinite(solved):
+                yield base, nice(solved, told)
+        return
+    if not bases:
+        return
+    sizes = torch.tensor(COEFFICIENTS + ([told, 2 * told] if told else []), dtype=torch.float64)
+    allowed = torch.cat([sizes, -sizes])
+    rest = loss - torch.stack([base.now for base in bases])  # (bases,)
+    nearest = allowed[(rest.unsqueeze(1) / now - allowed).abs().argmin(1)]
+    reach = REACH * (1e-4 + 2 * doctor.batch.eps["loss"]) * loss.abs()
+    for n in ((nearest * now - rest).abs() < reach).nonzero().flatten().tolist():
+        if not bases[n].is_wrong or nearest[n].abs() == told:
+            yield bases[n], float(nearest[n])
 
 
 def with_additions(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
     """Losses of the policy with a KL or the critic's loss, whose coefficient is told or a number with few digits."""
-    loss, told = doctor.arrays["loss"], doctor.batch.settings.get("kl_coef")
-    where = doctor.mask if loss.ndim else torch.ones((), dtype=torch.bool)
-    found = [(words, f, f(doctor.arrays), names) for words, f, names in additions(doctor)]
-    for own in range(min(mistakes, 1) + 1):
-        for base in policy_losses(doctor, own):
-            if "a part of the rows" in {name.name for name in base.names}:
-                continue
-            rest = (loss - base.now)[where]
-            for words, f, now, names in found:
-                size = float((now[where] ** 2).sum())
-                solved = float((rest * now[where]).sum()) / size if size else 0.0
-                if not solved or solved != solved:
-                    continue
-                c, is_kl = nice(solved, told), words != "the critic's loss"
-                if not loss.ndim:
-                    allowed = COEFFICIENTS + ([told, 2 * told] if told and is_kl else [])
-                    c = min(allowed, key=lambda x: abs(x - abs(solved))) * (1 if solved > 0 else -1)
-                if abs(c - solved) > 0.01 * abs(solved) and doctor.batch.eps["loss"] < PRECISE:
-                    continue
-                if base.is_wrong and not loss.ndim and abs(c) != told:  # among so many, one would fit by chance
-                    continue
+    loss, kl_coef = doctor.arrays["loss"], doctor.batch.settings.get("kl_coef")
+    found = [(words, mode, f, f(doctor.arrays), names) for words, mode, f, names in additions(doctor)]
+    modes = {name for name, _ in REDUCTIONS[1:5]}
+    for own in range(min(mistakes, 1) + 1 if loss.ndim or kl_coef else 1):
+        bases = [c for c in policy_losses(doctor, own) if len(c.names) < 2 or not mistakes or loss.ndim]
+        bases = [c for c in bases if not any(x.name == "a part of the rows" for x in c.names)]
+        for words, mode, f, now, names in found:
+            is_kl = words != "the critic's loss"
+            told = kl_coef if is_kl else None
+            alike = [c for c in bases if not is_kl or (modes & {x.name for x in c.names} or {""}) == {mode}]
+            for base, c in coefficients(doctor, alike, now, told):
                 of_c = wiring("KL with the wrong sign") if c < 0 else ()
-                if told and is_kl and abs(abs(c) - told) > 0.01 * told:
+                if told and abs(abs(c) - told) > 0.01 * told:
                     of_c += wiring("KL twice" if abs(abs(c) - 2 * told) < 0.01 * told else "another KL coefficient")
                 names_here = (*base.names, *names, *of_c)
                 if sum(not name.choice for name in names_here) == mistakes:
@@ -363,26 +409,47 @@ def with_additions(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
                         words=f"{base.words}, + {c:g} * {words}",
                         predict=lambda a, b=base, f=f, c=c: b.predict(a) + c * f(a),
                         names=names_here,
+                        now=base.now + c * now,
                     )
 
 
 def explain(doctor: Doctor, array: str, kinds: Sequence[Callable], mistakes: int) -> list[Candidate]:
-    """The candidates that fit, the plainest first, without a mistake or with as few as can be, and not with more."""
+    """The candidates that fit, the plainest first, without a mistake or with as few as can be, and not with more.
+
+    One with names for one number is believed only if hardly any formula as plain is expected to fit it by chance.
+    """
     where = doctor.mask if doctor.arrays[array].ndim else torch.ones((), dtype=torch.bool)
     is_precise = bool(where.ndim) or max(doctor.batch.eps.values()) < PRECISE
+    tried: list[tuple[float, float]] = []  # weight and gap, of one number
     for number, kind in itertools.product(range(min(mistakes, 2 if is_precise else 1) + 1), kinds):
         candidates = [c for c in kind(doctor, number) if bool(doctor.gap(array, c, where).isfinite().all())]
         fits = doctor.fitting(array, candidates, where)
+        tried += [] if where.ndim else [(c.weight, float(doctor.gap(array, c, where))) for c in candidates]
         if fits:
-            return fits
+            sure = fits if where.ndim else [c for c in fits if kind is kinds[0] and not c.names]
+            return sure or [c for c in fits if by_chance(doctor, array, c, tried) <= CHANCE]
     return []
+
+
+def by_chance(doctor: Doctor, array: str, candidate: Candidate, tried: Sequence[tuple[float, float]]) -> float:
+    """How many formulas as plain as a candidate are expected to be as near to one number as it is, by chance.
+
+    The distinct numbers that they give within many tolerances, but not within one, show how dense they are.
+    """
+    where = torch.ones((), dtype=torch.bool)
+    tolerance, size = doctor.noise(array, candidate, where)[0], float(doctor.arrays[array].abs())
+    gaps = [gap / tolerance for weight, gap in tried if weight <= 1.01 * candidate.weight]
+    dense = len({round(gap) for gap in gaps if 1 < abs(gap) < REACH}) / REACH
+    gap = max(float(doctor.gap(array, candidate, where).abs()), SINGLE * size)
+    return dense * gap / tolerance
 
 
 def leave_open(doctor: Doctor, array: str, candidates: Iterator[Candidate], lacks: str) -> None:
     """Say that no formula fits, or what it would need."""
     where = doctor.mask if doctor.arrays[array].ndim else torch.ones((), dtype=torch.bool)
-    if array == "loss" and not where.ndim and not lacks:
-        lacks = "losses by token, because one number may hold more, such as an entropy bonus"
+    if array == "loss" and not where.ndim and lacks not in ("logprobs", "new_logprobs"):
+        more = "because one number may hold more, such as an entropy bonus"
+        lacks = f"losses by token, {more}{lacks and ', or ' + lacks}"
     best, gap, _ = doctor.choose(array, candidates, where)
     doctor.unexplained(array, best, gap, lacks, where)
 
@@ -444,9 +511,9 @@ def check_loss(doctor: Doctor) -> None:
         where = mask if found["loss"].ndim else torch.ones((), dtype=torch.bool)
         best, *_ = doctor.choose("loss", policy_losses(doctor, 0), where)
         rest = (found["loss"] - best.predict(found))[where]
-        may_have_kl = "ref_logprobs" not in found and float(rest.min()) > -1e-5 * float(found["loss"].abs().max())
-        lacks = assumed[0] if assumed else "ref_logprobs" if may_have_kl else ""
-        leave_open(doctor, "loss", policy_losses(doctor, 0), lacks)
+        is_more = not where.ndim or float(rest.min()) > -1e-5 * float(found["loss"].abs().max())
+        of_kl = "ref_logprobs, if it holds a KL" if is_more and "ref_logprobs" not in found else ""
+        leave_open(doctor, "loss", policy_losses(doctor, 0), assumed[0] if assumed else of_kl)
     for name in assumed:
         del found[name]
 
