@@ -265,7 +265,7 @@ def check_ratio(doctor: Doctor) -> None:
         if largest > rounding and not names and first is None:
             words += "; before the first step, it must be 1"
         where = doctor.place("new_logprobs", found["logprobs"], mask) if names else ""
-        doctor.add("new_logprobs", words, names=[] if said else list(names), where=where)
+        doctor.add("new_logprobs", words, names=[] if said else list(names), where=where, asks=first != 1)
         if "ratio" in found:
             best, far, ok = doctor.choose(
                 "ratio",
