@@ -366,7 +366,7 @@ def numerators(x: Tensor, groups: Tensor, lengths: Tensor) -> Table:
         "score - mean": (x - mean, ()),
         "score - mean of the others": ((x - mean) * n / others, ()),
         "score - mean weighted by length": (x - weighted, ("another estimator",)),
-        "(score - mean) rows / scores other than 0": ((x - mean) * of_nonzero, ("scaled by the scores other than 0",)),
+        "(score - mean) rows / scores not 0": ((x - mean) * of_nonzero, ("scaled by the scores other than 0",)),
         "score": (x, ("not centred",)),
         "score - sum of the others / n": (x - (total - x) / n, ("a mean of the others divided by n",)),
         "score - sum / (n - 1)": (x - total / others, ("a mean divided by n minus 1",)),
@@ -883,8 +883,8 @@ def check_advantages(doctor: Doctor) -> Made | None:
         if found and "scores" in lacks:  # each response has one number, but for a 0 at one end
             doctor.add("advantages", names=found[0])
         elif best is not None and (line := line_of(doctor, best)):
-            words = best.words.removesuffix(best.how)
-            doctor.add("advantages", lacks=f"the rest of the batch, if there is more: they are {line}, where x is {words}")
+            words = f"{line}, where x is {best.words.removesuffix(best.how)}"
+            doctor.add("advantages", lacks=f"the rest of the batch, if there is more: they are {words}")
         else:
             doctor.unexplained("advantages", best, gap, lacks, mask)
         return None

@@ -24,7 +24,8 @@ def examine(batch: Batch, model: Path | None = None, reference: Path | None = No
     loaded = recompute.load(model) if model else None
     inputs.check_mask(doctor, recompute.end_ids(loaded) if loaded else ())
     if batch.unscored is not None:
-        doctor.add("scores", f"NaN for {int(batch.unscored.sum())} of {len(batch.unscored)} responses: nothing judged them")
+        none, rows = int(batch.unscored.sum()), len(batch.unscored)
+        doctor.add("scores", f"NaN for {none} of {rows} responses: nothing judged them")
     for name in batch.not_finite:
         doctor.add(name, names=wiring("not finite"))
     inputs.check_logprobs(doctor)

@@ -23,7 +23,7 @@ from ppo_rlhf.train_policy import InputError
 
 NAMES = faults.tomllib.loads(Path(__file__).with_name("batch.toml").read_text())["names"]
 CANONICAL = {alias: name for name, aliases in NAMES.items() for alias in (name, *aliases.split())}
-SETTINGS = "gamma lam kl_coef cliprange temperature pad_id eos_id group_size step first context_length"
+SETTINGS = "gamma lam kl_coef cliprange cliprange_high temperature pad_id eos_id group_size step first context_length"
 PER_ROW = ("scores", "groups", "baselines", "packs")
 WHOLE = ("query_responses", "prompt_completion_ids", "query_response_ids", "prompt_response_ids", "sequences")
 OF_SHAPE = ("ids", "queries", "responses", "mask", "padding_mask", "attention_mask")  # they are no arrays by token

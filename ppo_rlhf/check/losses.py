@@ -285,12 +285,12 @@ def check_ratio(doctor: Doctor) -> None:
 
 
 def bounds_of(doctor: Doctor) -> list[tuple[str, tuple[float, float]]]:
-    told = doctor.batch.settings.get("cliprange")
+    told, high = (doctor.batch.settings.get(name) for name in ("cliprange", "cliprange_high"))
     if not told:
-        return [("", bounds) for bounds in RANGES]
+        return [("", (0.2, high))] if high else [("", bounds) for bounds in RANGES]
     others = {*OTHER_RANGES, told / 10, told / 2, 2 * told, 10 * told} - {told}
-    higher = [("", (told, 0.28))] if told < 0.28 else []
-    return [("", (told, told)), *higher, *(("another clip range", (c, c)) for c in sorted(others))]
+    higher = [("", (told, 0.28))] if told < 0.28 and not high else []
+    return [("", (told, high or told)), *higher, *(("another clip range", (c, c)) for c in sorted(others))]
 
 
 def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
