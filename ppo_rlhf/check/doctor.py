@@ -264,8 +264,9 @@ class Doctor:
         """Say how an array came about. plain: what the reference would give."""
         place = self.place(array, plain, where) if best.is_wrong and plain is not None else ""
         rivals = best.rivals[:2] if best.is_wrong else ()
-        # Two mistakes at once explain few numbers by chance.
-        few = sum(not name.choice for name in best.names) > 1 and self.distinct(array, where) < 6
+        # One size of numbers fits mistakes by chance, and two mistakes at once fit a few.
+        mistakes = sum(not name.choice for name in best.names)
+        few = self.distinct(array, where) < (6 if mistakes > 1 else 3)
         self.add(array, best.words, gap=gap, names=(*best.names, *rivals), where=place, asks=bool(rivals) or few)
 
     def distinct(self, array: str, where: Tensor) -> int:
