@@ -467,11 +467,15 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
     return torch.cat([value.masked_fill(is_single, 0), torch.where(is_single, x, value)]), names
 
 
-def orders_of(rows: int) -> list[Tensor]:
-    """Other orders of rows: moved by one, turned round, transposed."""
+def orders_of(rows: int, groups: Tensor | None = None) -> list[Tensor]:
+    """Other orders of rows: moved by one, turned round, transposed; the first two also within groups (rows,)."""
     right = torch.arange(rows)
     found = [right.roll(1), right.roll(-1), right.flip(0)]
-    return found + [right.reshape(k, -1).T.flatten() for k in range(2, rows) if rows % k == 0]
+    found += [right.reshape(k, -1).T.flatten() for k in range(2, rows) if rows % k == 0]
+    own = [torch.nonzero(groups == g).flatten() for g in groups.unique()] if groups is not None else []
+    for move in (lambda x: x.roll(1), lambda x: x.roll(-1), lambda x: x.flip(0)) if len(own) > 1 else ():
+        found.append(right.index_copy(0, torch.cat(own), torch.cat([move(x) for x in own])))
+    return found
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -485,10 +489,10 @@ class After:
     names: tuple[str, ...]
 
 
-def afters(rows: int, y: Tensor) -> list[After]:
+def afters(rows: int, y: Tensor, groups: Tensor | None = None) -> list[After]:
     """Rows in another order, and a bound if several of the numbers y have it."""
     found, bound = [], float(y.abs().max())
-    for order in orders_of(rows):
+    for order in orders_of(rows, groups):
         apply, before = (partial(torch.index_select, index=at) for at in (order, order.argsort()))
         names = ("advantages of another row",)
         found.append(After(words=", in another order", apply=apply, before=partial(before, dim=0), names=names))
@@ -506,7 +510,8 @@ def steps_after(doctor: Doctor, y: Tensor) -> list[tuple[str, Callable[[Tensor],
     found.append((", negated", torch.neg, ("advantages with the wrong sign",)))
     found.append((", divided by the length", lambda a: a / lengths, ("advantages divided by the length",)))
     found.append((", doubled", lambda a: 2 * a, ("advantages doubled",)))
-    return found + [(after.words, partial(after.apply, dim=-1), after.names) for after in afters(len(y), y)]
+    groups = doctor.arrays.get("groups", doctor.batch.prompts)
+    return found + [(after.words, partial(after.apply, dim=-1), after.names) for after in afters(len(y), y, groups)]
 
 
 @cache
@@ -883,8 +888,10 @@ def check_advantages(doctor: Doctor) -> Made | None:
         if found and "scores" in lacks:  # each response has one number, but for a 0 at one end
             doctor.add("advantages", names=found[0])
         elif best is not None and (line := line_of(doctor, best)):
-            words = f"{line}, where x is {best.words.removesuffix(best.how)}"
-            doctor.add("advantages", lacks=f"the rest of the batch, if there is more: they are {words}")
+            words = f"they are {line}, where x is {best.words.removesuffix(best.how)}"
+            doctor.add(
+                "advantages", unexplained=f"{words}: whitened with other statistics, such as those of more rows"
+            )
         else:
             doctor.unexplained("advantages", best, gap, lacks, mask)
         return None
