@@ -115,7 +115,7 @@ def test_what_must_not_be_imported_is_found():
 
 # ---- Mass ------------------------------------------------------------------------------------------------------
 
-AT_MOST = {"ppo_rlhf": 184_000, "benchmark": 42_000, "tests": 201_000}  # tokens; more only for what users get
+AT_MOST = {"ppo_rlhf": 187_000, "benchmark": 42_000, "tests": 204_000}  # tokens; more only for what users get
 
 
 @pytest.mark.parametrize("folder", AT_MOST)
