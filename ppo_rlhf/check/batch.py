@@ -99,7 +99,7 @@ def lines_of(doctor: Doctor) -> Iterator[str]:
             where = f" ({finding.where})" if finding.where else ""
             yield f"Not explained: {finding.array}; {finding.unexplained}{where}."
         for name in finding.names:
-            kind = "Perhaps" if finding.asks else "Choice" if name.choice else "Fault"
+            kind = "Choice" if name.choice else "Perhaps" if finding.asks else "Fault"
             where = f" Seen best at {finding.where}." if finding.where and not name.choice else ""
             yield f"{kind} in {finding.array}: {name.name}. {name.says}{where} [{name.mark}] {name.page}"
     if unread:

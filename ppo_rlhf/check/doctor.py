@@ -266,7 +266,7 @@ class Doctor:
         rivals = best.rivals[:2] if best.is_wrong else ()
         # One size of numbers fits mistakes by chance, and two mistakes at once fit a few.
         mistakes = sum(not name.choice for name in best.names)
-        few = self.distinct(array, where) < (6 if mistakes > 1 else 3)
+        few = mistakes > 0 and self.distinct(array, where) < (6 if mistakes > 1 else 3)
         self.add(array, best.words, gap=gap, names=(*best.names, *rivals), where=place, asks=bool(rivals) or few)
 
     def distinct(self, array: str, where: Tensor) -> int:

@@ -554,9 +554,10 @@ def test_numbers_of_one_size_accuse_nobody():
     """A group of two with two scores has advantages +-2, as OpenPipe's ART may have: many formulas give that."""
     ids = torch.arange(12).reshape(4, 3)
     arrays = {"response_ids": ids, "mask": ids >= 0, "scores": torch.tensor([1.0, 0.0, 1.0, 1.0])}
-    arrays |= {"groups": torch.tensor([0, 0, 1, 1]), "advantages": torch.tensor([2.0, -2.0, 0.0, 0.0])}
-    found = batch.examine(dump.arranged(arrays))
-    assert found.status == 0 and [f.asks for f in found.findings if f.array == "advantages"] == [True]
+    arrays |= {"groups": torch.tensor([0, 0, 1, 1])}
+    for size, asks in ((2.0, True), (1.0, False)):  # 1 is that of leave-one-out
+        found = batch.examine(dump.arranged(arrays | {"advantages": torch.tensor([size, -size, 0.0, 0.0])}))
+        assert found.status == 0 and [f.asks for f in found.findings if f.array == "advantages"] == [asks]
 
 
 def test_a_part_of_a_batch_whose_statistics_are_those_of_the_whole():
