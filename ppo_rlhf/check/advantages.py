@@ -451,7 +451,9 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
     upper, lower = (torch.stack([value for value, _ in table.values()]) for table in (above, below))
     is_single = algebra.by_group(torch.ones_like(x), groups) == 1
     centred = above["score - mean"][0]
-    value = (upper.unsqueeze(1) / lower.clamp(min=1e-30)).flatten(0, 1)
+    value = upper.unsqueeze(1) / lower.clamp(min=1e-30)
+    value[list(above).index("(score - mean) rows / scores not 0"), 1:] = 1e30  # nobody divides that
+    value = value.flatten(0, 1)
     names = []
     for (over, (_, of_over)), (under, (_, of_under)) in itertools.product(above.items(), below.items()):
         of_both = ("a divided RLOO",) * (over == "score - mean of the others" and under != "")

@@ -551,12 +551,12 @@ def test_estimators_of_other_trainers_and_their_mistakes(change, name):
 
 
 def test_numbers_of_one_size_accuse_nobody():
-    """A group of two with two scores has advantages +-2, as OpenPipe's ART may have: many formulas give that."""
+    """A group of four with two scores has advantages +-2, as OpenPipe's ART may have: many formulas give that."""
     ids = torch.arange(12).reshape(4, 3)
-    arrays = {"response_ids": ids, "mask": ids >= 0, "scores": torch.tensor([1.0, 0.0, 1.0, 1.0])}
-    arrays |= {"groups": torch.tensor([0, 0, 1, 1])}
-    for size, asks in ((2.0, True), (1.0, False)):  # 1 is that of leave-one-out
-        found = batch.examine(dump.arranged(arrays | {"advantages": torch.tensor([size, -size, 0.0, 0.0])}))
+    arrays = {"response_ids": ids, "mask": ids >= 0, "scores": torch.tensor([1.0, 0.0, 0.0, 1.0])}
+    arrays |= {"groups": torch.zeros(4, dtype=torch.long)}
+    for size, asks in ((2.0, True), (1.0, False)):  # 1 if the deviation is divided by n, which is a choice
+        found = batch.examine(dump.arranged(arrays | {"advantages": size * torch.tensor([1.0, -1.0, -1.0, 1.0])}))
         assert found.status == 0 and [f.asks for f in found.findings if f.array == "advantages"] == [asks]
 
 
