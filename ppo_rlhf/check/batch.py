@@ -91,7 +91,7 @@ def lines_of(doctor: Doctor) -> Iterator[str]:
             yield f"{finding.array:{width}}  {finding.words}{gap}"
     for name in arrays:
         if name not in done and name in TAKEN:
-            yield f"{name:{width}}  taken as they are{'; --model recomputes them' if name == 'logprobs' else ''}"
+            yield f"{name:{width}}  input, not checked{'; --model recomputes them' if name == 'logprobs' else ''}"
     for finding in doctor.findings:
         if finding.lacks:
             yield f"Not explained: {finding.array}. It would need {finding.lacks}."

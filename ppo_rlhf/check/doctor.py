@@ -306,5 +306,5 @@ class Doctor:
         count = sum(len(finding.faults) for finding in self.findings)
         left = [finding.array for finding in self.findings if finding.unexplained or finding.lacks]
         found = f"{count} fault{'s' if count != 1 else ''} found" if count else "No fault found"
-        rest = f"not explained: {', '.join(left)}" if left else "every array that follows from others is explained"
+        rest = f"not explained: {', '.join(left)}" if left else "every computed array is explained"
         return f"{found}; {rest}."

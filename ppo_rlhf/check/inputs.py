@@ -252,7 +252,7 @@ def check_reference(doctor: Doctor) -> None:
         names = wiring("the reference is the policy") if step != 0 else ()
     elif doctor.is_reference("new_logprobs"):
         names = wiring("the reference is the policy that is trained")
-    words = f"KL from {policy}: {written(float(gap.mean()), 3)} nats per token"
+    words = f"the mean of {policy} - ref_logprobs, an estimate of the KL, is {written(float(gap.mean()), 3)} nats"
     doctor.add("ref_logprobs", words, names=names, asks=step is None and doctor.is_reference(policy))
 
 

@@ -263,7 +263,7 @@ def check_ratio(doctor: Doctor) -> None:
             else f"the ratio to logprobs is from {written(float(ratio.min()), 3)} to {written(float(ratio.max()), 3)}"
         )
         if largest > rounding and not names and first is None:
-            words += "; before the first step, it must be 1"
+            words += "; before the first step (`first` 1 in the dump), it must be 1"
         where = doctor.place("new_logprobs", found["logprobs"], mask) if names else ""
         doctor.add("new_logprobs", words, names=[] if said else list(names), where=where, asks=first != 1)
         if "ratio" in found:
@@ -301,6 +301,7 @@ def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
     tables = (bounds_of(doctor), ADVANTAGES, RATIOS, CLIPS, SIGNS, reductions)
     share = None if by_token else shares(reductions, mask)
     of_dump = cache(lambda f: f(doctor.arrays, mask))
+    ratio = of_dump(RATIOS[0][1])[mask]
 
     def by_tokens(a: Arrays, rows: tuple[Row, ...], given: Callable) -> Tensor:
         (low, high), advantages, ratio, clip, sign = (f for _, f in rows)
@@ -310,9 +311,11 @@ def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:
         losses = by_tokens(doctor.arrays, rows, of_dump)
         found = [losses] if share is None else numbers(losses, share)
         low, high = rows[0][1]
+        is_seen = bool(((ratio < 1 - low) | (ratio > 1 + high)).any())
+        words = f"ppo with the bounds {low:g} and {high:g}"
         for *_, (name, reduce) in group:
             yield Candidate(
-                words=f"ppo with the bounds {low:g} and {high:g}",
+                words=words if is_seen else f"{words}, which no ratio leaves, so nothing is seen of the clip",
                 predict=lambda a, rows=rows, reduce=reduce: reduce(by_tokens(a, rows, lambda f: f(a, mask)), mask),
                 names=tuple(fault for name in (*(name for name, _ in rows), name) for fault in named(name)),
                 now=found[reductions.index((name, reduce))],

@@ -262,6 +262,10 @@ def check_rewards(doctor: Doctor) -> None:
     for most, (where, is_white) in itertools.product((0, 1), regions if has_scores else regions[1:2]):
         few = ([c for c in candidates if wrong(c.names) <= most] for candidates in (of_kl, places))
         best, gap, is_explained = doctor.choose("rewards", sums(doctor, *few, where, is_white), where)
+        if (
+            is_explained and where is mask and not is_white and not best.is_wrong
+        ):  # rewards outside may be what is wrong
+            continue
         found += [(best, gap, where)] if is_explained else []
         if is_explained and not best.is_wrong:
             break
@@ -323,7 +327,7 @@ def weighted(doctor: Doctor, penalty: Candidate, place: Candidate, coefficient: 
     names, terms = place.names, []
     if coefficient:
         names += penalty.names
-        terms.append(f"-{written(coefficient, 5)} * ({penalty.words})")
+        terms.append(f"{'-' if coefficient > 0 else '+'}{written(abs(coefficient), 5)} * ({penalty.words})")
     if coefficient or (told and doctor.has("logprobs", "ref_logprobs") and not doctor.is_reference("logprobs")):
         names += of_factor(coefficient / told if told else math.copysign(1, coefficient), *COEFFICIENTS)
     if scale or is_missing:

@@ -550,6 +550,19 @@ def test_estimators_of_other_trainers_and_their_mistakes(change, name):
     assert wrong == is_fault and name in names and not open_
 
 
+def test_a_score_in_the_last_column_is_seen_where_some_responses_reach_it():
+    arrays = arrays_of(rows=8)
+    mask = arrays["mask"]
+    cut = mask.shape[1] - int(mask.sum(1).max())
+    kept = ("query_responses", "mask", "scores", "logprobs", "ref_logprobs", "rewards")
+    made = {key: arrays[key][:, : arrays[key].shape[1] - cut] if key != "scores" else arrays[key] for key in kept}
+    last = made["rewards"].abs().argmax(1, keepdim=True)  # where the score is
+    moved = made["rewards"].scatter_add(1, last, -arrays["scores"].unsqueeze(1))
+    moved[:, -1] += arrays["scores"]
+    wrong, names, _ = verdict(made | {"rewards": moved})
+    assert wrong and "score in the last column" in names
+
+
 def test_numbers_of_one_size_accuse_nobody():
     """A group of four with two scores has advantages +-2, as OpenPipe's ART may have: many formulas give that."""
     ids = torch.arange(12).reshape(4, 3)
