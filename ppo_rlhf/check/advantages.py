@@ -26,6 +26,11 @@ from ppo_rlhf.rlvr import algebra
 STARTS = [(1.0, 1.0), (1.0, 0.95), (0.98, 0.8)]  # gamma, lambda
 SHIFTS = ((1, "late"), (-1, "early"))
 PLACES = (("last", "end"), ("next", "step after it"))  # of the score
+OF_SCALE = (  # mistakes that multiply the advantages of a group by a number
+    *("by the variance", "divided by the variance", "divided by the standard error", "divided by the range"),
+    *("divided by the mean absolute deviation", "multiplied by the deviation", "1 added to the deviation"),
+    *("a large epsilon", "n / (n - 1) twice", "a mean of the others divided by n", "advantages doubled"),
+)
 BOOK = {fault.name: fault for fault in faults.of("group_advantages")}
 Names = tuple[Fault, ...]
 Way = tuple[str, Callable[[Tensor], Tensor], Names]  # to whiten: what is said of it, the function, and its mistakes
@@ -146,10 +151,6 @@ def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tens
     has_rewards = "rewards" in found
     if has_rewards:
         yield "rewards", itemgetter("rewards"), ()
-        for f, of_f in doctor.variants("whiten"):
-            if all(name.choice for name in of_f) and WIRING["whitened per row"] not in of_f:
-                white = lambda a, f=f: f(a["rewards"], doctor.mask, True)  # noqa: E731
-                yield "rewards, whitened with the mean kept,", white, (*wiring("whitened rewards"), *of_f)
     has_penalty = not has_rewards and told is not None and {"logprobs", "ref_logprobs"} <= found.keys()
     names = wiring("the KL does not reach the advantages") if has_rewards else ()
     for coefficient, (at, place) in itertools.product([0.0, told] if has_penalty else [0.0], PLACES):
@@ -157,6 +158,14 @@ def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tens
             words = f"rewards with the score at the {place} and a KL coefficient of {coefficient:g}"
             rewards = partial(with_score, mask=doctor.mask, coefficient=coefficient, at=at)
             yield "scores" if has_rewards else words, rewards, names
+
+
+def whitened_rewards(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor], Names]]:
+    """Rewards of the dump, which GAE whitens first."""
+    for f, of_f in doctor.variants("whiten") if doctor.has("rewards") else ():
+        if all(name.choice for name in of_f) and WIRING["whitened per row"] not in of_f:
+            white = lambda a, f=f: f(a["rewards"], doctor.mask, True)  # noqa: E731
+            yield "rewards, whitened with the mean kept,", white, (*wiring("whitened rewards"), *of_f)
 
 
 def score_is(doctor: Doctor, place: str) -> bool:
@@ -236,7 +245,7 @@ def mistakes(doctor: Doctor, region: Tensor) -> Iterator[tuple[Names, dict[str, 
         yield wiring("scores are added to the advantages"), {"plus": "scores"}
 
 
-def token_bases(doctor: Doctor) -> Iterator[Base]:
+def token_bases(doctor: Doctor, sources: Callable = reward_arrays) -> Iterator[Base]:
     """GAE, or sums of rewards where there are no values, without and with mistakes.
 
     Rewards that are a mistake themselves have no other.
@@ -253,7 +262,7 @@ def token_bases(doctor: Doctor) -> Iterator[Base]:
         names = (*of_rewards, *names)
         return Base(words=words, predict=predict, names=names, constants=1 + has_values, unknown=unknown)
 
-    for source in reward_arrays(doctor):
+    for source in sources(doctor):
         for region, of_region in regions(doctor):
             yield base(source, region, of_region)
             if not has_values and "baselines" in doctor.arrays:
@@ -842,7 +851,10 @@ def explain(doctor: Doctor, array: str, ways: list[Way]) -> tuple[Made | None, f
         nearest = fits(plain, whole, 6)
         yield nearest
         for labels in (None, whole):
-            yield fits(list(penalised_bases(doctor, target, where)), labels, 4)
+            if found := fits(list(penalised_bases(doctor, target, where)), labels, 4):
+                yield found
+        if found := fits(list(token_bases(doctor, whitened_rewards)), whole, 4):
+            yield found
         known = next((as_told(doctor, fit.constants) for fit in nearest), ())
         steps = afters(len(target), target[where]) if array == "advantages" else []
         apart = (*parts, rows, columns) if whole is not None else ()
@@ -898,6 +910,7 @@ def check_advantages(doctor: Doctor) -> Made | None:
             doctor.unexplained("advantages", best, gap, lacks, mask)
         return None
     doctor.explained("advantages", best, gap, reference(doctor, best) if best.is_wrong else None, mask)
+    doctor.findings[-1].asks |= best.is_wrong and is_by_chance(doctor, best)
     if best.base.constants and not best.base.is_wrong and score_is(doctor, "on the step after"):
         without = doctor.arrays | {"rewards": doctor.arrays["rewards"].masked_fill(doctor.following(mask), 0)}
         if torch.equal(best.predict(without)[mask], best.predict(doctor.arrays)[mask]):
@@ -905,14 +918,23 @@ def check_advantages(doctor: Doctor) -> Made | None:
     return best
 
 
+def is_by_chance(doctor: Doctor, best: Made) -> bool:
+    """Whether advantages are so few different numbers that a mistake fits them by chance: of one size for a mistake
+    that only scales them, or less than six for two mistakes."""
+    sizes = {f"{x:.4g}" for x in doctor.arrays["advantages"][doctor.mask].abs().tolist()} - {"0"}
+    names = [name.name for name in best.names if not name.choice]
+    only_scales = all(name in OF_SCALE for name in names)
+    return not best.constants and len(sizes) < (5 if len(names) > 1 else 2 if only_scales else 0)
+
+
 def are_apart(doctor: Doctor) -> bool:
     """Whether scores or rewards differ within a group, or between rows where no group is known."""
     totals = [x for x in (doctor.arrays.get("scores"),) if x is not None]
     totals += [doctor.arrays["rewards"].sum(1)] if doctor.has("rewards") else []
     groups = doctor.arrays.get("groups", doctor.batch.prompts)
-    if groups is None or len(groups.unique()) == len(groups):
-        groups = torch.zeros(len(doctor.mask))
-    return any(largest(x - algebra.by_group(x, groups, "amin")) > 1e-3 for x in totals)
+    groups = torch.zeros(len(doctor.mask)) if groups is None or doctor.has("values") else groups
+    judged = ... if doctor.batch.unscored is None else ~doctor.batch.unscored
+    return any(largest(x - algebra.by_group(x, groups[judged], "amin")) > 1e-3 for x in (x[judged] for x in totals))
 
 
 def line_of(doctor: Doctor, made: Made) -> str:
@@ -924,7 +946,10 @@ def line_of(doctor: Doctor, made: Made) -> str:
     if made.is_wrong or x.unique().numel() < 6 or root_mean_square(rest) > rounding:
         return ""
     slope = float(torch.cov(torch.stack([x, y]))[0, 1] / x.var())
-    return f"{written(slope, 4)} * x + {written(float(y.mean() - slope * x.mean()), 4)}" if slope > 0 else ""
+    constant = float(y.mean() - slope * x.mean())
+    sign = "-" if constant < 0 else "+"
+    words = f" {sign} {written(abs(constant), 4)}" if abs(constant) > rounding else ""
+    return f"{written(slope, 4)} * x{words}" if slope > 0 else ""
 
 
 def reference(doctor: Doctor, best: Made) -> Callable[[Arrays], Tensor] | None:

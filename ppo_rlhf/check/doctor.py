@@ -264,15 +264,7 @@ class Doctor:
         """Say how an array came about. plain: what the reference would give."""
         place = self.place(array, plain, where) if best.is_wrong and plain is not None else ""
         rivals = best.rivals[:2] if best.is_wrong else ()
-        # One size of numbers fits mistakes by chance, and two mistakes at once fit a few.
-        mistakes = sum(not name.choice for name in best.names)
-        few = mistakes > 0 and self.distinct(array, where) < (6 if mistakes > 1 else 3)
-        self.add(array, best.words, gap=gap, names=(*best.names, *rivals), where=place, asks=bool(rivals) or few)
-
-    def distinct(self, array: str, where: Tensor) -> int:
-        """How many different sizes the numbers of an array have."""
-        x = self.arrays[array][where].abs()
-        return (x / largest(x)).round(decimals=4).unique().numel() if largest(x) else 0
+        self.add(array, best.words, gap=gap, names=(*best.names, *rivals), where=place, asks=bool(rivals))
 
     def unexplained(self, array: str, best: Candidate | None, gap: float, lacks: str, where: Tensor) -> None:
         """Say that no candidate explains an array, or what the dump lacks for it."""
@@ -286,6 +278,8 @@ class Doctor:
 
     def place(self, target: str, plain: Callable[[Arrays], Tensor] | Tensor, where: Tensor) -> str:
         """The token where an array is farthest from what the reference would give."""
+        if not self.arrays[target].ndim:
+            return ""
         expected = plain if isinstance(plain, Tensor) else plain(self.arrays)
         gap = (self.arrays[target] - expected).abs().masked_fill(~where, -1)
         if float(gap.max()) <= 0:

@@ -70,6 +70,8 @@ def read(path: Path) -> Batch:
         return arranged(contents(path))
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+    except (RuntimeError, IndexError, ValueError, OverflowError) as error:  # of torch, about shapes
+        raise InputError(f"{path}: its arrays do not fit together: {str(error).splitlines()[0][:200]}") from error
 
 
 def rows_of_json(path: Path) -> list[Any]:
@@ -182,6 +184,8 @@ def arranged(raw: Mapping[str, Any]) -> Batch:
         raise InputError("token ids are missing, such as query_responses, input_ids, or prompts and responses")
     mask = mask_of(tensors, any(plain(name) == "completion_mask" for name in raw) and "mask" in tensors)
     ids = ids_of(tensors, mask)
+    if not mask.any():
+        raise InputError("the mask counts no token")
     context = settings.get("context_length", tensors["queries"].shape[1] if "queries" in tensors else 0)
     attention = tensors.get("attention_mask")
     has_attention = attention is not None and attention.shape == ids.shape
@@ -246,7 +250,7 @@ def setting(value: Any) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) < 2**53 else None
 
 
 def pad_of(batch: Batch) -> int:
@@ -263,14 +267,17 @@ def put(batch: Batch, name: str, x: Tensor) -> None:
     rows, width = batch.mask.shape
     is_one = x.numel() == 1 or (x.shape == (rows,) and x.unique().numel() == 1)  # repeated in every row of a file
     if name in ("loss", "value_loss") and is_one:
-        batch.arrays[name] = x.flatten()[0]
+        if x.isfinite().all():
+            batch.arrays[name] = x.flatten()[0]
+        else:
+            batch.not_finite.append(name)
         return
     if x.ndim == 3 and x.shape[2] == 1:
         x = x.squeeze(2)
     if x.shape == (rows, 1) and width > 1:
         x = x.squeeze(1)
     if x.shape == (rows, width - 1):
-        x = pad(x, (1, 0))  # of the tokens from the second on
+        x = pad(x, (1, 0), value=float(name == "tool_mask"))  # of the tokens from the second on
     is_by_token = x.ndim == 2 and len(x) == rows and x.shape[1] >= width
     if not is_by_token and x.shape != (rows,):
         raise InputError(f"{name} is {tuple(x.shape)}; the mask is {(rows, width)}")

@@ -286,11 +286,16 @@ def check_ratio(doctor: Doctor) -> None:
 
 def bounds_of(doctor: Doctor) -> list[tuple[str, tuple[float, float]]]:
     told, high = (doctor.batch.settings.get(name) for name in ("cliprange", "cliprange_high"))
+    if not told and not high:
+        return [("", bounds) for bounds in RANGES]
     if not told:
-        return [("", (0.2, high))] if high else [("", bounds) for bounds in RANGES]
+        lows = dict.fromkeys([*(low for low, _ in RANGES), high])
+        return [*(("", (low, high)) for low in lows), *(("another clip range", bounds) for bounds in RANGES)]
     others = {*OTHER_RANGES, told / 10, told / 2, 2 * told, 10 * told} - {told}
     higher = [("", (told, 0.28))] if told < 0.28 and not high else []
-    return [("", (told, high or told)), *higher, *(("another clip range", (c, c)) for c in sorted(others))]
+    equal = [("another clip range", (c, c)) for c in ((told, high) if high and high != told else ())]
+    rest = [("another clip range", (c, c)) for c in sorted(others - {high})]
+    return [("", (told, high or told)), *higher, *equal, *rest]
 
 
 def policy_losses(doctor: Doctor, mistakes: int) -> Iterator[Candidate]:

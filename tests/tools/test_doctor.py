@@ -550,6 +550,55 @@ def test_estimators_of_other_trainers_and_their_mistakes(change, name):
     assert wrong == is_fault and name in names and not open_
 
 
+@pytest.mark.parametrize("rows", [[2, 3], [0, 5], [1, 2, 3]])
+def test_a_small_batch_in_bfloat16_accuses_nobody(rows):
+    """The constants are those of the dump: others would come as near."""
+    arrays = {name: x[rows] for name, x in corpus.rollout().items()}
+    made = corpus.cast(corpus.update(arrays, {}, {}, "critic"), "bfloat16")
+    wrong, _, open_ = verdict({name: x for name, x in made.items() if name != "loss"})
+    assert not wrong and not open_
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "name"),
+    [
+        ({"scores": torch.tensor([1.0, 1.0, 1.0, math.nan]), "groups": torch.zeros(4)}, 0, ""),
+        ({"scores": torch.tensor([1.0, 2.0, 3.0, 4.0]), "groups": torch.arange(4)}, 0, ""),
+        ({"scores": torch.tensor([1.0, 2.0, 3.0, 4.0]), "groups": torch.zeros(4)}, 1, "advantages are 0"),
+        ({"loss": torch.tensor(math.nan)}, 1, "not finite"),
+        ({"value_loss": torch.tensor(0.777), "values": 1, "returns": 2, "new_values": 3}, 3, ""),
+        ({"tool_mask": 1}, 0, ""),
+    ],
+)
+def test_odd_numbers_are_not_taken_for_others(changes, status, name):
+    """Advantages of 0 are right where scores agree; a tool mask may begin with the second token."""
+    ids = torch.arange(16).reshape(4, 4)
+    arrays = {"response_ids": ids, "mask": ids >= 0, "advantages": torch.zeros(4)}
+    arrays |= {key: torch.randn(4, 4).mul(x) if type(x) is int else x for key, x in changes.items()}
+    if "tool_mask" in changes:
+        arrays["tool_mask"] = torch.ones(4, 3)
+    found = batch.examine(dump.arranged(arrays))
+    assert found.status == status and name in ["", *(fault.name for f in found.findings for fault in f.names)]
+
+
+@pytest.mark.parametrize(
+    ("told", "bounds", "name"),
+    [
+        ({"cliprange_high": 0.28}, (0.1, 0.28), ""),
+        ({"cliprange_high": 0.28}, (0.2, 0.2), "another clip range"),
+        ({"cliprange": 0.2, "cliprange_high": 0.28}, (0.28, 0.28), "another clip range"),
+        ({"cliprange": 0.2, "cliprange_high": 0.272}, (0.2, 0.272), ""),
+    ],
+)
+def test_an_upper_bound_of_its_own(told, bounds, name):
+    arrays = arrays_of("grpo", rows=8)
+    ratio = (arrays["new_logprobs"].double() - arrays["logprobs"].double()).exp()
+    a = arrays["advantages"].double()
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - bounds[0], 1 + bounds[1])) * arrays["mask"]
+    wrong, names, open_ = verdict(arrays | told | {"loss": loss.float()})
+    assert wrong == bool(name) and not open_ and name in ["", *names]
+
+
 def test_a_score_in_the_last_column_is_seen_where_some_responses_reach_it():
     arrays = arrays_of(rows=8)
     mask = arrays["mask"]
@@ -789,6 +838,8 @@ def test_rows_that_hold_several_episodes_are_cut():
         ("dump.jsonl", b'{"mask": [1, 1]}\n', "token ids are missing"),
         ("dump.jsonl", b'{"tokens": [1, 2]}\n', "a mask (rows, tokens) is missing"),
         ("dump.jsonl", b'{"tokens": [1], "mask": [1, 1]}\n', "they must fit"),
+        ("dump.jsonl", b'{"tokens": [1, 2], "mask": [0, 0]}\n', "the mask counts no token"),
+        ("dump.json", b'{"queries": [1], "responses": [[1, 2]], "mask": [[1, 1]]}', "do not fit together"),
         ("dump.jsonl", b'{"tokens": [1, 2], "mask": [1, 1], "values": [1, 2, 3, 4], "rewards": 2}\n', ""),
     ],
 )
