@@ -283,7 +283,7 @@ def token_bases(doctor: Doctor, sources: Callable = reward_arrays) -> Iterator[B
 def penalised_bases(doctor: Doctor, y: Tensor, where: Tensor) -> Iterator[Base]:
     """A number for each response, as in response_bases, minus a KL penalty by token, with the coefficient that y has:
     REINFORCE++ and others, where there is no critic."""
-    if doctor.has("values") or not doctor.has("scores", "logprobs", "ref_logprobs"):
+    if {"values", "rewards"} & doctor.arrays.keys() or not doctor.has("scores", "logprobs", "ref_logprobs"):
         return
     mask, lengths, told = doctor.mask, doctor.mask.sum(1).double(), doctor.batch.settings.get("kl_coef")
     numbers = ["score", "score - mean", "score - mean of the others", "(score - mean) / std"]
