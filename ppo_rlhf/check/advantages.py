@@ -304,7 +304,8 @@ def penalised_bases(doctor: Doctor, y: Tensor, where: Tensor) -> Iterator[Base]:
             columns = torch.stack([spread(values[i], mask)[where], kl[where], torch.ones_like(kl[where])], 1)
             solved = torch.linalg.lstsq(columns, y[where].unsqueeze(1), driver="gelsd").solution[:, 0]
             of_score, of_kl, _ = solved.tolist()
-            if of_score <= 0 or not of_kl or root_mean_square(columns @ solved - y[where]) > 1e-3 * largest(y[where]):
+            rounding = max(1e-3, 8 * max(doctor.batch.eps.values())) * largest(y[where])
+            if of_score <= 0 or not of_kl or root_mean_square(columns @ solved - y[where]) > rounding:
                 continue
             c = near(-of_kl / of_score, told)
             names = wiring(*of_coefficient(c, told))
@@ -521,6 +522,12 @@ def steps_after(doctor: Doctor, y: Tensor) -> list[tuple[str, Callable[[Tensor],
     found.append((", negated", torch.neg, ("advantages with the wrong sign",)))
     found.append((", divided by the length", lambda a: a / lengths, ("advantages divided by the length",)))
     found.append((", doubled", lambda a: 2 * a, ("advantages doubled",)))
+    if (
+        len({f"{x:.4g}" for x in y.tolist()}) >= 5
+    ):  # in any order: the same numbers, as they are in y from the least to the greatest
+        rank = y.argsort().argsort()
+        order = lambda a: a.sort(-1).values.index_select(-1, rank)  # noqa: E731
+        found.append((", in another order", order, ("advantages of another row",)))
     groups = doctor.arrays.get("groups", doctor.batch.prompts)
     return found + [(after.words, partial(after.apply, dim=-1), after.names) for after in afters(len(y), y, groups)]
 

@@ -212,15 +212,17 @@ def patterns(doctor: Doctor) -> Table:
     """Where the number of a row is: words, and a function of the numbers."""
     mask = doctor.mask
     after = mask | doctor.following(mask)
-    masks = {
-        "score on the token before the last": mask & ~doctor.only_last(mask),
-        "score two after the last token": after | doctor.following(after),
-        "score on the first token": doctor.only_first(mask),
-    }
+    full = mask[:, -1:]  # where an index is held within the row
+    masks = [
+        ("score on the token before the last", mask & ~doctor.only_last(mask)),
+        ("score on the token before the last", mask & (~doctor.only_last(mask) | full)),
+        ("score two after the last token", after | doctor.following(after)),
+        ("score on the first token", doctor.only_first(mask)),
+    ]
     right = [mask] + ([doctor.true_mask] if (doctor.true_mask != mask).any() else [])
     found: Table = [((f" on the {AT[at]}", partial(end, mask=m, at=at)), ()) for m in right for at in AT]
     found += [(("", partial(end, mask=mask, f=f)), names) for f, names in doctor.mistakes("token_rewards", *PLACES)]
-    found += [(("", partial(end, mask=m)), wiring(name)) for name, m in masks.items()]
+    found += [(("", partial(end, mask=m)), wiring(name)) for name, m in masks]
     for f in SHARES:
         weights = f(mask.cumsum(1).double(), mask.sum(1, keepdim=True).clamp(min=1)) * mask
         found.append((("", lambda x, w=weights: x.unsqueeze(1) * w), wiring("score spread over the tokens")))

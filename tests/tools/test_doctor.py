@@ -299,6 +299,10 @@ def test_a_number_that_many_losses_give_is_said_to_be_one():
             {"advantages of another row", "epsilon 1e-4"},
         ),
         (lambda x, s: x.roll(1, 1), {"advantages of another row"}),
+        (
+            lambda x, s: x.flatten()[torch.tensor([3, 0, 7, 1, 5, 2, 9, 4, 6, 15, 8, 10, 12, 11, 14, 13])],
+            {"advantages of another row"},
+        ),
         (lambda x, s: x / (s.std() + 1e-4), {"deviation of the batch", "epsilon 1e-4"}),
     ],
 )
@@ -599,7 +603,9 @@ def test_an_upper_bound_of_its_own(told, bounds, name):
     assert wrong == bool(name) and not open_ and name in ["", *names]
 
 
-def test_a_score_in_the_last_column_is_seen_where_some_responses_reach_it():
+@pytest.mark.parametrize("name", ["score in the last column", "score on the token before the last"])
+def test_a_wrong_place_of_the_score_is_seen_where_some_responses_fill_the_row(name):
+    """Of these, an index that is held within the row leaves the score where it was."""
     arrays = arrays_of(rows=8)
     mask = arrays["mask"]
     cut = mask.shape[1] - int(mask.sum(1).max())
@@ -607,9 +613,11 @@ def test_a_score_in_the_last_column_is_seen_where_some_responses_reach_it():
     made = {key: arrays[key][:, : arrays[key].shape[1] - cut] if key != "scores" else arrays[key] for key in kept}
     last = made["rewards"].abs().argmax(1, keepdim=True)  # where the score is
     moved = made["rewards"].scatter_add(1, last, -arrays["scores"].unsqueeze(1))
-    moved[:, -1] += arrays["scores"]
+    before = torch.where(last < moved.shape[1] - 1, last - 1, last)
+    place = before if name.endswith("before the last") else torch.full_like(last, moved.shape[1] - 1)
+    moved = moved.scatter_add(1, place, arrays["scores"].unsqueeze(1))
     wrong, names, _ = verdict(made | {"rewards": moved})
-    assert wrong and "score in the last column" in names
+    assert wrong and name in names
 
 
 def test_numbers_of_one_size_accuse_nobody():
