@@ -161,7 +161,7 @@ def reward_arrays(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tens
 
 
 def whitened_rewards(doctor: Doctor) -> Iterator[tuple[str, Callable[[Arrays], Tensor], Names]]:
-    """Rewards of the dump, which GAE whitens first."""
+    """Rewards of the dump, if the trainer whitens them before GAE and dumps them as they were."""
     for f, of_f in doctor.variants("whiten") if doctor.has("rewards") else ():
         if all(name.choice for name in of_f) and WIRING["whitened per row"] not in of_f:
             white = lambda a, f=f: f(a["rewards"], doctor.mask, True)  # noqa: E731
@@ -316,7 +316,7 @@ def penalised_bases(doctor: Doctor, y: Tensor, where: Tensor) -> Iterator[Base]:
 
             at = "from each token on" if is_sum else "of each token"
             yield Base(
-                words=f"{number} of scores in {words}, {minus(c)} * {name} {at}",
+                words=f"{number} of scores in {words}, {signed(c)} * {name} {at}",
                 predict=predict,
                 names=(*names, *wiring("another estimator")),
             )
@@ -479,15 +479,11 @@ def estimators(x: Tensor, groups: Tensor, lengths: Tensor) -> tuple[Tensor, list
     return torch.cat([value.masked_fill(is_single, 0), torch.where(is_single, x, value)]), names
 
 
-def orders_of(rows: int, groups: Tensor | None = None) -> list[Tensor]:
-    """Other orders of rows: moved by one, turned round, transposed; the first two also within groups (rows,)."""
+def orders_of(rows: int) -> list[Tensor]:
+    """Other orders of rows: moved by one, turned round, transposed."""
     right = torch.arange(rows)
     found = [right.roll(1), right.roll(-1), right.flip(0)]
-    found += [right.reshape(k, -1).T.flatten() for k in range(2, rows) if rows % k == 0]
-    own = [torch.nonzero(groups == g).flatten() for g in groups.unique()] if groups is not None else []
-    for move in (lambda x: x.roll(1), lambda x: x.roll(-1), lambda x: x.flip(0)) if len(own) > 1 else ():
-        found.append(right.index_copy(0, torch.cat(own), torch.cat([move(x) for x in own])))
-    return found
+    return found + [right.reshape(k, -1).T.flatten() for k in range(2, rows) if rows % k == 0]
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -501,10 +497,10 @@ class After:
     names: tuple[str, ...]
 
 
-def afters(rows: int, y: Tensor, groups: Tensor | None = None) -> list[After]:
+def afters(rows: int, y: Tensor) -> list[After]:
     """Rows in another order, and a bound if several of the numbers y have it."""
     found, bound = [], float(y.abs().max())
-    for order in orders_of(rows, groups):
+    for order in orders_of(rows):
         apply, before = (partial(torch.index_select, index=at) for at in (order, order.argsort()))
         names = ("advantages of another row",)
         found.append(After(words=", in another order", apply=apply, before=partial(before, dim=0), names=names))
@@ -522,14 +518,12 @@ def steps_after(doctor: Doctor, y: Tensor) -> list[tuple[str, Callable[[Tensor],
     found.append((", negated", torch.neg, ("advantages with the wrong sign",)))
     found.append((", divided by the length", lambda a: a / lengths, ("advantages divided by the length",)))
     found.append((", doubled", lambda a: 2 * a, ("advantages doubled",)))
-    if (
-        len({f"{x:.4g}" for x in y.tolist()}) >= 5
-    ):  # in any order: the same numbers, as they are in y from the least to the greatest
+    different = {f"{x:.4g}" for x in y.tolist()}
+    if len(different) >= 5:  # the same numbers in any order: that of y, from the least to the greatest
         rank = y.argsort().argsort()
         order = lambda a: a.sort(-1).values.index_select(-1, rank)  # noqa: E731
         found.append((", in another order", order, ("advantages of another row",)))
-    groups = doctor.arrays.get("groups", doctor.batch.prompts)
-    return found + [(after.words, partial(after.apply, dim=-1), after.names) for after in afters(len(y), y, groups)]
+    return found + [(after.words, partial(after.apply, dim=-1), after.names) for after in afters(len(y), y)]
 
 
 @cache
@@ -563,7 +557,7 @@ def response_bases(
         for is_mean in (False, True):
             for c, names in coefficients_of_responses(doctor, y, is_mean):
                 total = lambda a, c=c, n=is_mean: a["scores"] - c * kl_of_responses(a, mask, n)  # noqa: E731
-                words = f"scores {minus(c)} * {'mean ' * is_mean}KL of the response"
+                words = f"scores {signed(c)} * {'mean ' * is_mean}KL of the response"
                 totals[words] = total, (*names, *("the KL of a response as a mean",) * is_mean)
     steps = steps_after(doctor, y) if y is not None else [("", same, ())]
     steps = steps[:2] if is_whitened else steps
@@ -624,7 +618,8 @@ def near(c: float, told: float | None) -> float:
     return told if told and abs(c - told) <= 2e-3 * told else c
 
 
-def minus(c: float) -> str:
+def signed(c: float) -> str:
+    """A coefficient that is subtracted, as it stands after what it is subtracted from."""
     return f"{'-' if c > 0 else '+'} {written(abs(c), 4)}"
 
 
@@ -927,7 +922,7 @@ def check_advantages(doctor: Doctor) -> Made | None:
 
 def is_by_chance(doctor: Doctor, best: Made) -> bool:
     """Whether advantages are so few different numbers that a mistake fits them by chance: of one size for a mistake
-    that only scales them, or less than six for two mistakes."""
+    that only scales them, or less than five for two mistakes."""
     sizes = {f"{x:.4g}" for x in doctor.arrays["advantages"][doctor.mask].abs().tolist()} - {"0"}
     names = [name.name for name in best.names if not name.choice]
     only_scales = all(name in OF_SCALE for name in names)

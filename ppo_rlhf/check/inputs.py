@@ -35,8 +35,8 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
     is_end, is_pad = torch.isin(token, ends), (token == pad) & (mask.sum(1) > 1)
     is_left = one_is_left(mask, text, short)
     lacks_end = is_left or (short.any() and pad in ends and not is_end[short].any())
-    # A token after the mask is the end, or every array stands at the token before; an end that is also the padding
-    # may never have been written.
+    # Two cases are doubtful. Every array may stand one column before its token, as in AReaL. And if the end token has
+    # the id of padding, the response may have been cut off without it.
     is_moved_left = not batch.has_context and not mask[:, [0, -1]].any() and text[:, -1].any()
     is_doubtful = lacks_end and (is_moved_left or not is_left)
     # The last token is padding: the one before is the end, or log-probs are a filling there.
@@ -79,7 +79,7 @@ def check_mask(doctor: Doctor, end_ids: Sequence[int] = ()) -> None:
     where = f"row {row} counts tokens {int(mask[row].byte().argmax())} to {last[row]}, whose id is {token[row]}"
     doctor.add("mask", words, names=wiring(*(name for name, is_so in names.items() if is_so)), where=where)
     if is_doubtful and not is_moved:
-        other = "padding and end are one id" if not is_left else "each array may stand at the token before its own"
+        other = "each array may stand one column early" if is_left else "the end token has the id of padding"
         doctor.add("mask", names=wiring("the mask is without the end"), asks=True, where=f"{where}; {other}")
 
 

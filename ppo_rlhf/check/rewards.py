@@ -212,7 +212,7 @@ def patterns(doctor: Doctor) -> Table:
     """Where the number of a row is: words, and a function of the numbers."""
     mask = doctor.mask
     after = mask | doctor.following(mask)
-    full = mask[:, -1:]  # where an index is held within the row
+    full = mask[:, -1:]  # rows in which an index past the end would be held at the last column
     masks = [
         ("score on the token before the last", mask & ~doctor.only_last(mask)),
         ("score on the token before the last", mask & (~doctor.only_last(mask) | full)),
@@ -264,9 +264,8 @@ def check_rewards(doctor: Doctor) -> None:
     for most, (where, is_white) in itertools.product((0, 1), regions if has_scores else regions[1:2]):
         few = ([c for c in candidates if wrong(c.names) <= most] for candidates in (of_kl, places))
         best, gap, is_explained = doctor.choose("rewards", sums(doctor, *few, where, is_white), where)
-        if (
-            is_explained and where is mask and not is_white and not best.is_wrong
-        ):  # rewards outside may be what is wrong
+        # What is right within the mask does not clear rewards: those outside may be what is wrong.
+        if is_explained and where is mask and not is_white and not best.is_wrong:
             continue
         found += [(best, gap, where)] if is_explained else []
         if is_explained and not best.is_wrong:
